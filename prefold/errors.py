@@ -51,10 +51,13 @@ class InputError(PrefoldError, ValueError):
         self.remedy = remedy
         self.code = code
 
-    def renamed(self, field: str | None) -> InputError:
-        """Returns this error with `field` in place of its own field, also where its message quotes that."""
+    def renamed(self, field: str | None, remedy: str | None = None) -> InputError:
+        """Return this error with `field` in place of its own field, also where its message quotes that.
+
+        remedy  replaces its remedy; None: the remedy stays
+        """
         message = self.message if self.field is None else self.message.replace(repr(self.field), repr(field))
-        renamed = InputError(message, field=field, remedy=self.remedy, code=self.code)
+        renamed = InputError(message, field=field, remedy=self.remedy if remedy is None else remedy, code=self.code)
         renamed.__cause__ = self.__cause__
         return renamed
 

@@ -25,9 +25,11 @@ def read_tools(
 ) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
     """Returns (the tools for the chat template, the rules by which calls are found, a grammar that enforces a call).
     The rules are {"names": the functions' names, "forced": whether the answer is only a call, "most": how many calls
-    are returned, unless all are}. parallel: whether an answer may have several calls. Raises InputError for a wrong
-    tool_choice."""
+    are returned, unless all are}. parallel: whether an answer may have several calls. A choice of allowed_tools leaves
+    the other tools out. Raises InputError for a wrong tool_choice."""
     tools, most = _filled(tools) or None, {} if parallel else {"most": 1}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice)
     if choice in (None, "auto", "none") or not tools:
         if choice not in (None, "auto", "none"):
             message, remedy = f"'tool_choice' is {choice!r:.100} without tools", "give tools"
@@ -37,8 +39,7 @@ def read_tools(
         return tools, {"names": [tool["name"] for tool in _functions(tools)], "forced": False} | most, None
     functions = _functions(tools)
     if choice != "required":
-        named_function = choice.get("function", choice) if isinstance(choice, Mapping) else None
-        name = named_function.get("name") if isinstance(named_function, Mapping) else None
+        name = _name_of(choice)
         functions = [function for function in functions if function["name"] == name]
         if not functions:
             message = f"'tool_choice' is {choice!r:.100}"
@@ -46,6 +47,27 @@ def read_tools(
             raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
     calls = {"names": [function["name"] for function in functions], "forced": True}
     return tools, calls, grammar_of_calls(functions)
+
+
+def _allowed(tools: Any, choice: Mapping[str, Any]) -> tuple[Tools, Any]:
+    """Returns (the tools that a choice of allowed_tools names, its mode). Raises InputError."""
+    allowed = choice.get("allowed_tools", choice)  # of a chat, and of /v1/responses
+    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    names = {_name_of(tool) for tool in listed} if isinstance(listed, list) else set()
+    found = [tool for tool in tools if _name_of(tool) in names] if isinstance(tools, list) else []
+    mode = allowed.get("mode", "auto") if found else None
+    if mode not in ("auto", "required"):
+        message = f"'tool_choice' is {choice!r:.100}"
+        remedy = 'give a "mode", auto or required, and "tools" of which at least one is in tools'
+        raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
+    return found, mode
+
+
+def _name_of(tool: Any) -> str | None:
+    """Returns the name of a function: of a tool, or of a tool_choice, in a chat's form or in that of /v1/responses."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _filled(tools: Any) -> Any:

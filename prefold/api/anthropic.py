@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
+from ..errors import InputError
 from .answers import ChoiceText, Events
 from .body import Body as RequestBody
 from .body import Ignored, Model, ServedModel, TaskOrder, doc, doc_of_option
-from .completions import Chat, chat_body
+from .completions import Chat, Effort, chat_body
 
 Body = dict[str, Any]
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
+_OF_ANTHROPIC = re.compile(r"[a-z_]+_20\d{6}|tool_search_tool_(bm25|regex)")  # types of tools that Anthropic defines
 
 
 def anthropic_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
@@ -66,13 +69,21 @@ class UserMessage(Struct, tag_field="role", tag="user"):
     content: str | list[TextBlock | ImageBlock | ToolResult]
 
 
+class ThinkingBlock(Struct, tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(Struct, tag="redacted_thinking"):
+    data: Any = None
+
+
 class AssistantMessage(Struct, tag_field="role", tag="assistant"):
-    content: str | list[TextBlock | ToolUse]
+    content: str | list[TextBlock | ToolUse | ThinkingBlock | RedactedThinking]
 
 
 class Tool(Struct):
     name: str
-    type: Literal["custom"] | None = None
+    type: Annotated[str, doc("custom, or a dated type of Anthropic's, of which the model is not told.")] | None = None
     description: str | None = None
     input_schema: Any = None
 
@@ -89,6 +100,11 @@ class JsonSchema(Struct, tag="json_schema"):
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
     format: JsonSchema | None = None
+    effort: Effort | None = None  # type: ignore[valid-type]
+
+
+class Thinking(Struct):
+    type: Literal["adaptive", "between_tools", "disabled", "enabled"]
 
 
 class CountTokens(RequestBody, kw_only=True):
@@ -107,17 +123,20 @@ class CountTokens(RequestBody, kw_only=True):
     tool_choice: ToolChoice | None = None
     metadata: Ignored = None
     service_tier: Ignored = None
-    thinking: Annotated[Any, doc('{"type": "disabled"} only.', "object")] = None
+    thinking: Annotated[Thinking | None, doc("Changes nothing.")] = None
+    context_management: Ignored = None
     cache_control: Ignored = None
     output_config: OutputConfig | None = None
+    output_format: Annotated[JsonSchema | None, doc("The older name of `output_config.format`.")] = None
 
-    unsupported: ClassVar = {"thinking": ({"type": "disabled"},)}
     remedies: ClassVar = {
         "messages": 'give a conversation: {"role": "user" or "assistant", "content": ...}, with text, image and'
         " tool_result of the user, text and tool_use of the assistant",
         "tools": 'give {"name": ..., "description": ..., "input_schema": {...}}',
-        "tool_choice": 'give {"type": "auto", "any", "none" or "tool"}',
-        "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}}',
+        "tool_choice": 'give {"type": "auto", "any" or "none"}, or {"type": "tool", "name": ...} of one of the tools',
+        "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}, "effort": ...}',
+        "output_format": 'give {"type": "json_schema", "schema": {...}}',
+        "thinking": 'give {"type": "adaptive"}, or leave it out',
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
@@ -127,17 +146,27 @@ class CountTokens(RequestBody, kw_only=True):
         chat["messages"] = [new for message in self.messages for new in _messages(message)]
         if self.system:
             chat["messages"].insert(0, {"role": "system", "content": _text(self.system)})
-        chat["tools"] = [_tool(tool) for tool in self.tools] or None
-        if self.output_config is not None and self.output_config.format is not None:
-            format = {"schema": self.output_config.format.schema}
-            chat["response_format"] = {"type": "json_schema", "json_schema": format}
+        chat["tools"] = [_tool(tool) for i, tool in enumerate(self.tools) if _is_function(tool, i)] or None
+        config = self.output_config or OutputConfig()
+        chat["reasoning_effort"] = config.effort
+        format, older = config.format or self.output_format, self.output_format
+        if format is not None:
+            if older not in (None, format):
+                message = "output_config.format and output_format are different schemas"
+                raise InputError(message, field="output_format", remedy="leave it out")
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": format.schema}}
         if (choice := self.tool_choice) is not None:
-            entry = {"type": "function", "function": {"name": choice.name}}
+            entry = {"type": "tool", "name": choice.name}
             chat["tool_choice"] = entry if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
             chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        (item,), meta = Chat.of(chat).read({})
+        try:
+            (item,), meta = Chat.of(chat).read({})
+        except InputError as wrong:
+            is_choice = (wrong.field, wrong.code) == ("tool_choice", "wrong_type")
+            raise wrong.renamed(wrong.field, self.remedies["tool_choice"] if is_choice else None) from None
+        place = "output_format" if config.format is None else "output_config.format"
         is_format = meta.get("format") == "response_format"
-        fields = {"stop": "stop_sequences", "grammar": "output_config.format" if is_format else "tools"}
+        fields = {"stop": "stop_sequences", "grammar": place if is_format else "tools"}
         names: dict[str, Any] = {"model": served.model, "id": served.id}
         events = MessageEvents(meta, **names) if self.stream else None
         items = [item | {"with_reasoning": False}]
@@ -162,6 +191,7 @@ def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
         return
     parts: list[Body] = []
     calls = []
+    thought: Body = {}
     for block in content:
         if isinstance(block, TextBlock):
             parts.append({"type": "text", "text": block.text})
@@ -170,12 +200,14 @@ def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
         elif isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
             calls.append({"id": block.id, "type": "function", "function": function})
-        else:
+        elif isinstance(block, ThinkingBlock):
+            thought = {"reasoning_content": block.thinking}
+        elif isinstance(block, ToolResult):
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
-    if parts or calls or not content:
+    if parts or calls or thought or not content:
         has_images = any("text" not in part for part in parts)
         joined: Any = parts if has_images else "\n".join(part["text"] for part in parts)
-        yield {"role": role, "content": joined} | ({"tool_calls": calls} if calls else {})
+        yield {"role": role, "content": joined} | ({"tool_calls": calls} if calls else {}) | thought
 
 
 def _address(source: Base64 | Url | File) -> str:
@@ -183,6 +215,17 @@ def _address(source: Base64 | Url | File) -> str:
     if isinstance(source, Base64):
         return f"data:{source.media_type};base64,{source.data}"
     return source.url if isinstance(source, Url) else source.file_id
+
+
+def _is_function(tool: Tool, number: int) -> bool:
+    """Returns whether the model is told of a tool: not of one that Anthropic defines. Raises InputError for a type that
+    is neither."""
+    if tool.type in (None, "custom"):
+        return True
+    if _OF_ANTHROPIC.fullmatch(tool.type):
+        return False
+    place = f"tools[{number}].type"
+    raise InputError(f"{place!r} is {tool.type!r:.100}", field=place, remedy='give "custom"', code="wrong_type")
 
 
 def _tool(tool: Tool) -> Body:

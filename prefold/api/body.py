@@ -95,21 +95,25 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
             refused = {**refused, **{name: values for name, (values, _) in cls.batch.items()}}
             remedies = {**remedies, **{name: remedy for name, (_, remedy) in cls.batch.items()}}
         values = {name: value for name, value in body.items() if value is not None}
+        required, nested = _parts(cls)
+        missing = [name for name in required if name not in values]
         for name, value in list(values.items()):
             if name in refused and value in refused[name]:
                 del values[name]
             elif name in refused or name not in fields:
+                if missing and name not in refused and not near(name, missing):
+                    break  # what is missing says more than a field of another path
                 remedy = remedies.get(name, "leave it out")
                 if name in refused:
                     message = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
                 elif cls.is_listed:
                     message, remedy = f"unknown field {name!r:.100}", f"the fields are {', '.join(fields)}"
                 else:
-                    message, remedy = f"unknown parameter {name!r:.100}", near(name, fields, " if not, ") + remedy
+                    likely = near(name, missing, " if not, ") or near(name, fields, " if not, ")
+                    message, remedy = f"unknown parameter {name!r:.100}", likely + remedy
                 raise InputError(message, field=name[:100], remedy=remedy, code="unsupported")
-        required, nested = _parts(cls)
         for name in required:
-            if name not in values:
+            if name in missing:
                 message, remedy = (text.format(name) for text in cls.missing)
                 raise InputError(message, field=name, remedy=remedy, code="missing_field")
             if not cls.may_be_empty and values[name] in ("", []):

@@ -65,7 +65,8 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
 
 
 class StreamOptions(Body):
-    """StreamOptions say which chunks have the usage: a last one, or every one."""
+    """StreamOptions say which chunks have the usage: a last one (`include_usage`), and with it every other one
+    (`continuous_usage_stats`)."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -170,10 +171,12 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             **{name: None if (form := getattr(self, name)) is None else {kind: form} for name, kind in _GUIDED.items()},
         }
         grammars = [(name, grammar) for name, grammar in forms.items() if grammar is not None]
-        if len(grammars) > 1:
-            message = f"{grammars[0][0]} and {grammars[1][0]} exclude each other"
-            raise InputError(message, field=grammars[1][0], remedy="give one of them")
-        for meta["format"], sampling["grammar"] in grammars:
+        # Clients of older and newer versions of vLLM send one grammar under two names.
+        for name, grammar in grammars[1:]:
+            if grammar != grammars[0][1]:
+                message = f"{grammars[0][0]} and {name} are different grammars"
+                raise InputError(message, field=name, remedy="give one of them")
+        for meta["format"], sampling["grammar"] in grammars[:1]:
             pass
         return sampling
 
@@ -200,6 +203,7 @@ class Chat(Generating):
     continue_final_message: Annotated[Any, doc("Whether the last message is continued.", "boolean")] = None
     reasoning_effort: Effort | None = None
     include_reasoning: Annotated[bool, doc("false: the reasoning of a model that thinks is left out.")] = True
+    verbosity: Ignored = None
 
     prefix = "chatcmpl-"
     fields: ClassVar = Generating.fields | {"logprobs": "top_logprobs"}
@@ -497,7 +501,7 @@ class Chunks(Events):
     """A Chunks makes the chunks of a streamed response.
 
     kind     Chat or Completion
-    options  whether a last chunk says how many tokens there were, and whether every chunk how many there are so far
+    options  which chunks have the usage
     samples  choices of each prompt
     """
 
@@ -554,11 +558,14 @@ class Chunks(Events):
             (entry,) = chunk["choices"]
             if thought:
                 entry["delta"] |= reasoning_of(thought)
-            if "tool_calls" in message:
-                entry["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
-            entry |= {name: whole[name] for name in ("finish_reason", "stop_reason")}
             if tokens := choices_of(result)[sample].get("logprobs", ())[choice.num_logprobs :]:
                 entry["logprobs"] = self._logprobs(choice, list(tokens))
+            if "tool_calls" in message:
+                # OpenAI's packages see the end of a call's arguments in a later chunk with the finish_reason.
+                entry["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
+                yield chunk
+                chunk = self._with_ids(self._chunk(index, {}), choice)
+            chunk["choices"][0] |= {name: whole[name] for name in ("finish_reason", "stop_reason")}
             yield chunk
 
     def last(self) -> Iterator[Result]:
@@ -589,7 +596,7 @@ class Chunks(Events):
     def _chunk(self, index: int, content: Any) -> Result:
         choice = {"index": index, "delta" if self._chat else "text": content, "logprobs": None, "finish_reason": None}
         chunk = self._head | {"choices": [choice]}
-        if self._options.continuous_usage_stats:
+        if self._options.include_usage and self._options.continuous_usage_stats:
             num_generated = sum(count for samples in self._counts.values() for count in samples.values())
             counts = {"prompt_tokens": self._input_tokens, "completion_tokens": num_generated}
             return chunk | {"usage": counts | {"total_tokens": self._input_tokens + num_generated}}

@@ -27,6 +27,7 @@ from .body import (
 )
 
 Result = dict[str, Any]
+SEARCH_UNIT = 100  # documents of a query that Cohere counts as one unit
 Encoding = Word("Encoding", {"float": "float", "base64": "base64"})
 _TEXTS_OR_IDS: Any = [*TEXT_OR_TEXTS["anyOf"], *IDS_OR_LISTS["anyOf"]]
 Prompts = Annotated[Any, doc("A text, texts, token ids, or lists of token ids.", anyOf=_TEXTS_OR_IDS)]
@@ -116,7 +117,8 @@ class Rerank(Pairs):
         entries: list[Result] = [{"index": i, "relevance_score": result["scores"][i]} for i in result["order"]]
         for entry, document in zip(entries, result.get("documents", []), strict=False):
             entry["document"] = {"text": document}
-        return {"results": entries}
+        units = {"search_units": -(-len(result["scores"]) // SEARCH_UNIT)}
+        return {"results": entries, "meta": {"api_version": {"version": "2"}, "billed_units": units}}
 
 
 class Scoring(Pairs):

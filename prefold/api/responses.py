@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..options import SamplerOptions, http_names
 from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
-from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, sampled, usage_of
+from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, chat_logprobs, sampled, usage_of
 
 Body = dict[str, Any]
 
@@ -57,6 +57,7 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
     top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
     metadata: Metadata | None = None
     reasoning: Annotated[Any, doc('{"effort": ...}: a variable of the chat template.', "object")] = None
+    client_metadata: Ignored = None
     chat_template_kwargs: Annotated[Any, doc("Variables of the chat template.", "object")] = None
 
     unsupported: ClassVar = {
@@ -88,10 +89,8 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             chat["messages"].insert(0, {"role": "system", "content": self.instructions})
         chat["max_completion_tokens"] = self.max_output_tokens
         if self.tools:
-            chat["tools"] = [_tool(tool) for tool in converted(self.tools, list[Function], "tools", remedies=_REMEDIES)]
-        choice = self.tool_choice
-        is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
+            chat["tools"] = list(_tools(self.tools))
+        chat["tool_choice"] = self.tool_choice
         if self.text is not None:
             chat["response_format"] = _format(converted(self.text, Text, "text", remedies=_REMEDIES).format)
         if self.reasoning is not None:
@@ -102,7 +101,8 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             items, meta = Chat.of(chat).read(defaults)
         except InputError as wrong:
             name, bracket, rest = (wrong.field or "").partition("[")
-            raise wrong.renamed(_NAMES.get(name, name) + bracket + rest) from None
+            remedy = _TOOL_CHOICE if (name, wrong.code) == ("tool_choice", "wrong_type") else None
+            raise wrong.renamed(_NAMES.get(name, name) + bracket + rest, remedy) from None
         if "format" in meta:
             meta["format"] = _NAMES.get(meta["format"], meta["format"])
         repeated = {name: value for name in _SAID if (value := getattr(self, name)) is not None}
@@ -157,6 +157,12 @@ class Function(Struct, tag="function"):
     parameters: Any = None
 
 
+# Types of tools that are no functions: of OpenAI's server, or of free text. The model is not told of them.
+_NO_FUNCTIONS = {
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
+    "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
+    "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+}  # fmt: skip
 _Item = FunctionCall | FunctionCallOutput | Thought | Message
 _REMEDIES = {
     "input": "give messages of user, assistant, system or developer, with input_text or input_image, function_call,"
@@ -166,6 +172,10 @@ _REMEDIES = {
     " {...}}",
     "reasoning": 'give {"effort": ...}',
 }
+_TOOL_CHOICE = (
+    'give auto, none, required, {"type": "function", "name": ...} of one of the functions in tools, or'
+    ' {"type": "allowed_tools", "mode": ..., "tools": [...]}'
+)
 
 
 def _messages(value: Any) -> Iterator[Body]:
@@ -227,6 +237,13 @@ def _text(content: str | list[Part], field: str) -> str:
             remedy = 'give {"type": "input_text", "text": ...}'
             raise InputError(f"'{field}[{i}]' is no text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
     return "\n".join(part.text or "" for part in content)
+
+
+def _tools(tools: Any) -> Iterator[Body]:
+    """Yields the functions among the tools, in the form of a chat request. Raises InputError."""
+    for i, tool in enumerate(converted(tools, list[Any], "tools", remedies=_REMEDIES)):
+        if not (isinstance(tool, dict) and tool.get("type") in _NO_FUNCTIONS):
+            yield _tool(converted(tool, Function, f"tools[{i}]", remedies=_REMEDIES))
 
 
 def _tool(tool: Function) -> Body:
@@ -321,12 +338,15 @@ class ResponseEvents(Events):
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model = meta | {"id": id}, model
         self._text, self._has_text, self._number = ChoiceText(None, None), False, 0
+        self._num_logprobs = 0  # tokens whose log-probabilities were sent
+        self._holds_text = False  # whether text may be held back: then it is not known which tokens are in it
         self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
         self._thinking: Body = self._place | {"item_id": f"rs_{id}"}
         self._thought, self._is_thinking = "", False
 
     def begin(self, prompts: list[Body]) -> Iterator[Body]:
         self._text = ChoiceText(prompts[0].get("thinks"), self._meta.get("calls"))
+        self._holds_text = "thinks" in prompts[0] or "calls" in self._meta
         head = _head(self._meta) | {"model": self._model}
         yield self._event("response.created", response=head)
         yield self._event("response.in_progress", response=head)
@@ -334,7 +354,8 @@ class ResponseEvents(Events):
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         thought, text = self._text.add(text)
         yield from self._think(thought)
-        yield from self._send(text)
+        has_logprobs = text and tokens and "logprob" in tokens[0] and not self._holds_text
+        yield from self._send(text, chat_logprobs(tokens)["content"] if has_logprobs else [])
 
     def end(self, item: int, result: Body) -> Iterator[Body]:
         whole = responses_body(self._meta, [result]) | {"model": self._model}
@@ -345,7 +366,8 @@ class ResponseEvents(Events):
                 continue
             if item["type"] == "message":
                 (part,) = item["content"]
-                yield from self._send(self._text.rest({"content": part["text"]})[1], always=True)
+                rest = self._text.rest({"content": part["text"]})[1]
+                yield from self._send(rest, part["logprobs"][self._num_logprobs :], always=True)
                 content = {"text": part["text"], "logprobs": part["logprobs"]}
                 yield self._event("response.output_text.done", **self._place, **content)
                 yield self._event("response.content_part.done", **self._place, part=part)
@@ -384,15 +406,16 @@ class ResponseEvents(Events):
             item = _reasoning(self._meta["id"], status, [part])
             yield self._event("response.output_item.done", output_index=0, item=item)
 
-    def _send(self, text: str, *, always: bool = False) -> Iterator[Body]:
+    def _send(self, text: str, logprobs: list[Body], *, always: bool = False) -> Iterator[Body]:
         if not self._has_text and (text or always):
             yield from self._end_thinking()
             self._has_text = True
             item = _message(self._meta["id"], "in_progress", [])
             yield self._event("response.output_item.added", output_index=self._place["output_index"], item=item)
             yield self._event("response.content_part.added", **self._place, part=_part(""))
-        if text:
-            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+        if text or logprobs:
+            self._num_logprobs += len(logprobs)
+            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=logprobs)
 
     def _event(self, kind: str, **content: Any) -> Body:
         self._number += 1

@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from ..errors import InputError, UnsupportedModelError
 from ..tasks.classify import sigmoid, softmax
-from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, ServedModel, TaskOrder, Word, doc
+from ..tasks.rerank import CosineTask
+from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Model, ServedModel, TaskOrder, Word, doc
 from .numbers import labels_of, vectors_in
 
 Results = Sequence[dict[str, Any]]
@@ -51,7 +52,13 @@ class Prompted(Truncation):
     prompt_name: PromptName = None
 
 
-class TeiEmbed(Truncation):
+class TeiBody(Truncation, kw_only=True):
+    """A TeiBody is the body of a request whose texts may be cut."""
+
+    model: Model = None
+
+
+class TeiEmbed(TeiBody, kw_only=True):
     """Returns the vectors of texts."""
 
     inputs: Inputs
@@ -67,14 +74,14 @@ class TeiEmbed(Truncation):
         return vectors_of(order, served)
 
 
-class TeiEmbedAll(Truncation):
+class TeiEmbedAll(TeiBody, kw_only=True):
     """Returns the vectors of all tokens of texts."""
 
     inputs: Inputs
     prompt_name: PromptName = None
 
 
-class TeiRerank(Truncation):
+class TeiRerank(TeiBody, kw_only=True):
     """Scores texts by how well they answer a query, the best first."""
 
     query: Annotated[Any, doc("What the texts are to answer.", "string")]
@@ -84,7 +91,10 @@ class TeiRerank(Truncation):
     top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for a score of each text, the best first."""
+        """Returns the order for a score of each text, the best first. Raises UnsupportedModelError for a model that
+        embeds texts, as TEI does."""
+        if isinstance(served.llm.task("rerank"), CosineTask):
+            raise UnsupportedModelError("the model embeds texts and is no reranker; use /similarity, or /v1/rerank")
         options: dict[str, Any] = {"raw_scores": self.raw_scores}
         if self.truncate:
             options["truncate"] = "left" if self.truncation_direction == "Left" else True
@@ -103,7 +113,7 @@ class Parameters(Body):
     function_to_apply: Function | None = None
 
 
-class TeiPredict(Truncation):
+class TeiPredict(TeiBody, kw_only=True):
     """Returns the labels of texts, with their scores."""
 
     inputs: Annotated[Any, doc("A text, a pair of texts, or a list of lists of one text or two.", **TEXT_OR_TEXTS)]
@@ -157,6 +167,7 @@ class TeiSimilarity(Body):
     """Returns the cosines of one text and others."""
 
     inputs: Sentences
+    model: Model = None
     parameters: Prompted | None = None
 
     remedies: ClassVar = {
@@ -181,6 +192,7 @@ class TeiTokenize(Body):
     """Returns the tokens of texts, with their places."""
 
     inputs: Annotated[str | list[Any], doc("A text, or texts.")]
+    model: Model = None
     add_special_tokens: bool = True
     prompt_name: PromptName = None
 
@@ -189,6 +201,7 @@ class TeiDecode(Body):
     """Returns the text of token ids."""
 
     ids: Annotated[Any, doc("Token ids, or lists of them.", **IDS_OR_LISTS)]
+    model: Model = None
     skip_special_tokens: bool = True
 
 

@@ -64,6 +64,17 @@ _DEVICE = _written(lambda value: _matched(r"auto|cpu|cuda(:\d+)?", value)[0],
 _BLOCKS = _written(_blocks, "not a route; write the numbers of blocks: 0,1,0")
 
 
+class _WordOrFlag(click.Choice[str]):
+    """A word, or in a TOML file also true or false: for an option that was a flag."""
+
+    def __init__(self, words: list[str], true: str):
+        super().__init__(words)
+        self._flags = {True: true, False: words[0]}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(self._flags[value] if isinstance(value, bool) else value, param, ctx)
+
+
 # Parameters that the command line reads in a way of its own: settings of click in place of what is declared. Where a
 # default is None, the command line says only whether the option was given.
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -74,6 +85,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
                  "help": "Cut what is too long instead of failing: the longest column of a template, the longest "
                          "content of a conversation, of rerank the document. What is around it stays."},
     "truncate_side": {"help": "Cut the prompt as a whole, at this end."},
+    "access_log": {"is_flag": False, "flag_value": "text", "type": _WordOrFlag(["off", "text", "json"], "text")},
     "route": {"type": _BLOCKS, "metavar": "0,1,..."},
     "adapter": {"metavar": "NAME=FOLDER", "multiple": True,
                 "help": "A LoRA adapter (PEFT). One is used for all records; of several, --adapter-column or the model "

@@ -14,9 +14,11 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from itertools import islice, takewhile
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from ..checkpoint import served_name
 from ..errors import InputError, JobError, MissingExtraError
@@ -121,7 +123,11 @@ class HttpHost(AsyncHost):
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout, connect=_LOOK),
             limits=httpx.Limits(max_connections=None),
+            trust_env=not is_loopback(url),  # the environment's proxies
+            verify=httpx.create_ssl_context(),  # of the environment in any case
         )
+        proxy = proxy_of(url)
+        self._way = f" through the proxy {proxy}" if proxy else ""
         meeting = self._spawn(self._meet())
         try:
             while not wait([meeting], _TICK).done:
@@ -162,7 +168,7 @@ class HttpHost(AsyncHost):
                     return response
                 reason = f"it answers {response.status_code}"
             except httpx.HTTPError as error:
-                reason = f"it cannot be reached ({_why(error)})"
+                reason = f"it cannot be reached{self._way} ({_why(error)})"
             longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
             seconds_left = longest - (time.monotonic() - started)
             if seconds_left < 0:
@@ -210,7 +216,7 @@ class HttpHost(AsyncHost):
                 attempts, last = attempts + 1, _why(error)
                 is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS
                 if is_down:
-                    raise ReplicaDown(f"it cannot be reached ({last})") from None
+                    raise ReplicaDown(f"it cannot be reached{self._way} ({last})") from None
                 await asyncio.sleep(_jittered(pause))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
@@ -355,6 +361,25 @@ class HttpHost(AsyncHost):
             return tokenizer.decode(tokens)
 
         return text
+
+
+def is_loopback(url: str) -> bool:
+    """Return whether a URL names this machine by its loopback address, which no proxy can reach."""
+    host = (urlsplit(url).hostname or "").removesuffix(".")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def proxy_of(url: str) -> str:
+    """Return the host and port of the proxy that the environment sets for a URL, without its password; "" if there is
+    none."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all") or ""
+    if not proxy or is_loopback(url) or proxy_bypass(parts.hostname or ""):
+        return ""
+    return urlsplit(proxy if "://" in proxy else f"http://{proxy}").netloc.rpartition("@")[2]
 
 
 def _why(error: Exception) -> str:

@@ -22,7 +22,8 @@ class Handle:
     tokens    how many tokens their prompts have
     owner     the tenant and the class that they run for
     samples   how many texts are generated for a prompt
-    begun_at  time.perf_counter() of the first step that served them; None while they wait
+    begun_at  time.perf_counter() at the start of the first step that served them; None while they wait
+    first_at  time.perf_counter() after the step that gave the first token, or the answer if it has no tokens
     keys      the generator's keys of the requests
     post      calls a function elsewhere, such as in an event loop, and `put` is called by it; None: the engine's
               thread calls `put`
@@ -35,6 +36,7 @@ class Handle:
     def __init__(self, tokens: int = 0, owner: Owner = NO_OWNER, samples: int = 1):
         self.tokens, self.owner, self.samples = tokens, owner, samples
         self.begun_at: float | None = None
+        self.first_at: float | None = None
         self.keys: list[int] = []
         self.is_cancelled = False
 

@@ -59,7 +59,8 @@ class EngineLoop:
         self._generator: Generator | None = None
         self._handles: dict[Handle, Any] = {}  # without an answer so far
         self._live: dict[Handle, None] = {}  # the interactive ones among them
-        self._not_begun: dict[int, Handle] = {}  # by the keys of requests that no step has served so far
+        self._no_token: dict[int, Handle] = {}  # by the keys of requests that have made no token so far
+        self._step_at = 0.0  # time.perf_counter() at the start of the last step
         self._events: dict[Handle, list[Any]] = {}  # of this step, to be delivered after it
         self._lock = threading.Lock()  # taken to make the generator
         self._failed_steps = 0  # in a row, without a request found at fault
@@ -133,7 +134,7 @@ class EngineLoop:
         """Adds one of a handle's requests to the generator. options: as of `Generator.add`."""
         key = self.generator.new_key()
         handle.keys.append(key)
-        self._not_begun[key] = handle
+        self._no_token[key] = handle
         self.generator.add(request, tokenizer, on_done, key=key, owner=handle.owner, **options)
 
     def _end_requests(self, handle: Handle) -> None:
@@ -220,7 +221,7 @@ class EngineLoop:
         self._handles.pop(handle, None)
         self._live.pop(handle, None)
         for key in handle.keys:
-            self._not_begun.pop(key, None)
+            self._no_token.pop(key, None)
 
     def _put_event(self, handle: Handle, event: Any) -> None:
         if self._thread.is_current:
@@ -233,6 +234,8 @@ class EngineLoop:
     def _answer(self, handle: Handle, answer: Any) -> None:
         if handle in self._handles:
             self._forget(handle)
+            if handle.first_at is None and not isinstance(answer, Exception):
+                handle.first_at = time.perf_counter()
             self._put_event(handle, answer)
             if isinstance(answer, Exception) and len(handle.keys) > 1:
                 self.generator.cancel(*handle.keys)
@@ -253,7 +256,7 @@ class EngineLoop:
         if not isinstance(answer, Result):
             self._answer(group.handle, answer)
             return
-        _note_begun([group.handle])
+        self._note_begun(group.handle)
         if group.book(number, answer):
             self._answer(group.handle, group.results)
         else:
@@ -262,7 +265,7 @@ class EngineLoop:
     def _read_alone(self, handle: Handle, answer: Any) -> None:
         """Takes the answer of a request for numbers that was submitted alone."""
         if isinstance(answer, Result):
-            _note_begun([handle])
+            self._note_begun(handle)
             answer = [answer]
         self._answer(handle, answer)
 
@@ -276,7 +279,7 @@ class EngineLoop:
                 self._step()
             else:
                 break
-            if self._events or self._not_begun:
+            if self._events or self._no_token:
                 self._deliver()
         self._deliver()
 
@@ -294,6 +297,7 @@ class EngineLoop:
         """Makes one step of the generator. If it fails, the requests at fault are ended with its error."""
         generator = self._generator
         assert generator is not None
+        self._step_at = time.perf_counter()
         try:
             if generator.step():
                 self.failure, self._failed_steps = None, 0
@@ -326,22 +330,24 @@ class EngineLoop:
         """Records the error of a step that no single request is at fault for."""
         self.failure, self.failed_at = error, time.monotonic()
 
+    def _note_begun(self, handle: Handle) -> None:
+        if handle.begun_at is None:
+            handle.begun_at = self._step_at
+
     def _deliver(self) -> None:
-        if self._not_begun and self._generator is not None:
-            not_begun = self._not_begun
-            keys = [sequence.key for sequence in self._generator.scheduler.running if sequence.key in not_begun]
-            # Another thread may pop a key meanwhile, as it cancels its handle.
-            handles = [not_begun.pop(key, None) for key in dict.fromkeys(keys)]
-            _note_begun([handle for handle in handles if handle is not None])
+        if self._no_token and self._generator is not None:
+            now = time.perf_counter()
+            for sequence in self._generator.scheduler.running:
+                # Another thread may pop a key meanwhile, as it cancels its handle.
+                handle = self._no_token.get(sequence.key)
+                if handle is None:
+                    continue
+                self._note_begun(handle)
+                if sequence.num_known:
+                    handle.first_at = now if handle.first_at is None else handle.first_at
+                    self._no_token.pop(sequence.key, None)
         events, self._events = self._events, {}
         send(events)
-
-
-def _note_begun(handles: Sequence[Handle]) -> None:
-    now = time.perf_counter()
-    for handle in handles:
-        if handle.begun_at is None:
-            handle.begun_at = now
 
 
 def find_fault(generator: Generator, error: Exception) -> dict[int, Exception]:

@@ -23,6 +23,8 @@ LATELY_SECONDS = 2.0
 LENGTHENED = 0.25
 # While interactive requests came lately, a step of a batch alone takes as long as this many steps of a single row.
 SHORT_STEPS = 2.0
+# While interactive requests of several tenants came lately, a step takes this many seconds.
+SHARED_SECONDS = 0.1
 # Without interactive requests lately, a step of a batch takes this many seconds.
 ALONE_SECONDS = 0.25
 
@@ -37,8 +39,8 @@ class StepPolicy:
     admission     the queue of the requests that it decides on
     times         the measured times of steps
     has_new_shares  whether the shares of tenants are to be read again before the next step
-    step_seconds  the most that a step should take while there are interactive requests; None: steps may take as long as
-                  interactive requests alone need
+    step_seconds  the most that a step should take while there are interactive requests; None: SHARED_SECONDS while they
+                  are of several tenants, else as long as they need
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class StepPolicy:
         self._step_seconds = step_seconds
         self._clock = clock
         self._live_at = float("-inf")  # the last time at which there was an interactive request
+        self._shared_at = float("-inf")  # the last time at which several tenants had one
         self._settled_at = clock()
         self._due = 0.0  # seconds that batches have a right to
 
@@ -73,10 +76,15 @@ class StepPolicy:
         num_live = queue.num_running(batch=False)
         if num_live or queue.num_waiting(batch=False):
             self._live_at = now
+        if queue.num_owners(batch=False) > 1:
+            self._shared_at = now
         lends = not self._is_lately(now)
-        if self._step_seconds is not None and not lends:
+        step_seconds = self._step_seconds
+        if step_seconds is None and now - self._shared_at < LATELY_SECONDS:
+            step_seconds = SHARED_SECONDS
+        if step_seconds is not None and not lends:
             rows = num_live + LEAST_ROWS
-            max_rows = min(max_rows, max(rows, self.times.rows_within(self._step_seconds)))
+            max_rows = min(max_rows, max(rows, self.times.rows_within(step_seconds)))
         if not queue.num_running(batch=True):
             self._due = 0.0
             return StepLimits(max_rows, lends=lends)

@@ -86,7 +86,9 @@ class NumericTasks(TaskRunner):
         Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
         documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
         against no. A checkpoint with a classification head of one label scores by its own activation, by default the
-        sigmoid of its logit. A document may also be given as {"text": ...}.
+        sigmoid of its logit. A checkpoint that embeds texts (sentence-transformers' pooling modules, a GGUF file with a
+        pooling type, or no LM head) gives the cosine of the vectors of `embed`, unless instruction, template or words
+        are given. A document may also be given as {"text": ...}.
 
         Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
         the Ranking, and its score is NaN.

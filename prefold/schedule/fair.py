@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any
 
 from ..cache import RadixCache
 from ..types import Owner, Share
 from .admission import Admission, Capacity, P, StepLimits
-from .generate_step import SequenceState
+from .generate_step import SequenceState, StepPlan
 
 # Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
 # sequence that has been passed over MAX_PASSED times goes first.
@@ -55,6 +57,10 @@ class _OwnerQueue:
         return sum([len(sequence.tail.tokens) for sequence in self.running])
 
     @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+    @property
     def may_run(self) -> bool:
         most = self.share.max_running
         return bool(self.waiting) and (most is None or len(self.running) < most)
@@ -67,6 +73,9 @@ class FairAdmission:
     rows of outputs. An owner that was idle has no claim on the time before: it begins at the tag of the owner that was
     admitted from last (start-time fair queueing, Goyal et al. 1996). Next among an owner's sequences is the one with
     the fewest rows that are neither there nor being computed; none is passed over more than MAX_PASSED times.
+
+    If interactive requests of several tenants are there, the rows of prompts in a step are divided between the tenants
+    by their weights, and a tenant's prompts wait only for that tenant's own prompts to be computed.
 
     A share of the sequences and slots is reserved for interactive requests. While these wait, batches get `batch_share`
     of the rows of prompts. If an interactive request finds no room, the sequence of a batch that was admitted last is
@@ -96,6 +105,7 @@ class FairAdmission:
         self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
+        self._num_owners = [0, 0]  # for each class, the owners with a sequence
         self._max_queues = IDLE_QUEUES
         self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
         # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
@@ -120,10 +130,16 @@ class FairAdmission:
         """Returns how many sequences of a class have been admitted and have not ended."""
         return self._num_running[batch]
 
+    def num_owners(self, *, batch: bool) -> int:
+        """Returns how many owners of a class have sequences that wait or run."""
+        return self._num_owners[batch]
+
     def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
         self.add(before)
         for sequence in running:
-            self._queue(sequence.owner).running[sequence] = None
+            queue = self._queue(sequence.owner)
+            self._num_owners[sequence.owner.is_batch] += queue.is_idle
+            queue.running[sequence] = None
             self._num_running[sequence.owner.is_batch] += 1
 
     def read_shares(self, cache: RadixCache | None = None) -> None:
@@ -139,7 +155,8 @@ class FairAdmission:
     def add(self, sequences: Iterable[SequenceState]) -> None:
         for sequence in sequences:
             queue = self._queue(sequence.owner)
-            if not queue.waiting and not queue.running:
+            if queue.is_idle:
+                self._num_owners[sequence.owner.is_batch] += 1
                 queue.service = max(queue.service, self._now[sequence.owner.is_batch])
             queue.waiting[sequence] = 0
             self._num_waiting[sequence.owner.is_batch] += 1
@@ -159,6 +176,7 @@ class FairAdmission:
         queue = self._queues[sequence.owner]
         del queue.waiting[sequence]
         self._num_waiting[sequence.owner.is_batch] -= 1
+        self._num_owners[sequence.owner.is_batch] -= queue.is_idle
 
     def note_admission(self, sequence: SequenceState, rows: int) -> None:
         queue = self._queues[sequence.owner]
@@ -186,6 +204,7 @@ class FairAdmission:
         del queue.running[sequence]
         self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
+        self._num_owners[sequence.owner.is_batch] -= queue.is_idle
         queue.service += len(sequence.tail.tokens) / queue.share.weight
         self._enter(queue)
 
@@ -205,7 +224,12 @@ class FairAdmission:
         return None if queue is None else _cheapest(queue)
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
-        return running if sequence.owner.is_batch else _of_class(running, False)
+        if sequence.owner.is_batch:
+            return running
+        live = _of_class(running, False)
+        if self._num_owners[False] < 2:
+            return live
+        return [other for other in live if other.ready or other.owner == sequence.owner]
 
     def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
         # One sequence of a batch always goes on, so that batches end however many interactive requests come.
@@ -221,11 +245,13 @@ class FairAdmission:
         """Adds rows of interactive requests to the plan of a step, then rows of batches. If
         these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
         if not self._num_running[True]:
-            plan.fill(running)
+            self._fill_live(plan, running)
             return plan
         for is_batch in (True, False) if limits.batch_first else (False, True):
             sequences = _of_class(running, is_batch)
-            if not is_batch or limits.batch_rows is None or limits.batch_rows >= plan.room:
+            if not is_batch:
+                self._fill_live(plan, sequences)
+            elif limits.batch_rows is None or limits.batch_rows >= plan.room:
                 plan.fill(sequences)
             elif limits.batch_rows:
                 plan.room = limits.batch_rows
@@ -234,6 +260,33 @@ class FairAdmission:
                 plan.fill(sequences)
                 plan.room = max(0, plan.max_rows - plan.num_rows)
         return plan
+
+    def _fill_live(self, plan: Any, running: Collection[SequenceState]) -> None:
+        """Adds rows of interactive requests to the plan of a step: of all that generate, and of prompts, whose rows are
+        divided between the tenants. What a tenant does not use goes to tenants with longer prompts. A step of one block
+        of a looped model is not divided."""
+        prompts: dict[Owner, list[SequenceState]] = {}
+        if self._num_owners[False] > 1 and isinstance(plan, StepPlan):
+            for sequence in running:
+                if not sequence.ready:
+                    prompts.setdefault(sequence.owner, []).append(sequence)
+        if len(prompts) < 2:
+            plan.fill(running)
+            return
+        owners = list(prompts)
+        if plan.holds_rows is None:  # a span of an image may have to be the first of a step
+            owners.sort(key=lambda owner: sum(sequence.leaf.stop for sequence in prompts[owner]))
+        generating = [sequence for sequence in running if sequence.ready]
+        room, weight = plan.room, sum(self._queues[owner].share.weight for owner in owners)
+        for owner in owners:
+            share = self._queues[owner].share.weight / weight
+            rows = min(room, len(generating) + math.ceil(max(0, room - len(generating)) * share))
+            plan.room, before = rows, plan.num_rows
+            plan.fill([*generating, *prompts[owner]])
+            room = max(0, room - (plan.num_rows - before))
+            weight -= self._queues[owner].share.weight
+            generating = []
+        plan.room = room
 
     def _has_room(self, sequence: SequenceState, scheduler: Capacity, lends: bool) -> bool:
         """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""

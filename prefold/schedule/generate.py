@@ -28,7 +28,7 @@ import numpy as np
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RadixTree
 from ..errors import InputError
-from ..types import Exits
+from ..types import Exits, Owner
 from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
 from .sequences import SequenceScheduler
@@ -258,20 +258,21 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
     def _admit_waiting(self, failures: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
         """Admits sequences in the order of the policy until a step is full. A sequence of a batch without room ends the
         admission of batches only."""
-        is_batch, pending = None, 0  # how many rows go before those of the next sequence of this class
+        pending = dict[Owner, int]()  # how many rows go before those of an owner's next sequence
         batches, max_rows = True, self._max_rows(limits)
         while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
             is_full = len(self.running) >= self.max_running
             if is_full and self.waiting.gives_way(sequence, self.running) is None:
                 fits = False
             else:
-                if sequence.owner.is_batch is not is_batch:
-                    is_batch, before = sequence.owner.is_batch, self.waiting.before(sequence, self.running)
-                    pending = len(before) + self._pending_rows(before)
-                fits = pending < max_rows and (not is_full or self._make_way(sequence))
+                if sequence.owner not in pending:
+                    before = self.waiting.before(sequence, self.running)
+                    pending[sequence.owner] = len(before) + self._pending_rows(before)
+                fits = pending[sequence.owner] < max_rows and (not is_full or self._make_way(sequence))
             rows = self._start(sequence, failures) if fits else None
             if rows is not None:
-                pending += rows
+                for owner in pending:
+                    pending[owner] += rows if owner == sequence.owner or owner.is_batch else 0
             elif sequence.owner.is_batch and batches:
                 batches = False
             else:

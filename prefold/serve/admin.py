@@ -84,6 +84,8 @@ async def data(context: RequestContext) -> Response:
     now: Snapshot = await handler.in_pool(NO_OWNER, listing)
     shape = TreeShape(now.paths, owner_of, most=MOST_PATHS)
     stats = now.stats
+    # The engine counts the rows of a request when they are computed, and the tokens when the request ends.
+    tokens = stats.tokens + sum(sequence.prompt_tokens + sequence.output_tokens for sequence in now.running)
     generation = stats.generation
     waiting, waiting_tokens = handler.backpressure.waiting
     tokenizer = handler.llm.tokenizer
@@ -98,7 +100,7 @@ async def data(context: RequestContext) -> Response:
         "whole": shape.is_whole,
         "rows": shape.num_rows,
         "tokens": int(shape.arrays()[0].sum()),
-        "computed": {"tokens": stats.tokens, "rows": stats.rows_computed, "steps": stats.steps},
+        "computed": {"tokens": tokens, "rows": stats.rows_computed, "steps": stats.steps},
         "hits": 0 if generation is None else hits_of(generation),
         "generated": 0 if generation is None else generation.generated_tokens,
         "slots": [now.used_slots, now.slots],

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,19 +21,21 @@ from .. import __version__
 from . import admin, dialects, files
 from .admin import page_response, page_text
 from .context import Entry, RequestContext
-from .dialects import OPENAI
+from .dialects import ANTHROPIC, OPENAI
 from .files import PURPOSES
 from .http import Hosts, Refusal, json_response
-from .state import AppState
+from .state import AppState, new_id
 
 LAG_SECONDS = 0.5  # between two measurements of the event loop's lag
+_ID = re.compile(rb"[!-~]{1,128}")
 DIALECTS = (dialects, files, admin)  # modules of entries; the first entry of a path counts
 
 
 class Direct:
     """A Direct is an ASGI application that answers a dialect's paths without parameters itself, and passes other
     requests to Starlette, which is slower: it tries its routes one after the other, and wraps what is sent twice. It
-    counts the requests whose responses are not completely sent. Without keys it refuses requests of foreign pages.
+    counts the requests whose responses are not completely sent, and names each response by its `x-request-id`: the
+    client's, or a new one. Without keys it refuses requests of foreign pages.
 
     routes  of the whole application
     """
@@ -46,8 +48,17 @@ class Direct:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         self._state.open += 1
+        id = scope["request_id"] = request_id(scope["headers"])
+        names = [b"x-request-id", b"request-id"] if ANTHROPIC.paths.match(scope["path"]) else [b"x-request-id"]
+        named = [(name, id.encode()) for name in names]
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *named]
+            await send(message)
+
         try:
-            await (await self._answer(scope, receive, send))(scope, receive, send)
+            await (await self._answer(scope, receive, sent))(scope, receive, sent)
         finally:
             self._state.open -= 1
 
@@ -63,6 +74,12 @@ class Direct:
             return self._app
         scope["route"] = route
         return await route.endpoint(Request(scope, receive, send))
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Returns the id of a request: the client's x-request-id if that is short and printable, else a new one."""
+    sent = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return sent.decode() if _ID.fullmatch(sent) else new_id()
 
 
 def make_app(state: AppState) -> Direct:
@@ -98,9 +115,15 @@ def make_app(state: AppState) -> Direct:
         body = {"status": state.status} if failing is None else {"status": "failing", "reason": failing}
         return json_response(body, 200 if body["status"] == "ready" else 503)
 
+    async def alive(request: Request) -> Response:
+        """Answers whether the process works, also while it loads the model or drains: 200, or 503 if it has to be
+        started again."""
+        return json_response({"status": state.status}, 200 if state.is_alive else 503)
+
     entries = [*SERVER, *(entry for dialect in DIALECTS for entry in dialect.ENTRIES)]
     routes = [Route(entry.path, entry.endpoint(state), methods=[entry.method]) for entry in entries]
-    routes_before = [admin.route(), *(Route(path, health, methods=["GET"]) for path in ("/health", "/ping"))]
+    probes = dict.fromkeys(("/health", "/healthz", "/ping", "/readyz"), health) | {"/livez": alive}
+    routes_before = [admin.route(), *(Route(path, answer, methods=["GET"]) for path, answer in probes.items())]
     direct = {(entry.method, entry.path): route for entry, route in reversed([*zip(entries, routes, strict=True)])}
     direct = {place: route for place, route in direct.items() if "{" not in route.path}
     routes += [*routes_before, *describing(entries, routes_before)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,14 +25,24 @@ MEASURED, LONGEST_WAIT = 128, 120
 
 class Backpressure:
     """A Backpressure counts the requests that are being prepared, that wait for the engine, and that are being
-    computed. A text to generate counts once for each sample, a request for embeddings or scores once.
+    computed. A text to generate counts once for each sample, a request for embeddings or scores once. A request for
+    which the engine has a free sequence is about to run, and does not count as waiting.
 
-    replies  the handles without an answer
+    replies       the handles without an answer, in the order in which they came
+    most_running  how many sequences the engine runs at once
     """
 
-    def __init__(self, options: ServeOptions, keys: Keys, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        options: ServeOptions,
+        keys: Keys,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        most_running: int = 0,
+    ):
         self._options, self._keys, self._clock = options, keys, clock
-        self.replies: set[Handle] = set()
+        self.replies: dict[Handle, None] = {}
+        self.most_running = most_running
         self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: (owner, count, tokens)}
         # The clock of `_busy` runs only while there are replies, so that pauses do not lower the rate of answers.
         self._busy_before, self._busy_since = 0.0, 0.0
@@ -46,13 +56,30 @@ class Backpressure:
 
     @property
     def running(self) -> int:
-        """Returns how many requests are being computed."""
-        return sum(reply.begun_at is not None for reply in self.replies)
+        """Returns how many requests are being computed, or are about to be."""
+        return len(self.replies) + len(self._preparing) - len(self._waiting())
 
     def _waiting(self) -> list[tuple[Owner, int, int]]:
         """Returns (owner, count, tokens) of each request that waits."""
-        waiting = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
-        return waiting + list(self._preparing.values())
+        entries = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
+        entries += self._preparing.values()
+        running = Counter[str | None]()
+        for reply in self.replies:
+            if reply.begun_at is not None:
+                running[reply.owner.tenant] += reply.samples
+        free = self.most_running - running.total()
+        if free <= 0:
+            return entries
+        waiting = []
+        for entry in entries:
+            owner, count, _ = entry
+            most = self._keys.limits_of(owner.tenant).max_running
+            if count <= (free if most is None else min(free, most - running[owner.tenant])):
+                free -= count
+                running[owner.tenant] += count
+            else:
+                waiting.append(entry)
+        return waiting
 
     def check(self, owner: Owner, samples: int = 1, *, computes: bool = True) -> None:
         """Raises Refusal (429) if too many requests wait for another one of this owner.
@@ -112,11 +139,13 @@ class Backpressure:
         """Counts replies within the context."""
         if not self.replies:
             self._busy_since = self._clock()
-        self.replies.update(replies)
+        replies = dict.fromkeys(replies)
+        self.replies |= replies
         try:
             yield
         finally:
-            self.replies.difference_update(replies)
+            for reply in replies:
+                self.replies.pop(reply, None)
             if not self.replies:
                 self._busy_before += self._clock() - self._busy_since
 

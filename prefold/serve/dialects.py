@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cache
 from typing import Annotated, Any
 
@@ -112,17 +113,38 @@ async def by_body(context: RequestContext) -> Response:
 
 
 async def models(context: RequestContext) -> Response:
-    """Answers with the models that are served: the one, its further names, and its adapters."""
-    return json_response({"object": "list", "data": entries(context)})
+    """Answers with the models that are served: the one, its further names, and its adapters. With the header
+    anthropic-version: in Anthropic's form."""
+    data = entries(context)
+    if not is_for_anthropic(context):
+        return json_response({"object": "list", "data": data})
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+    return json_response({"data": [model_info(entry) for entry in data]} | ends)
 
 
 async def model(context: RequestContext) -> Response:
-    """Answers with one of the models that are served."""
+    """Answers with one of the models that are served. With the header anthropic-version: in Anthropic's form."""
+    is_anthropic = is_for_anthropic(context)
     name = context.request.path_params["name"]
     entry = next((entry for entry in entries(context) if entry["id"] == name), None)
     if entry is None:
         raise Refusal(404, f"the model {name!r:.100} is not served here", param="model", code="model_not_found")
-    return json_response(entry)
+    return json_response(model_info(entry) if is_anthropic else entry)
+
+
+def is_for_anthropic(context: RequestContext) -> bool:
+    """Returns whether a request is made by a client of Anthropic's; its errors are in Anthropic's form then."""
+    if "anthropic-version" not in context.request.headers:
+        return False
+    context.request.scope["dialect"] = ANTHROPIC
+    return True
+
+
+def model_info(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an entry of the list of models in Anthropic's form."""
+    created_at = datetime.fromtimestamp(entry["created"], UTC).isoformat().replace("+00:00", "Z")
+    about = {"id": entry["id"], "display_name": entry["id"], "created_at": created_at}
+    return {"type": "model", **about, "lifecycle": "active"}
 
 
 def entries(context: RequestContext) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from ..api.answers import Events
 from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
+from ..engine.meter import StepInfo
 from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..engine.step_policy import StepPolicy
@@ -79,9 +80,10 @@ class RequestHandler:
         seconds = None if options.step_ms is None else options.step_ms / 1e3
         self.step_policy = StepPolicy(self.admission, step_seconds=seconds, batch_share=options.batch_share)
         self.watch, self._serving = StepWatch(), ExitStack()
-        self._serving.enter_context(self.engine.watching(self.watch.note, policy=self.step_policy))
+        self._serving.enter_context(self.engine.watching(self._note_step, policy=self.step_policy))
         self._has_answered = False  # the first request makes the KV store, which takes long
-        self.backpressure = Backpressure(options, keys)
+        most_running = self.engine.facts.options.generation.max_running
+        self.backpressure = Backpressure(options, keys, most_running=most_running)
         self._pool = FairQueue(4, "prefold-prepare")
         # Images take long to decode, one after the other, and chat templates and long grammars of requests are worked
         # on one at a time. Requests with none of them must not wait for them.
@@ -98,6 +100,10 @@ class RequestHandler:
         names = ("max_n", "max_logprobs", "escape_special")
         self._of_texts = {name: getattr(options, name) for name in names}
 
+    def _note_step(self, step: StepInfo) -> None:
+        self.watch.note(step)
+        self._metrics.step_sizes.note(step.rows)
+
     async def answer(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
         """Returns (the task's answer to each item, whether they are quick to write). If prompts are scored too, an
         answer has the "prompt" of PromptTask. Raises InputError or Refusal."""
@@ -112,6 +118,7 @@ class RequestHandler:
         return [sample | {"prompt": prompt["prompt"]} for sample, prompt in zip(samples, prompts, strict=True)], False
 
     async def _results(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
+        replies: list[ResponseStream]
         async with self._streams_of(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
@@ -128,9 +135,11 @@ class RequestHandler:
             result_or_raise(result) for result in (finish() if is_short else await self.in_pool(order.owner, finish))
         ]
         if task.readout.kind == "tokens":
-            for result in answers_of_items:
-                self._metrics.prompt(order.owner.tenant, result)
-        elif order.task == "rerank":
+            for reply, samples, result in zip(replies, answers.values(), answers_of_items, strict=True):
+                self._metrics.continued(reply, samples, result)
+        else:
+            self._metrics.read([len(request.tokens) for work in works for request in work.requests])
+        if order.task == "rerank":
             for answer, of_item in zip(answers_of_items, results, strict=True):
                 answer["cached_tokens"] = sum(result.cached_tokens or 0 for result in of_item)
         return answers_of_items, is_short
@@ -138,7 +147,7 @@ class RequestHandler:
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
         """Yields b"" when the order has been accepted, by when errors of the request are raised, and then the events of
         its response as they come."""
-        started_at, is_first, writer = time.perf_counter(), True, order.events
+        writer = order.events
         async with self._streams_of(order, text=True) as (task, works, replies):
 
             def ended(number: int, answer: Any) -> tuple[dict[str, Any], bytes]:
@@ -149,9 +158,6 @@ class RequestHandler:
             yield event_bytes(writer, writer.begin([work.note for work in works]))
             async with aclosing(events_of(replies)) as events:
                 async for number, event in events:
-                    if is_first:
-                        self._metrics.first.observe(time.perf_counter() - started_at)
-                        is_first = False
                     for gap in replies[number].take_gaps():
                         self._metrics.between.observe(gap)
                     if isinstance(event, TextPiece):
@@ -163,7 +169,7 @@ class RequestHandler:
                         continue
                     end = partial(ended, number, event)
                     result, body = end() if are_short([[event]]) else await self.in_pool(order.owner, end)
-                    self._metrics.prompt(order.owner.tenant, result)
+                    self._metrics.continued(replies[number], event, result)
                     yield body
         yield event_bytes(writer, writer.last())
 
@@ -259,6 +265,12 @@ class RequestHandler:
                     begin = partial(self._submit, requests, task.readout, replies, **options)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies
+                except (asyncio.CancelledError, GeneratorExit):
+                    self._metrics.success.labels("abort").inc(len(replies))
+                    raise
+                except Exception:
+                    self._metrics.success.labels("error").inc(len(replies))
+                    raise
                 finally:
                     for reply in replies:
                         self.engine.cancel(reply)
@@ -266,8 +278,11 @@ class RequestHandler:
         self.backpressure.note_answered(replies)
         self._metrics.seconds.observe(time.perf_counter() - started_at)
         for reply in replies:
-            if reply.begun_at is not None:
+            if reply.begun_at is not None and reply.first_at is not None:
                 self._metrics.queue.observe(reply.begun_at - started_at)
+                self._metrics.prefill.observe(reply.first_at - reply.begun_at)
+            if is_text and reply.first_at is not None:
+                self._metrics.first.observe(reply.first_at - started_at)
 
     def _submit(
         self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[ResponseStream], **options: Any

@@ -1,26 +1,54 @@
-"""The metrics for Prometheus, with vLLM's names and prefold's prefix, and the access log, which has a line for each
-request without prompts, answers and keys."""
+"""The metrics for Prometheus, with vLLM's names, labels and buckets and prefold's prefix, and the access log, which has
+a line for each request without prompts, answers and keys."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
+from collections import Counter as TallyCounter
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from .. import __version__
+from ..engine.handles import Handle
 from ..engine.meter import StepInfo
 from ..report.page import merged
-from ..types import GenerationStats
+from ..types import Generated, GenerationStats
 
-_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+# vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Those below vLLM's
+# least one are for models that answer sooner.
+_REQUEST = (
+    0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680
+)  # fmt: skip
+_FIRST = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560
+)  # fmt: skip
+_BETWEEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
+)  # fmt: skip
+# vLLM's buckets for the tokens of a request, and for those of a step.
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Why a request ended, as vLLM names it: by its own end, by max_tokens, because its client left, or by an error.
+_REASONS = ("stop", "length", "abort", "error")
 log = logging.getLogger("prefold.serve")
 
 
@@ -32,6 +60,29 @@ def hits_of(stats: GenerationStats) -> int:
     return stats.first_admission_hits + stats.in_step_hits + stats.cross_window_hits
 
 
+class Sizes:
+    """A Sizes is a histogram of whole numbers. It costs little to note one, as buckets are made when it is scraped."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[int], registry: CollectorRegistry):
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts: TallyCounter[int] = TallyCounter()  # how often each number came
+        registry.register(self)
+
+    def note(self, *sizes: int) -> None:
+        """Count these numbers."""
+        self._counts.update(sizes)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the histogram; prometheus-client calls it."""
+        counts = sorted(self._counts.copy().items())
+        sizes = np.array([size for size, _ in counts], np.int64)
+        totals = np.cumsum([0, *(count for _, count in counts)])
+        below = totals[np.searchsorted(sizes, self._bounds, side="right")]
+        buckets = [(floatToGoString(bound), int(total)) for bound, total in zip(self._bounds, below, strict=True)]
+        total = sum(size * count for size, count in counts)
+        yield HistogramMetricFamily(self._name, self._text, [*buckets, ("+Inf", int(totals[-1]))], total)
+
+
 class Metrics:
     """A Metrics counts requests; the counts of the engine are read when metrics are scraped.
 
@@ -41,18 +92,35 @@ class Metrics:
     def __init__(self, handler: Callable[[], Any]):
         self._handler = handler
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, processor time, open files
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"prefold:{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"prefold:{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
+        def histogram(name: str, text: str, buckets: Sequence[float] = _REQUEST) -> Histogram:
+            return Histogram(f"prefold:{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+        def sizes(name: str, text: str, bounds: Sequence[int] = _TOKENS) -> Sizes:
+            return Sizes(f"prefold:{name}", text, bounds, self.registry)
 
         self.requests = counter("http_requests", "Requests, by face, path and status.", "face", "path", "status")
         self.seconds = histogram("e2e_request_latency", "From a request to its whole answer.")
-        self.first = histogram("time_to_first_token", "From a request to its first text.")
-        self.between = histogram("inter_token_latency", "Between two pieces of a text.")
+        self.first = histogram("time_to_first_token", "From a request to its first token.", _FIRST)
+        self.between = histogram("inter_token_latency", "Between two pieces of a streamed text.", _BETWEEN)
         self.queue = histogram("request_queue_time", "From a request to its first step.")
+        self.prefill = histogram("request_prefill_time", "From a prompt's first step to its first token or its answer.")
+        self.decode = histogram("request_decode_time", "From the first token of a text to the last.")
+        help_each = "Time between two tokens of a text, on average."
+        self.each_token = histogram("request_time_per_output_token", help_each, _BETWEEN)
+        self.success = counter("request_success", "Prompts that were answered, by the reason.", "finished_reason")
+        for reason in _REASONS:
+            self.success.labels(reason)
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.prompt_sizes = sizes("request_prompt_tokens", "Tokens of a prompt.")
+        self.text_sizes = sizes("request_generation_tokens", "Tokens generated for a prompt.")
+        help_longest = "Tokens of the longest of a prompt's texts."
+        self.longest_sizes = sizes("request_max_num_generation_tokens", help_longest)
+        self.step_sizes = sizes("iteration_tokens_total", "Rows of a step.", _STEP_TOKENS)
         tokens = "Tokens of prompts that were continued, by tenant."
         self.prefix_queries = counter("prefix_cache_queries", tokens, "tenant")
         self.prefix_hits = counter("prefix_cache_hits", "Those of them that were there already, by tenant.", "tenant")
@@ -69,29 +137,63 @@ class Metrics:
             self.cancelled.inc()
         return response
 
-    def prompt(self, tenant: str | None, result: Mapping[str, Any]) -> None:
-        """Counts the tokens of a prompt that was continued, by the result of its item."""
+    def continued(self, handle: Handle, samples: Sequence[Generated], result: Mapping[str, Any]) -> None:
+        """Counts a prompt that was continued. samples: its texts; result: of its item"""
+        tenant, longest = handle.owner.tenant, max(len(sample.tokens) for sample in samples)
         note(completion=result["num_generated"])
         self.prefix_queries.labels(tenant or "").inc(result["num_tokens"])
         self.prefix_hits.labels(tenant or "").inc(result["cached_tokens"])
         self.approximate.labels(tenant or "").inc(result.get("approximate_tokens", 0))
+        self.prompt_tokens.inc(result["num_tokens"])
+        self.prompt_sizes.note(result["num_tokens"])
+        self.text_sizes.note(result["num_generated"])
+        self.longest_sizes.note(longest)
+        for sample in samples:
+            self.success.labels(sample.finish_reason).inc()
+        if handle.first_at is not None:
+            seconds = time.perf_counter() - handle.first_at
+            self.decode.observe(seconds)
+            if longest > 1:
+                self.each_token.observe(seconds / (longest - 1))
+
+    def read(self, sizes: Sequence[int]) -> None:
+        """Counts prompts of which numbers were read. sizes: their tokens"""
+        self.prompt_tokens.inc(sum(sizes))
+        self.prompt_sizes.note(*sizes)
+        self.success.labels("stop").inc(len(sizes))
 
     def log(self, error: Exception) -> None:
         """Writes an error of the server to its log, without anything of the request."""
         log.error("a request failed", exc_info=error)
 
     def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Returns all metrics in Prometheus' text format, labelled with the model and the engine as vLLM's are."""
+        handler = self._handler()
+        labels = {} if handler is None else {"model_name": handler.names[0], "engine": "0"}
+
+        class Labelled(Collector):
+            def collect(self) -> Iterator[Any]:
+                for family in registry.collect():
+                    family.samples = [sample._replace(labels=labels | sample.labels) for sample in family.samples]
+                    yield family
+
+        registry = self.registry
+        return generate_latest(Labelled())
 
     def collect(self) -> Iterator[Any]:
         """Yields what the engine counts; prometheus-client calls it."""
         handler = self._handler()
+        build = GaugeMetricFamily("prefold:build_info", "What runs here.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
         if handler is None:
             return
         waiting, waiting_tokens = handler.backpressure.waiting
         gauges = {
-            "num_requests_running": ("Requests that are being computed.", handler.backpressure.running),
+            "num_requests_running": (
+                "Requests that are being computed, or are about to be.",
+                handler.backpressure.running,
+            ),
             "num_requests_waiting": ("Requests that wait to be computed.", waiting),
             "num_tokens_waiting": ("Tokens of the prompts that wait.", waiting_tokens),
         }
@@ -128,6 +230,8 @@ class Metrics:
 
 LONGEST_PATH = 200
 LEFT = 499  # nginx's status for a client that left before its response was completely sent
+PROBES = ("/health", "/healthz", "/livez", "/metrics", "/ping", "/readyz")
+_FIELDS = ("method", "path", "status", "tenant", "ms", "prompt_tokens", "completion_tokens", "request_id")
 _access_log = logging.getLogger("prefold.access")
 _notes: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 
@@ -139,16 +243,28 @@ def note(**counts: int) -> None:
             notes[name] = notes.get(name, 0) + count
 
 
-def log_refusal(status: int) -> None:
-    """Logs a request that was refused before its path was read."""
-    _access_log.info("access method=- path=- status=%d tenant=- ms=- prompt_tokens=- completion_tokens=-", status)
-
-
 class AccessLog:
     """An AccessLog is an ASGI application that logs each request of another application after its response."""
 
-    def __init__(self, app: Any):
-        self._app = app
+    def __init__(self, app: Any, *, as_json: bool = False, probes: bool = True):
+        """as_json: whether a line is a JSON object; probes: whether requests for health and metrics are logged"""
+        self._app, self._as_json, self._left_out = app, as_json, () if probes else PROBES
+
+    def refused(self, status: int) -> None:
+        """Logs a request that was refused before its path was read."""
+        self._write(status=status)
+
+    def _write(self, **known: Any) -> None:
+        """Writes a line; what is not known of a request is "-", in JSON null."""
+        fields = dict.fromkeys(_FIELDS) | known
+        if self._as_json:
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            _access_log.info("%s", json.dumps({"time": now} | fields, ensure_ascii=False))
+            return
+        if fields["tenant"] is not None:
+            fields["tenant"] = json.dumps(fields["tenant"])
+        line = " ".join(f"{name}={'-' if value is None else value}" for name, value in fields.items())
+        _access_log.info("access %s", line)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -166,17 +282,18 @@ class AccessLog:
             await self._app(scope, receive, sent)
         finally:
             _notes.reset(token)
-            tenant = scope.get("tenant")
-            _access_log.info(
-                "access method=%s path=%s status=%d tenant=%s ms=%.0f prompt_tokens=%s completion_tokens=%s",
-                scope["method"],
-                quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")[:LONGEST_PATH],  # no line of the client's making
-                status if is_whole else LEFT,
-                "-" if tenant is None else json.dumps(tenant),
-                1e3 * (time.perf_counter() - started_at),
-                notes.get("prompt", "-"),
-                notes.get("completion", "-"),
-            )
+            if scope["path"] not in self._left_out or 400 <= status < 500:
+                path = quote(scope["raw_path"], safe="/%:@!$&'()*+,;=~")  # no line of a client's making
+                self._write(
+                    method=scope["method"],
+                    path=path[:LONGEST_PATH],
+                    status=status if is_whole else LEFT,
+                    tenant=scope.get("tenant"),
+                    ms=round(1e3 * (time.perf_counter() - started_at)),
+                    prompt_tokens=notes.get("prompt"),
+                    completion_tokens=notes.get("completion"),
+                    request_id=scope.get("request_id"),
+                )
 
 
 STEPS, SHOWN_SECONDS, BINS = 4096, 300.0, 240

@@ -35,12 +35,15 @@ class ServeOptions:
     data_dir: str | None = option(None, "Where files and batches are kept; none without it.", metavar="FOLDER")
     max_file_bytes: int = option(1 << 30, "Size of a file that is uploaded.")
     drain_seconds: float = option(30.0, "How long requests may go on after SIGTERM.", least=0)
-    max_waiting_requests: int = option(1024, "Requests that may wait; others are refused with 429.", least=1)
+    max_waiting_requests: int = option(
+        1024, "Requests that may wait for a free sequence; others are refused with 429.", least=1
+    )
     max_waiting_tokens: int = option(1 << 22, "Tokens that may wait.", least=1)
     step_ms: float | None = option(
         None,
         "How long a step should take while live requests are there: rows are adjusted to the measured rate."
-        "  [default: a batch lengthens live steps by a quarter, nothing else is bounded]",
+        "  [default: 100 while several tenants have live requests; else a batch lengthens live steps by a quarter, and"
+        " nothing else is bounded]",
         least=0, above=True, metavar="MS",
     )  # fmt: skip
     batch_share: float = option(
@@ -64,7 +67,15 @@ class ServeOptions:
         " template has <think>.",
         one_of=("auto", "think", "none"),
     )  # fmt: skip
-    access_log: bool = option(False, "Log a line about each request: never prompts, answers or keys.")
+    access_log: str = option(
+        "off",
+        "Log a line about each request, as text or as a JSON object: never prompts, answers or keys. Without a value:"
+        " text.",
+        one_of=("off", "text", "json"),
+    )
+    access_log_probes: bool = option(
+        False, "Log requests for health and metrics too, which the access log leaves out otherwise."
+    )
     body_seconds: float = option(60.0, "In which a request's body must have come.", None)
     header_seconds: float = option(30.0, "In which a request's headers must have come.", None)
     max_header_bytes: int = option(64 << 10, "Size of a request's headers.", None)

@@ -19,7 +19,7 @@ import uvicorn
 from ..errors import JobError
 from .app import make_app
 from .http import Refusal
-from .metrics import AccessLog, log_refusal
+from .metrics import AccessLog
 from .options import ServeOptions
 from .protocol import protocol_with
 from .state import AppState
@@ -35,6 +35,11 @@ def run(load: Callable[[], Any], options: ServeOptions) -> None:
     logging.basicConfig(format=f"{stamp}prefold: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z", level=logging.WARNING)
     for name in ("prefold.serve", "prefold.access"):
         logging.getLogger(name).setLevel(logging.INFO)
+    if options.access_log == "json":  # its lines are objects, without the head that other lines have
+        plain, access = logging.StreamHandler(), logging.getLogger("prefold.access")
+        plain.setFormatter(logging.Formatter("%(message)s"))
+        access.addHandler(plain)
+        access.propagate = False
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients that send no HTTP must not fill the log
     sys.setswitchinterval(1e-3)  # a step plans in Python, and a request should not wait 5 ms for its turn
     state = AppState(options)
@@ -73,10 +78,12 @@ class Server(uvicorn.Server):
         self.error: BaseException | None = None
         self.bound_at = host, port = bound.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        app, logs = make_app(state), state.options.access_log
+        app, options, logs = make_app(state), state.options, None
+        if options.access_log != "off":
+            logs = AccessLog(app, as_json=options.access_log == "json", probes=options.access_log_probes)
         config = uvicorn.Config(
-            AccessLog(app) if logs else app,
-            http=protocol_with(state.options, log_refusal if logs else lambda status: None),
+            logs or app,
+            http=protocol_with(options, logs.refused if logs else lambda status: None),
             loop="uvloop" if sys.platform != "win32" else "asyncio",
             ws="none",
             log_config=None,

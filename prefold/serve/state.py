@@ -67,6 +67,12 @@ class AppState:
             return f"the last step failed: {reason}"
         return None if self.store is None else next(iter(self.store.troubles.values()), None)
 
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether the process can go on: not if the model could not be loaded, or a rank of it is gone."""
+        failure = None if self.handler is None else self.handler.engine.snapshot().failure
+        return self.status != "failed" and not isinstance(failure, RankError)
+
     def close(self) -> None:
         """Ends all threads. Batches go on when a server is started with the same folder."""
         if self.batches is not None:
@@ -99,7 +105,8 @@ class AppState:
             return name, name
         if name is None or name in self.handler.known_names:
             return self.names[0], None
-        remedy = f"ask for one of {', '.join((*self.names, *adapters))}"
+        remedy = f"ask for one of {', '.join((*self.names, *adapters))}, or serve it by this name too"
+        remedy += " (--served-model-name)"
         message = f"the model {name!r:.100} is not served here"
         raise Refusal(404, message, param="model", remedy=remedy, code="model_not_found")
 

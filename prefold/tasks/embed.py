@@ -45,7 +45,7 @@ class EmbedTask(Task):
 
     name = "embed"
     example: Mapping[str, Any] = {"embedding": [0.0], "num_tokens": 0}
-    item_type = EmbedItem
+    item_type: type = EmbedItem
 
     def __init__(self, inputs: Inputs, options: EmbedOptions | None = None, settings: EmbedSettings | None = None):
         """Chooses the prompt. Raises InputError for options that exclude each other, or that the checkpoint does not

@@ -16,9 +16,9 @@ from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .embed import EmbedTask
 from .generate import GenerateTask
-from .rerank import ACTIVATIONS, RerankTask
+from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
-from .sentence import embed_settings, pair_settings
+from .sentence import embed_settings, is_embedder, pair_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -86,19 +86,22 @@ def _rows(config: ModelConfig, max_length: int | None) -> int:
     return min(limit, config.max_positions) if config.rope is None or config.chosen_positions else limit
 
 
-def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions) -> Task:
+def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions, kind: type[EmbedTask] = EmbedTask) -> EmbedTask:
     settings = embed_settings(checkpoint)
     overrides = {"pooling": o.pooling, "normalize": o.normalize}
     settings = replace(settings, **{name: value for name, value in overrides.items() if value is not None})
     if o.max_length is None and inputs.config is not None:
         inputs = replace(inputs, max_length=_rows(inputs.config, settings.max_length))
-    return EmbedTask(inputs, o, settings)
+    return kind(inputs, o, settings)
 
 
 def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     assert inputs.config is not None
     labels = labels_of_head(inputs.config)
     if labels is None:
+        asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
+        if not asks and (is_embedder(checkpoint) or not inputs.config.lm_head):
+            return _embed(checkpoint, inputs, EmbedOptions(max_length=o.max_length, truncate=o.truncate), CosineTask)
         require_lm_head(inputs.config, checkpoint, "rerank")
         return RerankTask(inputs, o)
     if len(labels) != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +17,7 @@ from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode_alone, part_of, sigmoid, work_of
-from .embed import is_list_of_texts
+from .embed import EmbedTask, is_list_of_texts
 from .score import leading_ids
 from .sentence import PairSettings
 
@@ -161,44 +161,23 @@ class RerankTask(Task):
         if form.body is None and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
-        top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
-        most = (
-            None
-            if item.max_tokens_per_doc is None
-            else checked(int, item.max_tokens_per_doc, "max_tokens_per_doc", least=1)
-        )
         documents, names = _documents(item)
         makers = []
-        for value, name in zip(documents, names, strict=True):
-            document = self.inputs.content(_text_of(value), name, pictures)
-            document = document if most is None else self._first(document, most, name)
+        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
             makers.append(partial(self._request, form, form.add(batch, fields), fields, name))
 
         def make() -> Work:
-            note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
-            if item.documents is not None and item.return_documents:
-                texts = map(_text_of, documents)
-                note["documents"] = [text if isinstance(text, str) else [int(i) for i in text] for text in texts]
             return work_of([maker() for maker in makers], pictures, **note)
 
+        note = _note(item, documents)
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
         """Returns one Work for several of one document each and the same query, so that they are ranked together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
-
-    def _first(self, document: Text, most: int, name: str) -> Text:
-        """Returns the first `most` tokens of a document."""
-        if not isinstance(document, str):
-            check_cut(document, document[:most], name)
-            return document[:most]
-        tokenizer = self.inputs.tokenizer
-        assert tokenizer is not None
-        document = tokenizer.part(document, most)
-        return part_of(document, tokenizer.spans(document), most, False)
 
     def _request(self, form: _Form, get: Callable[[], np.ndarray], fields: Mapping[str, Text], name: str) -> Request:
         body = get()
@@ -241,19 +220,49 @@ class RerankTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
         margins = [self._margin(result) for result in results]
-        scores = self.activation(np.array(margins)).tolist()
-        if not note.get("list"):
-            return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
-        order = sorted(range(len(margins)), key=lambda i: -margins[i])[: note["top_n"]]
-        line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
-        if "documents" in note:
-            line["documents"] = [note["documents"][i] for i in order]
-        return with_notes(line, note)
+        return _ranked(note, margins, self.activation(np.array(margins)).tolist())
 
     def _margin(self, result: Result) -> float:
         values = result.values
         return float(values[0]) if self.readout.kind == "head" else float(values[0]) - float(values[1])
+
+
+class CosineTask(EmbedTask):
+    """A CosineTask scores documents as a RerankTask does, for a checkpoint that embeds texts: by the cosine of the
+    angle between the vectors of query and document. Both are embedded as `embed` does it, with the checkpoint's default
+    prompt if it has one."""
+
+    name = "rerank"
+    example = RerankTask.example
+    item_type = RerankItem
+    _as_item = RerankTask._as_item
+
+    def _plan(self, item: Any, batch: TextBatch) -> Any:
+        for name in ("instruction", "template"):
+            if getattr(item, name) is not None:
+                message = f"the checkpoint embeds query and document as they are, without {name}"
+                raise InputError(message, field=name, remedy="leave it out, or write it into the query")
+        pictures: list[Picture] = []
+        documents, names = _documents(item)
+        plan = self._plan_text if self.settings.chat is None else self._plan_message
+        makers = [plan(item.query, "query", batch, pictures)]
+        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
+            makers.append(plan(document, name, batch, pictures))
+        note = _note(item, documents)
+        return lambda: work_of([maker() for maker in makers], pictures, **note)
+
+    def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
+        """Returns one Work for several of one document each and the same query, so that they are ranked together."""
+        top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
+        return work_of([request for work in works for request in work.requests], list=True, top_n=top_n, in_pairs=True)
+
+    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+        results = [results[0], *results[1::2]] if note.get("in_pairs") else results  # the query comes once
+        vectors = super().finish({"dimensions": None, "many": True, **note}, results)["embeddings"]
+        lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.float32(1e-12))
+        scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).tolist()
+        return _ranked(note, scores, scores)
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
@@ -292,6 +301,47 @@ def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
     if len(item.documents) == 0:
         raise InputError("'documents' is empty", field="documents", remedy="give at least one", code="empty")
     return list(item.documents), [f"documents[{i}]" for i in range(len(item.documents))]
+
+
+def _contents(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
+    """Yields the documents of an item as texts, or as token ids, cut to `max_tokens_per_doc`."""
+    most = item.max_tokens_per_doc
+    most = None if most is None else checked(int, most, "max_tokens_per_doc", least=1)
+    for value, name in zip(*_documents(item), strict=True):
+        document = inputs.content(_text_of(value), name, pictures)
+        yield document if most is None else _first(inputs, document, most, name)
+
+
+def _first(inputs: Inputs, document: Text, most: int, name: str) -> Text:
+    """Returns the first `most` tokens of a document."""
+    if not isinstance(document, str):
+        check_cut(document, document[:most], name)
+        return document[:most]
+    tokenizer = inputs.tokenizer
+    assert tokenizer is not None
+    document = tokenizer.part(document, most)
+    return part_of(document, tokenizer.spans(document), most, False)
+
+
+def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
+    """Returns what `_ranked` needs of an item."""
+    top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
+    note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
+    if item.documents is not None and item.return_documents:
+        texts = map(_text_of, documents)
+        note["documents"] = [text if isinstance(text, str) else [int(i) for i in text] for text in texts]
+    return note
+
+
+def _ranked(note: Mapping[str, Any], keys: Sequence[float], scores: Sequence[float]) -> dict[str, Any]:
+    """Returns the answer to an item. keys: by which its documents are ordered, the largest first"""
+    if not note.get("list"):
+        return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
+    order = sorted(range(len(keys)), key=lambda i: -keys[i])[: note["top_n"]]
+    line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
+    if "documents" in note:
+        line["documents"] = [note["documents"][i] for i in order]
+    return with_notes(line, note)
 
 
 def _text_of(document: Any) -> Any:

@@ -191,10 +191,19 @@ def _pooling_mode(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Pooling:
 
 
 def _gguf_pooling(checkpoint: Checkpoint) -> Pooling:
-    if checkpoint.gguf is None:
-        return "last"
-    kind = checkpoint.metadata(f"{checkpoint.metadata('general.architecture')}.pooling_type")
-    return GGUF_POOLING.get(kind, "last")
+    return GGUF_POOLING.get(_gguf_pooling_type(checkpoint), "last")
+
+
+def _gguf_pooling_type(checkpoint: Checkpoint) -> Any:
+    return checkpoint.metadata(f"{checkpoint.metadata('general.architecture')}.pooling_type")
+
+
+def is_embedder(checkpoint: Checkpoint) -> bool:
+    """Returns whether the checkpoint's files say how it embeds texts: sentence-transformers' modules have pooling, or a
+    GGUF file has a type of pooling."""
+    modules = checkpoint.read_json("modules.json")
+    kinds = [str(module.get("type")) for module in modules or () if isinstance(module, dict)]
+    return any(kind.endswith("Pooling") for kind in kinds) or _gguf_pooling_type(checkpoint) in GGUF_POOLING
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_chats_whole_and_streamed(text, opened, thought, answer, hidden):
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     for name in ("content", "reasoning", "reasoning_content"):
         assert "".join(delta.get(name) or "" for delta in deltas) == (message.get(name) or "")
-    assert ("tool_calls" in deltas[-1]) == (CALL in text)
+    assert any("tool_calls" in delta for delta in deltas[:-1]) == (CALL in text) and "tool_calls" not in deltas[-1]
     assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 

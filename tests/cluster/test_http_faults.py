@@ -64,6 +64,36 @@ def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
     assert ("the key was refused" in str(refused.value)) is (status == 401)
 
 
+PROXY = "http://someone:secret@127.0.0.1:9"
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_asked_without_a_proxy(monkeypatch, name, host):
+    monkeypatch.setenv(name, "socks5://127.0.0.1:9" if name == "ALL_PROXY" else PROXY)
+    with serving(ids=False) as server:
+        url = f"http://{host}:{server.server_port}"
+        HttpHost(url, ServedModel("m", None, patience=0.0, timeout=60.0)).close()
+
+
+def test_a_proxy_that_cannot_be_reached_is_named_without_its_password(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", PROXY)
+    with pytest.raises(ReplicaDown) as down:
+        HttpHost("http://server.example", ServedModel("m", None, patience=0.0, timeout=5.0))
+    assert str(down.value) == "it cannot be reached through the proxy 127.0.0.1:9 (connection refused)"
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.1.2.3:8000", True), ("http://[::1]:8000", True), ("https://a.localhost", True),
+        ("http://10.0.0.1", False), ("http://localhost.example", False),
+    ],
+)  # fmt: skip
+def test_the_loopback_addresses(url, is_here):
+    assert http_host.is_loopback(url) is is_here
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_beside_one_that_has(monkeypatch, other):
     monkeypatch.setattr(http_host, "_UNANSWERED", 600 if other else 0.5)

@@ -38,10 +38,10 @@ class Machine:
     def seconds_of(self, rows):
         return 0.01 + 0.0005 * rows
 
-    def ask(self, rows, limit, *, batch=False):
+    def ask(self, rows, limit, *, batch=False, tenant="a"):
         self._number += 1
         tokens = np.array([self._number // 256, self._number % 256, *range(rows - 2)], np.int32)
-        owner = Owner("b" if batch else "a", batch)
+        owner = Owner("b" if batch else tenant, batch)
         self.scheduler.submit(self._number, tokens, limit=limit, namespace=(self._number,), owner=owner)
         return self._number
 
@@ -206,6 +206,48 @@ def test_step_seconds_bound_what_prompts_add():
     machine.run(20)
     took = [seconds for _, _, _, seconds in machine.steps[5:]]
     assert max(took) < 1.3 * 0.05 and np.mean(took) > 0.6 * 0.05
+
+
+def answered(machine, key):
+    """Returns how long it takes until a request is answered."""
+    asked = machine.now
+    while key not in machine.ended:
+        machine.step()
+    return machine.now - asked
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_long_prompts_of_one_tenant_do_not_hold_the_short_answers_of_another(weight):
+    """A prompt of 10,000 rows takes 5 s. The first answer may wait for the step that was begun before it was asked."""
+    machine = Machine()
+    machine.scheduler.waiting.share_of = lambda tenant: Share(weight if tenant == "c" else 1.0)
+    for _ in range(6):
+        machine.ask(10_000, 1)
+    machine.step()
+    assert answered(machine, machine.ask(60, 2, tenant="c")) < 6 * module.SHARED_SECONDS
+    for _ in range(4):
+        machine.run(0.3)
+        assert answered(machine, machine.ask(60, 2, tenant="c")) < 6 * module.SHARED_SECONDS
+    while len(machine.ended) < 11:
+        machine.step()
+    assert machine.now - 100 < 1.3 * 6 * 5.05  # the prompts are not held either
+
+
+def test_prompts_of_several_tenants_are_computed_beside_each_other():
+    machine = Machine()
+    keys = [machine.ask(3000, 1, tenant=tenant) for tenant in "acd"]
+    machine.run(2.5)
+    assert not machine.ended
+    machine.run(3.0)
+    assert sorted(machine.ended) == keys
+
+
+def test_steps_of_a_single_tenant_are_not_bounded():
+    machine = Machine()
+    for _ in range(3):
+        machine.ask(10_000, 1)
+    machine.run(3)
+    assert [live for _, live, _, _ in machine.steps[:3]] == [2048] * 3
 
 
 def test_steps_are_long_again_when_nobody_came_for_a_while():

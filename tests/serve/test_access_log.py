@@ -3,8 +3,10 @@ hold."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+from datetime import datetime
 
 import httpx
 import pytest
@@ -14,7 +16,7 @@ KEYS = '[[key]]\nkey = "sk-secret"\ntenant = "the shop"\n'
 KEY = {"authorization": "Bearer sk-secret"}
 FIELDS = re.compile(
     r'access method=(\S+) path=(\S+) status=(\d+) tenant=("[^"]*"|-) ms=(\d+|-) prompt_tokens=(\S+)'
-    r" completion_tokens=(\S+)"
+    r" completion_tokens=(\S+) request_id=(\S+)"
 )
 
 
@@ -34,7 +36,7 @@ def logged(llm, tmp_path, caplog):
         assert len(matches) == count
         return matches
 
-    with serving(llm, api_keys=str(tmp_path / "keys.toml"), access_log=True, max_header_bytes=4096) as server:
+    with serving(llm, api_keys=str(tmp_path / "keys.toml"), access_log="text", max_header_bytes=4096) as server:
         yield server, lines
 
 
@@ -49,8 +51,8 @@ def test_answers_whole_and_streamed(logged):
     whole, stream, numbers = lines(3)
     for line in (whole, stream):
         assert line[:4] == ("POST", "/v1/completions", "200", '"the shop"') and line[4].isdigit()
-        assert line[5:] == (str(usage["prompt_tokens"]), "10")
-    assert numbers[1:3] == ("/v1/embeddings", "200") and numbers[5:] == (str(vectors["prompt_tokens"]), "-")
+        assert line[5:7] == (str(usage["prompt_tokens"]), "10")
+    assert numbers[1:3] == ("/v1/embeddings", "200") and numbers[5:7] == (str(vectors["prompt_tokens"]), "-")
 
 
 def test_refusals(logged):
@@ -87,6 +89,31 @@ def test_a_client_that_leaves(logged):
     one.close()
     (line,) = lines(1)
     assert line[:4] == ("POST", "/v1/completions", "499", '"the shop"') and int(line[5]) > 0
+
+
+PROBES = ["/health", "/ping", "/healthz", "/readyz", "/livez", "/metrics"]
+
+
+@pytest.mark.parametrize("probes", [False, True])
+def test_lines_as_json_and_probes(llm, caplog, probes):
+    caplog.set_level(logging.INFO, "prefold.access")
+    with serving(llm, access_log="json", access_log_probes=probes) as server, httpx.Client(base_url=server.url) as one:
+        assert [one.get(path).status_code for path in PROBES] == [200] * len(PROBES)
+        body = {"prompt": "the yes", "max_tokens": 2, "ignore_eos": True}
+        answer = one.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+        assert answer.headers["x-request-id"] == "mine"
+
+    def found() -> list[dict]:
+        return [json.loads(record.message) for record in caplog.records if record.name == "prefold.access"]
+
+    until(lambda: found() and found()[-1]["path"] == "/v1/completions")
+    *others, line = found()
+    assert [one["path"] for one in others] == (PROBES if probes else [])
+    assert datetime.fromisoformat(line.pop("time")).tzinfo is not None and line.pop("ms") >= 0
+    assert line == {
+        "method": "POST", "path": "/v1/completions", "status": 200, "tenant": None,
+        "prompt_tokens": answer.json()["usage"]["prompt_tokens"], "completion_tokens": 2, "request_id": "mine",
+    }  # fmt: skip
 
 
 def test_there_is_none_unless_it_is_asked_for(llm, caplog):

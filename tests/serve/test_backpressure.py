@@ -62,6 +62,19 @@ def shared(tmp_path, clock):
     return Backpressure(ServeOptions(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
 
 
+@pytest.mark.parametrize(("most_running", "taken"), [(256, 4), (3, 4), (1, 3), (0, 2)])
+def test_requests_that_are_about_to_run_do_not_wait(tmp_path, most_running, taken):
+    """A tenant has two sequences, and two requests of it may wait."""
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nkey = "a"\ntenant = "a"\nmax_running = 2\nmax_waiting_requests = 2\n')
+    backpressure = Backpressure(ServeOptions(), Keys(str(path)), most_running=most_running)
+    assert filled(backpressure, Owner("a")) == taken
+    assert backpressure.waiting[0] == 2 and backpressure.running == taken - 2
+    for reply in list(backpressure.replies)[: taken - 2]:
+        reply.begun_at = 0.0
+    assert filled(backpressure, Owner("a")) == 0
+
+
 def filled(backpressure, owner, samples=1):
     """Returns how many requests of an owner are taken, one after the other; they stay."""
     for count in range(100):
@@ -69,7 +82,7 @@ def filled(backpressure, owner, samples=1):
             backpressure.check(owner, samples)
         except Refusal:
             return count
-        backpressure.replies.add(Handle(1, owner, samples))
+        backpressure.replies[Handle(1, owner, samples)] = None
     raise AssertionError("there is no end")
 
 
@@ -90,7 +103,7 @@ def test_what_waits_of_batches_is_not_in_the_way_of_interactive_requests(shared)
     assert filled(shared, Owner("a", is_batch=True), 4096) == 1
     assert filled(shared, Owner("b", is_batch=True), 4096) == 1
     assert filled(shared, Owner("c")) == 2
-    shared.replies = {Handle(1, Owner(name, is_batch=True), 500) for name in "bc"}
+    shared.replies = dict.fromkeys(Handle(1, Owner(name, is_batch=True), 500) for name in "bc")
     assert filled(shared, Owner("a")) == 6
 
 

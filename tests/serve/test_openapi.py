@@ -57,7 +57,7 @@ def test_every_path_is_described_once(server):
     }
     assert said == there and len(said) > 35
     tags = {path: {tag for way in one.values() for tag in way["tags"]} for path, one in found["paths"].items()}
-    ours = {"/health", "/ping", "/version", "/metrics", "/page/data", "/cache"}
+    ours = {"/health", "/healthz", "/livez", "/ping", "/readyz", "/version", "/metrics", "/page/data", "/cache"}
     ours |= {"/cache/pin", "/cache/unpin", "/cache/clear"}
     assert {path for path in tags if tags[path] == {"server"}} == ours
     operations = [one for path in found["paths"].values() for one in path.values()]
@@ -117,6 +117,9 @@ def test_docs_work_without_anything_from_elsewhere(browser, server):
     place = "[...document.querySelectorAll('details')].find(e => e.textContent.includes('/v1/completions'))"
     browser.value(f"{place}.open = true; 1")
     browser.wait(f"{place}.querySelectorAll('table tr').length > 10")
+    listed = "[...document.querySelectorAll('details')].find(e => e.textContent.startsWith('GET/v1/files '))"
+    assert browser.value(f"{listed}.querySelector('summary span code').textContent") == "limit"
+    assert browser.value("document.body.textContent.includes('`')") is False
     browser.value(f"{place}.querySelector('button').click()")
     browser.wait(f"({place}.querySelector('pre') || {{}}).textContent?.includes('text_completion') === true")
     several = "[...document.querySelectorAll('details')].find(e => e.textContent.startsWith('POST/tokenize '))"

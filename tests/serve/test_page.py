@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -86,6 +87,22 @@ def test_its_data(server, llm):
     assert found["model"] == "tiny" and found["status"] == "ready" and len(found["steps"]) > 2
     assert any("the yes" in parting[1] for parting in found["parting"])
     assert sum(row[6] != 0 for row in found["nodes"]) == 0
+
+
+def test_tokens_of_requests_that_run_are_counted(llm):
+    """As their rows are: else the page says that more rows were computed than tokens were asked for."""
+    with serving(llm) as server, pytest.MonkeyPatch.context() as patch:
+        start = llm.engine.worker.start
+        patch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.005) or start(*given))
+        llm.engine.generator.scheduler.cache.clear()
+        before = httpx.get(f"{server.url}/page/data").json()["computed"]
+        body = {"prompt": "the yes no yes " * 10, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_raw())
+            now = httpx.get(f"{server.url}/page/data").json()
+    assert len(now["running"]["sequences"]) == 1
+    rows, tokens = (now["computed"][name] - before[name] for name in ("rows", "tokens"))
+    assert tokens >= rows > 40
 
 
 @pytest.mark.parametrize("sharing", ["full", "mlp"])

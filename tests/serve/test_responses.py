@@ -81,6 +81,27 @@ def test_logprobs(bare, llm):
     assert [len(entry.top_logprobs) for entry in entries] == [2] * 4
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": [{"type": "function", "name": "look", "parameters": {}}]}])
+def test_logprobs_of_deltas(bare, tools):
+    """Those of the tokens in the delta, or all of them behind the last if text may be held back for a call."""
+    options = {"top_logprobs": 2, "include": ["message.output_text.logprobs"], "max_output_tokens": 8, **tools}
+    events = list(bare.responses.create(model="tiny", input="yes", stream=True, **options, **GREEDY))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    sent = [entry for delta in deltas for entry in delta.logprobs]
+    assert [(one.token, one.logprob) for one in sent] == [(one.token, one.logprob) for one in done.logprobs]
+    assert len(sent) == 8 and {len(one.top_logprobs) for one in sent} == {2}
+    if not tools:
+        assert all(delta.delta == "".join(one.token for one in delta.logprobs) for delta in deltas)
+
+
+def test_a_wrong_tool_choice_is_told_in_the_form_of_this_api(bare):
+    for choice in ({"type": "function", "name": "other"}, "sometimes"):
+        with pytest.raises(openai.BadRequestError, match='"type": "function", "name": ') as error:
+            bare.responses.create(model="tiny", input="yes", tools=[TOOL], tool_choice=choice)
+        assert error.value.param == "tool_choice" and '"function": {' not in error.value.message
+
+
 TOOL = {
     "type": "function", "name": "look", "description": "looks", "strict": True,
     "parameters": {"type": "object", "properties": {"at": {"enum": ["yes", "no"]}}, "required": ["at"],
@@ -156,7 +177,8 @@ def test_nothing_is_stored(client, store):
         ({"input": []}, "input"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_serach"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "function"}]}, "tools[1].name"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),

@@ -71,6 +71,7 @@ def test_a_server_that_cannot_answer_now(llm, dialect):
     with serving(None) as server:
         check(dialect, 503, httpx.post(server.url + path, json=body), "loaded")
     with serving(llm, max_waiting_requests=1) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        server.state.handler.backpressure.most_running = 0
         with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send(*ASKED["openai"])
             until(lambda: server.state.handler.backpressure.waiting[0] == 1)

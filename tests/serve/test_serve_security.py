@@ -24,7 +24,7 @@ admin = true
 key = "sk-of-second"
 tenant = "second"
 """
-OPEN = {"/health", "/ping", "/", "/docs", "/openapi.json"}  # the pages hold no data
+OPEN = {"/health", "/healthz", "/livez", "/readyz", "/ping", "/", "/docs", "/openapi.json"}  # the pages hold no data
 ADMINS = {"/metrics", "/cache", "/cache/pin", "/cache/unpin", "/cache/clear", "/page/data"}
 ADMIN, OTHER = ({"authorization": f"Bearer {key}"} for key in ("sk-admin-of-first", "sk-of-second"))
 

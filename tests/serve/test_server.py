@@ -179,6 +179,7 @@ def test_large_grammars(llm):
 
 def test_too_many_wait(llm):
     with serving(llm, max_waiting_requests=2) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        server.state.handler.backpressure.most_running = 0
         with no_steps(llm.engine):  # no step is made now
             waiting = [Raw(server).send("/v1/completions", LONG | {"max_tokens": 1}) for _ in range(2)]
             until(lambda: server.state.handler.backpressure.waiting[0] == 2)
@@ -194,6 +195,7 @@ def test_who_has_no_room_is_told_before_its_body_is_there(llm):
     """The rest of the body is thrown away, and the connection goes on. What waits for no step is answered."""
     body = json.dumps({"prompt": "a" * 200_000}).encode()
     with serving(llm, max_waiting_requests=1) as server:
+        server.state.handler.backpressure.most_running = 0
         with no_steps(llm.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", LONG | {"max_tokens": 1})
             until(lambda: server.state.handler.backpressure.waiting[0] == 1)
@@ -244,6 +246,7 @@ def test_limits_of_a_key(llm, tmp_path):
         def ask(key):
             return client.post("/v1/completions", json=body, headers={"x-api-key": key})
 
+        server.state.handler.backpressure.most_running = 0
         with no_steps(server.state.handler.engine):  # no step is made now
             waiting = Raw(server).send("/v1/completions", body, headers="x-api-key: two\r\n")
             until(lambda: server.state.handler.backpressure.waiting[0] == 1)
@@ -301,12 +304,13 @@ def test_metrics(server, llm):
         client.post("/v1/completions", json=LONG | {"max_tokens": 3})
         lines = client.get("/metrics").text.splitlines()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    assert values["prefold:rows_computed_total"] == llm.stats.rows_computed
-    assert values["prefold:generation_tokens_total"] == llm.stats.generation.generated_tokens
-    assert values['prefold:engine_seconds_total{part="plan"}'] == llm.stats.seconds["plan"] > 0
-    assert values['prefold:engine_seconds_total{part="model"}'] == llm.stats.seconds["model"] > 0
-    assert values['prefold:engine_seconds_total{part="cache"}'] == llm.cache.seconds > 0
-    assert values["prefold:e2e_request_latency_seconds_count"] >= 1
+    labels = 'engine="0",model_name="tiny"'
+    assert values[f"prefold:rows_computed_total{{{labels}}}"] == llm.stats.rows_computed
+    assert values[f"prefold:generation_tokens_total{{{labels}}}"] == llm.stats.generation.generated_tokens
+    seconds = llm.stats.seconds | {"cache": llm.cache.seconds}
+    for part in ("plan", "model", "cache"):
+        assert values[f'prefold:engine_seconds_total{{{labels},part="{part}"}}'] == seconds[part] > 0
+    assert values[f"prefold:e2e_request_latency_seconds_count{{{labels}}}"] >= 1
     assert any(name.startswith("prefold:http_requests_total{") for name in values)
 
 
@@ -328,7 +332,8 @@ def test_metrics_say_whose_prompts_were_there(llm, tmp_path):
         lines = client.get("/metrics", headers={"x-api-key": "one"}).text.splitlines()
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     for tenant, counts in expected.items():
-        names = (f'prefold:prefix_cache_{what}_total{{tenant="{tenant}"}}' for what in ("queries", "hits"))
+        labels = f'engine="0",model_name="{server.state.names[0]}",tenant="{tenant}"'
+        names = (f"prefold:prefix_cache_{what}_total{{{labels}}}" for what in ("queries", "hits"))
         assert [values[name] for name in names] == counts
     assert expected["first"][1] > 0 == expected["second"][1]
 

@@ -24,6 +24,13 @@ def test_usage_in_every_chunk(client):
     assert all(one.usage.total_tokens == one.usage.prompt_tokens + one.usage.completion_tokens for one in chunks)
 
 
+def test_continuous_usage_needs_usage(client):
+    """As in vLLM."""
+    asked = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = client.completions.create(model="tiny", prompt="a", max_tokens=4, stream=True, stream_options=asked)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
 @pytest.mark.parametrize("wrong", [{"include_usgae": True}, {"include_usage": "yes"}])
 def test_unknown_options(client, wrong):
     with pytest.raises(BadRequestError, match=next(iter(wrong))):

@@ -225,6 +225,7 @@ def test_classifier(tmp_path, monkeypatch):
         waiting, prepare = [], RequestHandler._prepare
         noted = lambda self, order: waiting.append(self.backpressure.waiting[0]) or prepare(self, order)  # noqa: E731
         monkeypatch.setattr(RequestHandler, "_prepare", noted)
+        server.state.handler.backpressure.most_running = 0
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
         assert waiting == [1]  # one request, however many texts it has
         assert many[0][0]["score"] == pytest.approx(found[0]["score"], abs=1e-6) and len(many) == 2

@@ -59,7 +59,8 @@ def test_learned_positions_are_all_there_are():
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_without_logits(tied):
     """An encoder saved without a head has none, also where its kind of language model uses the embedding for it."""
-    for name, options in {"rerank": {}, "classify": {"labels": ["yes", "no"]}, "score": {}, "generate": {}}.items():
+    tasks = {"rerank": {"words": ["no", "yes"]}, "classify": {"labels": ["yes", "no"]}, "score": {}, "generate": {}}
+    for name, options in tasks.items():
         bare = FakeCheckpoint({"architectures": ["Qwen3Model"], "tie_word_embeddings": tied})
         why = f"{name} needs a language model's logits; fake has no head at all .architectures in its .* Qwen3Model"
         with pytest.raises(UnsupportedModelError, match=why):

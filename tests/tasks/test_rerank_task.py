@@ -303,6 +303,51 @@ def test_bad_options(options, message):
         rerank(**options)
 
 
+@pytest.fixture(scope="module", params=["normalised", "not normalised", "without a head"])
+def embedder(request, tmp_path_factory):
+    """A checkpoint that embeds texts: by sentence-transformers' modules, or without an LM head."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("embedder"), "llama")
+    if request.param == "without a head":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    else:
+        kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+        kinds = kinds[: 3 if request.param == "normalised" else 2]
+        (folder / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in kinds]))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    return LLM(str(folder), dtype="float32")
+
+
+def test_a_checkpoint_that_embeds_scores_by_cosine(embedder):
+    documents = ["no", "the one", "yes it is", "no"]
+    vectors = embedder.embed(["is it", *documents])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    expected = vectors[1:] @ vectors[0]
+    found = embedder.rerank("is it", documents, top_n=3)
+    assert found.scores == pytest.approx(expected, abs=1e-5) and len(found.order) == 3
+    assert list(found.order) == sorted(range(4), key=lambda i: -found.scores[i])[:3]
+    task = embedder.task("rerank", raw_scores=True, truncate=True)
+    work, pair, wrong = task.prepare([
+        {"query": "is it", "documents": [{"text": text} for text in documents], "return_documents": True, "top_n": 1},
+        ("is it", documents[1]), {"query": "is it", "document": "no", "instruction": "Judge."},
+    ])  # fmt: skip
+    assert "without an instruction" in str(wrong) and wrong.field == "instruction"
+    results = [result(*vector) for vector in embedder.embed(["is it", *documents])]
+    line = task.finish(work.note, results)
+    assert line["scores"] == pytest.approx(expected, abs=1e-5) and line["documents"] == [documents[line["order"][0]]]
+    assert task.finish(pair.note, [results[0], results[2]])["score"] == pytest.approx(expected[1], abs=1e-5)
+
+
+def test_an_embedder_that_is_asked_by_a_template_is_asked_for_words(embedder):
+    options = {"template": "{query} {document}", "words": ("yes", "no")}
+    if not embedder.config.lm_head:
+        with pytest.raises(UnsupportedModelError):
+            embedder.task("rerank", **options)
+    else:
+        assert embedder.task("rerank", **options).readout.kind == "logits"
+
+
 def test_bad_items_name_their_field():
     bad = {
         "documents": [

@@ -76,7 +76,7 @@ def test_a_format(client):
     asked = {"model": "tiny", "max_tokens": 60, "messages": CHAT}
     (block,) = client.messages.create(**asked, extra_body={"output_config": config}).content
     assert json.loads(block.text)["a"] in ("x", "y")
-    for wrong, field in (({"effort": "high"}, "output_config.effort"),
+    for wrong, field in (({"effort": "much"}, "output_config.effort"),
                          ({"format": {"type": "json_schema", "schema": {"type": 5}}}, "type"),
                          ({"format": {"type": "json_object"}}, "output_config.format")):  # fmt: skip
         with pytest.raises(Exception, match=field) as refused:
@@ -89,7 +89,7 @@ def test_a_format(client):
     [
         ({"model": "none"}, "NotFoundError", "not_found_error"),
         ({"max_tokens": 5000}, "BadRequestError", "invalid_request_error"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "BadRequestError", "invalid_request_error"),
+        ({"thinking": {"type": "much"}}, "BadRequestError", "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
          "BadRequestError", "invalid_request_error"),
     ],
