@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..model_options import CacheOptions
-from ..prefix import clear_of_span
+from ..prefix import clear_of_span, token_bytes
 from ..types import Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
-from .tree import Node, RadixTree, common_prefix
+from .tree import Node, RadixTree
 
 
 class RadixCache:
@@ -133,32 +133,27 @@ class RadixCache:
                 self._enter(above)
 
     def graft(self, tail: Node, priority: int) -> None:
-        """Enters the rows of an ending sequence's tail into the tree, for prompts that go on from its tokens."""
-        node = tail.parent
-        assert node is not None
+        """Enter the rows of an ending sequence's tail into the tree, for prompts that continue from its tokens."""
+        leaf = tail.parent
+        assert leaf is not None
         rows = min(tail.num_computed, len(tail.tokens))
-        tokens, slots = np.asarray(tail.tokens[:rows], np.int32), tail.slots[:rows]
-        self._pool.free(tail.give_up()[rows:])
-        at = 0
-        while at < rows:
-            child = node.children.get(int(tokens[at]))
-            if child is None:
-                child = Node(node, tokens[at:], node.stop)
-                child.claim(slots[at:])
-                child.num_computed, child.priority = rows - at, priority
-                node.children[int(tokens[at])] = child
-                self._tree.stored(child)
-                self.keep(child)
-                return
-            same = common_prefix(child.tokens, tokens[at:])
-            child = child if same == len(child) else self._tree.split(child, same)
-            if len(child.slots):
-                self._pool.free(slots[at : at + same])
-            else:  # a sequence waits for these very rows
-                child.claim(slots[at : at + same])
-                child.num_computed = same
-                self._tree.stored(child)
-            node, at = child, at + same
+        slots = tail.give_up()
+        self._pool.free(slots[rows:])
+        if not rows:
+            return
+        ids = token_bytes(tail.tokens[:rows])
+        end = self._tree.extend(leaf, ids)
+        for node, count in leaf.match(ids):
+            own, slots = slots[:count], slots[count:]
+            if len(node.slots):  # these rows are there already
+                self._pool.free(own)
+            else:  # the node is new, or a sequence waits for these very rows
+                node.claim(own)
+                node.num_computed = count
+                self._tree.stored(node)
+        if not end.users and not end.kept:  # it is new
+            end.priority = priority
+            self.keep(end)
 
     def evict(self, rows: int) -> int:
         """Evicts at least `rows` rows, or all that may be evicted, and returns how many were evicted."""
@@ -202,7 +197,7 @@ class RadixCache:
 
     def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
-        for node, same in self._tree.match(namespace, tokens)[0]:
+        for node, same in self._tree.match(namespace, token_bytes(tokens)):
             rows = clear_of_span(node.tokens, min(same, node.num_computed))
             if not rows:
                 break
@@ -222,7 +217,8 @@ class RadixCache:
         return unpinned
 
     def _unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
+        matches = self._tree.match(namespace, token_bytes(tokens))
+        path = [node for node, same in matches if same == len(node) and node.pins]
         while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
             path.pop()  # all its pins reach further down
         for node in path:
@@ -338,7 +334,7 @@ class RadixCache:
 
     def _drop(self, node: Node) -> None:
         self._pool.free(self._tree.drop(node))
-        self._tree.detach(node)
+        self._tree.remove(node)
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower.kept:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from prefold.cache import CacheOptions, RadixCache, SlotPool
 from prefold.cache.accounts import IDLE_SECONDS
 from prefold.cache.tree import RadixTree
+from prefold.prefix import token_bytes
 from prefold.types import Share
 
 
@@ -29,7 +30,7 @@ class Tenants:
         """A sequence comes and has its rows computed. Returns its nodes, and how many rows were there; None where there
         is no room for it."""
         self.now += 1e-3
-        leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
+        leaf = self.tree.insert((tenant, salt), token_bytes(tokens))
         path = leaf.path()
         self.cache.take(path)
         found = sum(node.num_computed for node in path)
