@@ -67,14 +67,14 @@ class RadixCache:
         started = time.perf_counter()
         if node.num_pending:
             self._evict_below(node)
-        if node.num_pending and node.num_computed:
-            lower = node
-            node = self._tree.split(node, node.num_computed)
-            self._drop(lower)
+            if node.num_computed:
+                lower = node
+                node = self._tree.split(node, node.num_computed)
+                self._drop(lower)
         if not node.num_computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
         else:
-            if len(node.slots) > len(node):  # slots for tokens that were never made
+            if len(node.slots) > len(node.tokens):  # slots for tokens that were never made
                 self._pool.free(node.trim())
             node.kept, node.scant, node.used_at = True, False, self._clock()
             self._kept[node] = None
@@ -90,7 +90,7 @@ class RadixCache:
     def take(self, path: list[Node]) -> None:
         """Takes the kept nodes of a path out of the cache for a waiting sequence. If their rows are fewer than
         `min_overlap`, the nodes are marked as scant: the sequence will give them up."""
-        overlap = sum(node.num_computed for node in path)
+        overlap = sum([node.num_computed for node in path])
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
         for node in path:
@@ -141,15 +141,14 @@ class RadixCache:
         self._pool.free(slots[rows:])
         if not rows:
             return
-        ids = token_bytes(tail.tokens[:rows])
-        end = self._tree.extend(leaf, ids)
-        for node, count in leaf.match(ids):
-            own, slots = slots[:count], slots[count:]
+        end = self._tree.extend(leaf, token_bytes(tail.tokens[:rows]))
+        for node in end.path(below=leaf):
+            own, slots = slots[: len(node.tokens)], slots[len(node.tokens) :]
             if len(node.slots):  # these rows are there already
                 self._pool.free(own)
             else:  # the node is new, or a sequence waits for these very rows
                 node.claim(own)
-                node.num_computed = count
+                node.num_computed = len(own)
                 self._tree.stored(node)
         if not end.users and not end.kept:  # it is new
             end.priority = priority

@@ -7,71 +7,56 @@ scheduler and the cache have to know of these: which sequences use them, and whe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ..prefix import RadixNode, RadixTrie
+from ..prefix.radix import ID, RadixNode, RadixTrie
 
 if TYPE_CHECKING:
     from .accounts import Account
 
-_NO_SLOTS = np.empty(0, np.int64)
+NO_SLOTS = np.empty(0, np.int64)
 
 
+@dataclass(eq=False, slots=True)
 class Node(RadixNode):
     """A run of rows that the same sequences share.
 
     The tokens that a sequence makes, its *tail*, are a Node below its prompt that is not in the trie: another sequence
     with the same tokens has a tail of its own.
-
-    Attributes:
-        tokens: int32 [n], the tokens of the run; for a tail a list that grows.
-        slots: int64 [s], where the K/V of the first s rows lies or will lie; empty while no slots are claimed.
-        num_computed: How many leading rows have their K/V there.
-        users: How many sequences, waiting or running, have tokens that go through the node.
-        lost: Whether rows were computed before and given up, so that they are computed again.
-        account: The account of the namespace's tenant in the RadixCache.
-
-    The RadixCache owns the rest:
-
-    Attributes:
-        kept: Whether the cache holds the node: it is computed, and no sequence uses it.
-        scant: Whether only waiting sequences took it out of the cache, for too few rows to be worth it. They give the
-            rows up when they begin.
-        pins: How often it is pinned. A pinned node is never evicted.
-        used_at: When a sequence used it last, by the cache's clock.
-        uses: How often sequences took it out of the cache.
-        priority: The highest priority of the requests that used it.
-        place: The number of its latest entry in the cache's heaps.
     """
 
-    __slots__ = (
-        "_runs", "account", "kept", "lost", "num_computed", "pins", "place", "priority", "scant", "slots", "tokens",
-        "used_at", "users", "uses",
-    )  # fmt: skip
+    tokens: Any  # int32 [n], the ids; for a tail a list that grows, and the ids are empty
+    account: Account | None  # the account of the namespace's tenant in the RadixCache
+    slots: np.ndarray  # int64 [s], where the K/V of the first s rows lies or will lie; empty: none are claimed
+    num_computed: int = 0  # how many leading rows have their K/V there
+    users: int = 0  # how many sequences, waiting or running, have tokens that go through the node
+    lost: bool = False  # whether rows were computed before and given up, so that they are computed again
+    # These belong to the RadixCache.
+    kept: bool = False  # whether the cache holds the node: it is computed, and no sequence uses it
+    scant: bool = False  # whether only waiting sequences took it out of the cache, for too few rows to be worth it
+    pins: int = 0  # how often it is pinned; a pinned node is never evicted
+    used_at: float = 0.0  # when a sequence used it last, by the cache's clock
+    uses: int = 0  # how often sequences took it out of the cache
+    priority: int = 0  # the highest priority of the requests that used it
+    place: int = 0  # the number of its latest entry in the cache's heaps
+    _runs: list[tuple[int, int]] | None = None
 
-    def __init__(self, parent: Self | None, ids: bytes, start: int, tail: list[int] | None = None):
-        """tail: the list of a tail's tokens, whose `ids` are empty"""
-        super().__init__(parent, ids, start)
-        self.tokens: Any = np.frombuffer(ids, np.int32) if tail is None else tail
-        self.account: Account | None = None if parent is None else parent.account
-        self.slots = _NO_SLOTS
-        self.num_computed = 0
-        self.users = 0
-        self.lost = False
-        self.kept = False
-        self.scant = False
-        self.pins = 0
-        self.used_at = 0.0
-        self.uses = 0
-        self.priority = 0
-        self.place = 0
-        self._runs: list[tuple[int, int]] | None = None
+    @classmethod
+    def make(cls, parent: Self | None, ids: bytes, start: int) -> Self:
+        """Make a node of the trie."""
+        account = None if parent is None else parent.account
+        return cls(parent, ids, start, np.frombuffer(ids, ID), account, NO_SLOTS)
+
+    def tail(self, tokens: list[int]) -> Self:
+        """Return a node below this one that is not in the trie, with these tokens."""
+        return type(self)(self, b"", self.stop, tokens, self.account, NO_SLOTS)
 
     def divide(self, upper: Self) -> None:
         size = len(upper)
-        self.tokens = np.frombuffer(self.ids, np.int32)
+        self.tokens = np.frombuffer(self.ids, ID)
         upper.slots, self.slots = self.slots[:size], self.slots[size:]
         upper.num_computed, self.num_computed = min(self.num_computed, size), max(0, self.num_computed - size)
         for name in ("users", "lost", "kept", "scant", "pins", "used_at", "uses", "priority"):
@@ -114,7 +99,7 @@ class Node(RadixNode):
         """Forget the rows, and return their slots, which the pool takes back."""
         if self.account is not None:
             self.account.num_slots -= len(self.slots)
-        slots, self.slots, self.num_computed, self._runs = self.slots, _NO_SLOTS, 0, None
+        slots, self.slots, self.num_computed, self._runs = self.slots, NO_SLOTS, 0, None
         return slots
 
     @property
@@ -157,7 +142,7 @@ class RadixTree(RadixTrie[Node]):
     """
 
     def __init__(self, kind: type[Node] = Node) -> None:
-        super().__init__(kind)
+        super().__init__(kind.make)
         self.account_of: Callable[[Hashable], Account | None] = lambda namespace: None
         self.on_split: list[Callable[[Node, Node], None]] = []
         self.on_store: list[Callable[[Node], None]] = []

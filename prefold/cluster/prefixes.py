@@ -7,7 +7,7 @@ same replicas hold or will hold; bit masks name these replicas.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -17,24 +17,14 @@ from ..cache.tree import RadixTree
 from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
+@dataclass(eq=False, slots=True)
 class Place(RadixNode):
-    """Rows that the same replicas hold or will hold.
+    """Rows that the same replicas hold or will hold."""
 
-    Attributes:
-        holders: Bit r: replica r holds the rows.
-        coming_holders: Bit r: replica r was sent a prompt that goes through the place and has not ended.
-        ends: How many runs and prompts end here: the references to the place.
-        users: {replica: how many of the prompts that it was sent end here or below}
-    """
-
-    __slots__ = ("coming_holders", "ends", "holders", "users")
-
-    def __init__(self, parent: Self | None, ids: bytes, start: int):
-        super().__init__(parent, ids, start)
-        self.holders = 0
-        self.coming_holders = 0
-        self.ends = 0
-        self.users: dict[int, int] | None = None
+    holders: int = 0  # bit r: replica r holds the rows
+    coming_holders: int = 0  # bit r: replica r was sent a prompt that goes through the place and has not ended
+    ends: int = 0  # how many runs and prompts end here: the references to the place
+    users: dict[int, int] | None = None  # {replica: how many of the prompts that it was sent end here or below}
 
     def divide(self, upper: Self) -> None:
         upper.holders, upper.coming_holders = self.holders, self.coming_holders

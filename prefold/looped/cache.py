@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cache.radix import RadixCache
 from ..cache.slots import SlotPool
-from ..cache.tree import Node
+from ..cache.tree import NO_SLOTS, Node
 from ..prefix import shared_by, token_bytes
 from ..prefix.radix import TOKEN
 from .outputs import OutputRows
@@ -114,8 +114,8 @@ class VisitNode(Node):
 
     __slots__ = ("visits",)
 
-    def __init__(self, parent: Node | None, ids: bytes, start: int, tail: list[int] | None = None):
-        super().__init__(parent, ids, start, tail)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.visits: dict[Prefix, NodeVisit] = {}
 
     def visit(self, prefix: Prefix) -> NodeVisit:
@@ -162,7 +162,7 @@ class TailNode(VisitNode):
     __slots__ = ("outputs", "place")
 
     def __init__(self, parent: Node, tokens: list[int], start: int, outputs: OutputRows):
-        super().__init__(parent, b"", start, tokens)
+        super().__init__(parent, b"", start, tokens, parent.account, NO_SLOTS)
         self.outputs = outputs
         self.place: int | None = None
 

@@ -28,17 +28,19 @@ reads an attribute, and each node an allocation. If a payload belongs to tokens,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-TOKEN = 4  # bytes of a token id
+ID = np.dtype(np.int32)  # a token id; a dtype that is made once saves NumPy a search on every use
+TOKEN = ID.itemsize
 
 
 def token_bytes(tokens: np.ndarray | Sequence[int]) -> bytes:
     """Return token ids as bytes, int32 each."""
-    return np.ascontiguousarray(tokens, np.int32).tobytes()
+    return np.asarray(tokens, ID).tobytes()
 
 
 def shared_by(ids: bytes, other: bytes, at: int = 0) -> int:
@@ -46,29 +48,19 @@ def shared_by(ids: bytes, other: bytes, at: int = 0) -> int:
     if other.startswith(ids, at):
         return len(ids) // TOKEN
     size = min(len(ids), len(other) - at) // TOKEN
-    differ = np.frombuffer(ids, np.int32, size) != np.frombuffer(other, np.int32, size, at)
+    differ = np.frombuffer(ids, ID, size) != np.frombuffer(other, ID, size, at)
     return int(differ.argmax()) if differ.any() else size
 
 
+@dataclass(eq=False, slots=True)
 class RadixNode:
-    """A run of tokens; the base of payloads.
+    """A run of tokens; the base of payloads."""
 
-    Attributes:
-        parent: The node above; None for a root.
-        ids: The token ids of the run, as bytes; empty for a root.
-        start: The position of the first token.
-        children: The nodes below, by the bytes of their first token.
-        namespace: The namespace of the trie, for a root; else None.
-    """
-
-    __slots__ = ("children", "ids", "namespace", "parent", "start")
-
-    def __init__(self, parent: Self | None, ids: bytes, start: int):
-        self.parent = parent
-        self.ids = ids
-        self.start = start
-        self.children: dict[bytes, Self] = {}
-        self.namespace: Hashable = None
+    parent: Self | None  # the node above; None for a root
+    ids: bytes  # the token ids of the run; empty for a root
+    start: int  # the position of the first token
+    children: dict[bytes, Self] = field(default_factory=dict, init=False)  # by the bytes of their first tokens
+    namespace: Hashable = field(default=None, init=False)  # for a root: the namespace of the trie
 
     def divide(self, upper: Self) -> None:
         """Give a new node above this one its part of the payload: what belongs to the first tokens of the run, which
@@ -82,11 +74,11 @@ class RadixNode:
         """The position behind the last token."""
         return self.start + len(self.ids) // TOKEN
 
-    def path(self) -> list[Self]:
-        """Return the nodes from below the root down to this node."""
+    def path(self, below: Self | None = None) -> list[Self]:
+        """Return the nodes down to this node: from below the root, or from below a node above."""
         nodes = []
-        node: Self | None = self
-        while node is not None and node.parent is not None:
+        node = self
+        while node is not below and node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
@@ -114,19 +106,19 @@ class RadixTrie(Generic[P]):
     """The tries of all namespaces.
 
     Args:
-        kind: The class of the nodes: the payload.
+        make: Makes a node from its parent, its ids and its start: the class of the payload, if this needs no more.
 
     Attributes:
         roots: The root of each trie, by namespace. A trie has a root as long as it has other nodes.
     """
 
-    def __init__(self, kind: type[P]) -> None:
-        self.kind = kind
+    def __init__(self, make: Callable[[P | None, bytes, int], P]) -> None:
+        self._make = make
         self.roots: dict[Hashable, P] = {}
 
     def plant(self, namespace: Hashable) -> P:
         """Return the root of a new namespace."""
-        root = self.roots[namespace] = self.kind(None, b"", 0)
+        root = self.roots[namespace] = self._make(None, b"", 0)
         root.namespace = namespace
         return root
 
@@ -145,7 +137,7 @@ class RadixTrie(Generic[P]):
         while at < size:
             child = node.children.get(ids[at : at + TOKEN])
             if child is None:
-                child = node.children[ids[at : at + TOKEN]] = self.kind(node, ids[at:], node.stop)
+                child = node.children[ids[at : at + TOKEN]] = self._make(node, ids[at:], node.stop)
                 return child
             if not ids.startswith(child.ids, at):
                 child = self.split(child, shared_by(child.ids, ids, at))
@@ -163,7 +155,7 @@ class RadixTrie(Generic[P]):
         """Cut off the first `size` tokens of a node as a new node above it, and return the new node."""
         above = node.parent
         assert above is not None and 0 < size < len(node)
-        upper = self.kind(above, node.ids[: size * TOKEN], node.start)
+        upper = self._make(above, node.ids[: size * TOKEN], node.start)
         above.children[node.ids[:TOKEN]] = upper
         node.parent, node.ids, node.start = upper, node.ids[size * TOKEN :], node.start + size
         upper.children[node.ids[:TOKEN]] = node
@@ -181,10 +173,10 @@ class RadixTrie(Generic[P]):
 
     def remove(self, node: P) -> None:
         """Take a node without children out of its trie. A root goes with its last child."""
-        above = node.parent
+        above, first = node.parent, node.ids[:TOKEN]
         assert above is not None and not node.children
-        if above.children.get(node.ids[:TOKEN]) is node:
-            del above.children[node.ids[:TOKEN]]
+        if above.children.get(first) is node:
+            del above.children[first]
         if above.parent is None and not above.children and self.roots.get(above.namespace) is above:
             del self.roots[above.namespace]
 

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -19,22 +19,13 @@ from ..errors import InputError
 from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
+@dataclass(eq=False, slots=True)
 class WaitingNode(RadixNode):
-    """A run of tokens of waiting prompts.
+    """A run of tokens of waiting prompts."""
 
-    Attributes:
-        requests: How many prompts end here or below; 0: the node has left the trie.
-        tokens: How many tokens these prompts have.
-        ending: The prompts that end here, by key.
-    """
-
-    __slots__ = ("ending", "requests", "tokens")
-
-    def __init__(self, parent: Self | None, ids: bytes, start: int):
-        super().__init__(parent, ids, start)
-        self.requests = 0
-        self.tokens = 0
-        self.ending: dict[Hashable, WaitingRequest] = {}
+    requests: int = 0  # how many prompts end here or below; 0: the node has left the trie
+    tokens: int = 0  # how many tokens these prompts have
+    ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)  # the prompts that end here, by key
 
     def divide(self, upper: Self) -> None:
         upper.requests, upper.tokens = self.requests, self.tokens

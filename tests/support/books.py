@@ -219,7 +219,7 @@ def _check_radix(trie: RadixTrie) -> None:
         assert root.children, "a root without children"
     for node in [*trie.roots.values(), *trie.nodes()]:
         for first, child in node.children.items():
-            assert type(child) is trie.kind and child.parent is node and child.namespace is None
+            assert type(child) is type(root) and child.parent is node and child.namespace is None
             assert child.ids[:4] == first and len(child.ids) % 4 == 0, "a run that does not begin as its key"
             assert (child.start, child.stop) == (node.stop, node.stop + len(child.ids) // 4)
 
