@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NO_SLOTS = np.empty(0, np.int64)
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Node(RadixNode):
     """A run of rows that the same sequences share.
 

@@ -17,7 +17,7 @@ from ..cache.tree import RadixTree
 from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Place(RadixNode):
     """Rows that the same replicas hold or will hold."""
 

@@ -52,7 +52,7 @@ def shared_by(ids: bytes, other: bytes, at: int = 0) -> int:
     return int(differ.argmax()) if differ.any() else size
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class RadixNode:
     """A run of tokens; the base of payloads."""
 

@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class WaitingNode(RadixNode):
     """A run of tokens of waiting prompts."""
 
