@@ -206,7 +206,7 @@ class CacheReporter:
         assert above is not None
         after = name if reported else None if above.parent is None else self._runs[above][0]
         namespace = above.namespace if above.parent is None else ()
-        # A copy: the tokens may be a view of an array that is much larger.
+        # A copy: a slice would keep all tokens of the node in memory.
         self._runs[node] = (name, rows)
         self._add(RowsStored(name, after, np.array(node.tokens[reported:rows], np.int32), namespace))
 

@@ -49,10 +49,11 @@ class PrefixIndex(RadixTrie[Place]):
         child if the same replicas hold both."""
         place.ends -= 1
         while place.parent is not None and not place.ends:
-            if place.children:
-                first = next(iter(place.children.values()))
-                if len(place.children) == 1 and (first.holders, first.users) == (place.holders, place.users):
+            if len(place.children) == 1:
+                (child,) = place.children.values()
+                if (child.holders, child.users) == (place.holders, place.users):
                     self.join(place)
+            if place.children:
                 return
             above = place.parent
             self.remove(place)
