@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -13,8 +15,10 @@ from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import prefold
 from prefold.prefix import RadixNode, RadixTrie, shared_by, token_bytes
 
+PACKAGE = Path(prefold.__file__).parent
 tokens = st.lists(st.sampled_from([0, 1, 300, -1, 2**31 - 1]), max_size=9)
 
 
@@ -173,3 +177,10 @@ def test_nodes_hold_their_own_tokens_alone():
     lower = trie.insert((), token_bytes(np.arange(10_000)))
     upper = trie.split(lower, 1)
     assert (len(upper.ids), len(lower.ids)) == (4, 39_996)
+
+
+def test_only_one_file_changes_tries():
+    """Owners of tries change payloads; nodes are linked in prefix/radix.py. The simulator has a trie of lengths."""
+    change = re.compile(r"\.children(\[.*?\])? = |del \w+\.children|\.children\.(pop|clear|setdefault|update)")
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if change.search(path.read_text())}
+    assert found - {"simulate/engines.py"} == {"prefix/radix.py"}
