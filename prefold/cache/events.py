@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .tree import Node, RadixTree
+from .tree import Node, RowTrie
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +103,7 @@ class CacheReporter:
                  `drain` reports all held rows anew
     """
 
-    def __init__(self, tree: RadixTree, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
+    def __init__(self, tree: RowTrie, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
         self._tree = tree
         self._epoch = epoch
         self._max_pending = max_pending

@@ -20,7 +20,7 @@ from ..prefix import clear_of_span, token_bytes
 from ..types import Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
-from .tree import Node, RadixTree
+from .tree import Node, RowTrie
 
 
 class RadixCache:
@@ -36,7 +36,7 @@ class RadixCache:
 
     def __init__(
         self,
-        tree: RadixTree,
+        tree: RowTrie,
         pool: SlotPool,
         options: CacheOptions = CacheOptions(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,

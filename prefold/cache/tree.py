@@ -1,4 +1,4 @@
-"""The radix tree: the trie of the rows that are computed, in use, or kept.
+"""The radix tree: the trie of the rows of K/V, to be computed, in use, or kept.
 
 Its nodes are those of any radix trie (`prefix.radix`). Their payload is the slots of the rows' K/V, and what the
 scheduler and the cache have to know of these: which sequences use them, and when they may be evicted.
@@ -125,7 +125,7 @@ class Node(RadixNode):
             yield int(self.slots[first]), min(stop, rows) - first, self.start + first
 
 
-class RadixTree(RadixTrie[Node]):
+class RowTrie(RadixTrie[Node]):
     """The trie of all rows that a scheduler or a cache has: one for each namespace (adapter and salt).
 
     Args:

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from ..cache import CacheEvents, CacheOptions, CacheReporter, RadixCache, SlotPool
-from ..cache.tree import RadixTree
+from ..cache.tree import RowTrie
 from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
@@ -120,7 +120,7 @@ class EstimatedCache:
     """
 
     def __init__(self, capacity: int = 1 << 17):
-        self._tree = RadixTree()
+        self._tree = RowTrie()
         self._now = 0.0  # counts answers
         # The pool is empty: rows have no slots here.
         options = CacheOptions(max_tokens=capacity, min_overlap=0)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ..cache import RadixCache, SlotPool
-from ..cache.tree import Node, RadixTree
+from ..cache.tree import Node, RowTrie
 from ..errors import InputError
 from ..prefix import token_bytes
 from ..types import Exits, GenerationStats, Owner
@@ -39,7 +39,7 @@ class SequenceScheduler(Generic[S]):
     def __init__(
         self,
         pool: SlotPool,
-        tree: RadixTree,
+        tree: RowTrie,
         cache: RadixCache | None,
         *,
         max_batch_rows: int,

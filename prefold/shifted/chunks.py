@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cache.tree import Node, RadixTree
+from ..cache.tree import Node, RowTrie
 from ..prefix import MEDIA_BASE, token_bytes
 from ..schedule.steps import Message
 from .options import ShiftedReuse
@@ -90,7 +90,7 @@ class ChunkIndex:
     Rows of tails, and others that are not in the tree, are not found.
     """
 
-    def __init__(self, tree: RadixTree, options: ShiftedReuse):
+    def __init__(self, tree: RowTrie, options: ShiftedReuse):
         self.options = options
         self._shortest = max(options.min_tokens, options.recompute + 1)
         self._size = (self._shortest + 1) // 2

@@ -7,7 +7,7 @@ import pytest
 from books import check_books
 
 from prefold.cache import CacheOptions, RadixCache, SlotPool
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
 from prefold.errors import InputError
 from prefold.prefix import token_bytes
 
@@ -18,7 +18,7 @@ class Cached:
     def __init__(self, slots=100, min_overlap=0, **options):
         self.now = 0.0
         options["min_overlap"] = min_overlap
-        self.tree, self.pool = RadixTree(), SlotPool(slots)
+        self.tree, self.pool = RowTrie(), SlotPool(slots)
         self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
 
     def use(self, *tokens, priority=0):

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
 from prefold.errors import InputError
 from prefold.images import table as media_module
 from prefold.images.table import MediaTable
@@ -56,7 +56,7 @@ def test_ids_of_tiles_and_of_neighbours(span):
 
 
 def test_ids_are_free_when_nobody_holds_them():
-    table, tree = MediaTable(), RadixTree()
+    table, tree = MediaTable(), RowTrie()
     table.add_tree(tree)
     held, in_tree, gone = (take(table, key) for key in (b"held", b"in the tree", b"gone"))
     ids = {key: medium.ids.copy() for key, medium in (("held", held), ("tree", in_tree), ("gone", gone))}
@@ -114,7 +114,7 @@ def test_what_is_not_held_is_not_found():
 
 def test_many_threads():
     """Media come and go; at any time those that are held have ids that differ."""
-    table, tree = MediaTable(), RadixTree()
+    table, tree = MediaTable(), RowTrie()
     table.add_tree(tree)
     failures = []
 
