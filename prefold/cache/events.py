@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .tree import Node, RadixTree
+from .tree import Node, RowTrie
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +103,7 @@ class CacheReporter:
                  `drain` reports all held rows anew
     """
 
-    def __init__(self, tree: RadixTree, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
+    def __init__(self, tree: RowTrie, *, epoch: Hashable = 0, max_pending: int = 1 << 16):
         self._tree = tree
         self._epoch = epoch
         self._max_pending = max_pending
@@ -206,7 +206,7 @@ class CacheReporter:
         assert above is not None
         after = name if reported else None if above.parent is None else self._runs[above][0]
         namespace = above.namespace if above.parent is None else ()
-        # A copy: the tokens may be a view of an array that is much larger.
+        # A copy: a slice would keep all tokens of the node in memory.
         self._runs[node] = (name, rows)
         self._add(RowsStored(name, after, np.array(node.tokens[reported:rows], np.int32), namespace))
 

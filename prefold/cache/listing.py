@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .tree import Node, RadixTree
+from .tree import Node, RowTrie
 
 
 class HeldRows(NamedTuple):
@@ -41,7 +41,7 @@ class TreePath(NamedTuple):
     namespace: Hashable
 
 
-def held_rows(tree: RadixTree) -> dict[Hashable, HeldRows]:
+def held_rows(tree: RowTrie) -> dict[Hashable, HeldRows]:
     """Returns the rows of each namespace."""
     rows = {}
     for namespace, root in tree.roots.items():
@@ -57,7 +57,7 @@ def held_rows(tree: RadixTree) -> dict[Hashable, HeldRows]:
 
 
 def paths_of(
-    tree: RadixTree,
+    tree: RowTrie,
     tails: Mapping[Node, Sequence[Sequence[int]]],
     *,
     most: int,

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ..model_options import CacheOptions
-from ..prefix import clear_of_span
+from ..prefix import clear_of_span, token_bytes
 from ..types import Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool
-from .tree import Node, RadixTree, common_prefix
+from .tree import Node, RowTrie
 
 
 class RadixCache:
@@ -36,7 +36,7 @@ class RadixCache:
 
     def __init__(
         self,
-        tree: RadixTree,
+        tree: RowTrie,
         pool: SlotPool,
         options: CacheOptions = CacheOptions(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,
@@ -67,14 +67,14 @@ class RadixCache:
         started = time.perf_counter()
         if node.num_pending:
             self._evict_below(node)
-        if node.num_pending and node.num_computed:
-            lower = node
-            node = self._tree.split(node, node.num_computed)
-            self._drop(lower)
+            if node.num_computed:
+                lower = node
+                node = self._tree.split(node, node.num_computed)
+                self._drop(lower)
         if not node.num_computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
         else:
-            if len(node.slots) > len(node):  # slots for tokens that were never made
+            if len(node.slots) > len(node.tokens):  # slots for tokens that were never made
                 self._pool.free(node.trim())
             node.kept, node.scant, node.used_at = True, False, self._clock()
             self._kept[node] = None
@@ -90,7 +90,7 @@ class RadixCache:
     def take(self, path: list[Node]) -> None:
         """Takes the kept nodes of a path out of the cache for a waiting sequence. If their rows are fewer than
         `min_overlap`, the nodes are marked as scant: the sequence will give them up."""
-        overlap = sum(node.num_computed for node in path)
+        overlap = sum([node.num_computed for node in path])
         if overlap and path[0].account is not None:
             self.accounts.use(path[0].account, self._clock())
         for node in path:
@@ -133,32 +133,26 @@ class RadixCache:
                 self._enter(above)
 
     def graft(self, tail: Node, priority: int) -> None:
-        """Enters the rows of an ending sequence's tail into the tree, for prompts that go on from its tokens."""
-        node = tail.parent
-        assert node is not None
+        """Enter the rows of an ending sequence's tail into the tree, for prompts that continue from its tokens."""
+        leaf = tail.parent
+        assert leaf is not None
         rows = min(tail.num_computed, len(tail.tokens))
-        tokens, slots = np.asarray(tail.tokens[:rows], np.int32), tail.slots[:rows]
-        self._pool.free(tail.give_up()[rows:])
-        at = 0
-        while at < rows:
-            child = node.children.get(int(tokens[at]))
-            if child is None:
-                child = Node(node, tokens[at:], node.stop)
-                child.claim(slots[at:])
-                child.num_computed, child.priority = rows - at, priority
-                node.children[int(tokens[at])] = child
-                self._tree.stored(child)
-                self.keep(child)
-                return
-            same = common_prefix(child.tokens, tokens[at:])
-            child = child if same == len(child) else self._tree.split(child, same)
-            if len(child.slots):
-                self._pool.free(slots[at : at + same])
-            else:  # a sequence waits for these very rows
-                child.claim(slots[at : at + same])
-                child.num_computed = same
-                self._tree.stored(child)
-            node, at = child, at + same
+        slots = tail.give_up()
+        self._pool.free(slots[rows:])
+        if not rows:
+            return
+        end = self._tree.extend(leaf, token_bytes(tail.tokens[:rows]))
+        for node in end.path(below=leaf):
+            own, slots = slots[: len(node.tokens)], slots[len(node.tokens) :]
+            if len(node.slots):  # these rows are there already
+                self._pool.free(own)
+            else:  # the node is new, or a sequence waits for these very rows
+                node.claim(own)
+                node.num_computed = len(own)
+                self._tree.stored(node)
+        if not end.users and not end.kept:  # it is new
+            end.priority = priority
+            self.keep(end)
 
     def evict(self, rows: int) -> int:
         """Evicts at least `rows` rows, or all that may be evicted, and returns how many were evicted."""
@@ -202,7 +196,7 @@ class RadixCache:
 
     def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
-        for node, same in self._tree.match(namespace, tokens)[0]:
+        for node, same in self._tree.match(namespace, token_bytes(tokens)):
             rows = clear_of_span(node.tokens, min(same, node.num_computed))
             if not rows:
                 break
@@ -222,7 +216,8 @@ class RadixCache:
         return unpinned
 
     def _unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node) and node.pins]
+        matches = self._tree.match(namespace, token_bytes(tokens))
+        path = [node for node, same in matches if same == len(node) and node.pins]
         while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
             path.pop()  # all its pins reach further down
         for node in path:
@@ -338,7 +333,7 @@ class RadixCache:
 
     def _drop(self, node: Node) -> None:
         self._pool.free(self._tree.drop(node))
-        self._tree.detach(node)
+        self._tree.remove(node)
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower.kept:

@@ -13,8 +13,8 @@ from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
 from ..engine.meter import StepInfo
 from ..engine.protocol import EngineFacts
+from ..prefix import shared_by
 from ..stream import Window
-from ..stream.window import shared_by
 from ..types import GenerationStats, Stats
 from .replicas import Host, ReplicaFacts, ReplicaReport, RunCall, place_of
 

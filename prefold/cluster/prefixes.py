@@ -1,124 +1,90 @@
 """The router's trie: which replica holds which rows, as replicas report, or as estimated for replicas that do not.
 
-Tokens are kept once, however many replicas hold them. A *place* is a maximal run of rows that the same replicas hold or
-will hold; bit masks name these replicas. A place without references is removed at once.
+Tokens are kept once, however many replicas hold them. A *place* is a node of the trie: a maximal run of rows that the
+same replicas hold or will hold; bit masks name these replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from ..cache import CacheEvents, CacheOptions, CacheReporter, RadixCache, SlotPool
-from ..cache.tree import RadixTree
-from ..stream.window import shared_by
-
-_BYTES = 4  # of a token id
+from ..cache.tree import RowTrie
+from ..prefix import RadixNode, RadixTrie, token_bytes
 
 
-def token_bytes(tokens: np.ndarray) -> bytes:
-    """Returns token ids as bytes, int32 each."""
-    return np.ascontiguousarray(tokens, np.int32).tobytes()
+@dataclass(eq=False, repr=False, slots=True)
+class Place(RadixNode):
+    """Rows that the same replicas hold or will hold."""
+
+    holders: int = 0  # bit r: replica r holds the rows
+    coming_holders: int = 0  # bit r: replica r was sent a prompt that goes through the place and has not ended
+    ends: int = 0  # how many runs and prompts end here: the references to the place
+    users: dict[int, int] | None = None  # {replica: how many of the prompts that it was sent end here or below}
+
+    def divide(self, upper: Self) -> None:
+        upper.holders, upper.coming_holders = self.holders, self.coming_holders
+        upper.users = None if self.users is None else dict(self.users)
 
 
-class Place:
-    """A Place is a node of the router's trie, or the root above all rows of a namespace.
-
-    tokens          the token ids of its rows, as bytes
-    stop            the position behind its last row
-    holders         bit r: replica r holds the rows
-    coming_holders  bit r: replica r was sent a prompt that goes through the place and has not ended
-    children        the places below, by the bytes of their first tokens
-    ends            how many runs and prompts end here
-    namespace       for a root: its namespace
-    users           {replica: how many of the prompts that it was sent end here or below}
-    """
-
-    __slots__ = ("children", "coming_holders", "ends", "holders", "namespace", "parent", "stop", "tokens", "users")
-
-    def __init__(self, parent: Place | None, tokens: bytes, stop: int, namespace: Hashable = None):
-        self.parent, self.namespace = parent, namespace
-        self.tokens = tokens
-        self.stop = stop
-        self.holders = 0
-        self.coming_holders = 0
-        self.ends = 0
-        self.children: dict[bytes, Place] | None = None
-        self.users: dict[int, int] | None = None
-
-    @property
-    def start(self) -> int:
-        return self.stop - len(self.tokens) // _BYTES
-
-
-class PrefixIndex:
-    """A PrefixIndex holds the places of all namespaces. A reference to a place means its end, which never moves."""
+class PrefixIndex(RadixTrie[Place]):
+    """The places of all namespaces. A place without references is removed at once."""
 
     def __init__(self) -> None:
-        self.roots: dict[Hashable, Place] = {}
+        super().__init__(Place)
 
-    def root(self, namespace: Hashable) -> Place:
-        """Returns the root of a namespace; makes it if it is not there."""
-        place = self.roots.get(namespace)
-        if place is None:
-            place = self.roots[namespace] = Place(None, b"", 0, namespace)
-        return place
-
-    def enter(self, place: Place, tokens: bytes) -> Place:
-        """Returns the place that ends `tokens` below the end of `place`; makes it, and cuts another, if needed. The
-        caller holds a reference to it until `leave`."""
-        at, size = 0, len(tokens)
-        while at < size:
-            first = tokens[at : at + _BYTES]
-            child = place.children.get(first) if place.children else None
-            if child is None:
-                child = Place(place, tokens[at:] if at else tokens, place.stop + (size - at) // _BYTES)
-                if place.children is None:
-                    place.children = {}
-                place.children[first] = child
-                place = child
-                break
-            same = _same(child.tokens, tokens, at)
-            place = child if same == len(child.tokens) else self._cut(child, same)
-            at += same
+    def enter(self, namespace: Hashable, ids: bytes, below: Place | None = None) -> Place:
+        """Return the place that ends with `ids`, or ends `ids` below the end of another place. The caller holds a
+        reference to it until `leave`."""
+        place = self.insert(namespace, ids) if below is None else self.extend(below, ids)
         place.ends += 1
         return place
 
     def leave(self, place: Place) -> None:
-        """Gives up a reference to a place."""
+        """Give up a reference to a place. Remove the places that nothing needs any more, and join a place to its only
+        child if the same replicas hold both."""
         place.ends -= 1
-        self._tidy(place)
+        while place.parent is not None and not place.ends:
+            if len(place.children) == 1:
+                (child,) = place.children.values()
+                if (child.holders, child.users) == (place.holders, place.users):
+                    self.join(place)
+            if place.children:
+                return
+            above = place.parent
+            self.remove(place)
+            place = above
 
     def cut_at(self, place: Place, stop: int) -> Place:
-        """Returns the place on the path of `place` that ends at position `stop`; the caller holds a reference to it."""
+        """Return the place on the path of `place` that ends at position `stop`. The caller holds a reference to it."""
         while place.start >= stop:
             assert place.parent is not None
             place = place.parent
         if place.stop != stop:
-            place = self._cut(place, (stop - place.start) * _BYTES)
+            place = self.split(place, stop - place.start)
         place.ends += 1
         return place
 
     def hold(self, place: Place, start: int, bit: int) -> None:
-        """Marks the rows from `start` to the end of `place` as held. bit: of the replica"""
-        at: Place | None = place
-        while at is not None and at.stop > start:
-            at.holders |= bit
-            at = at.parent
+        """Mark the rows from `start` to the end of `place` as held. bit: of the replica"""
+        while place.parent is not None and place.start >= start:
+            place.holders |= bit
+            place = place.parent
 
     def release(self, place: Place, start: int, bit: int) -> None:
-        """Marks the rows from `start` to the end of `place` as no longer held, and gives up the reference to
-        `place`."""
-        at: Place | None = place
-        while at is not None and at.stop > start:
+        """Mark the rows from `start` to the end of `place` as no longer held, and give up the reference to `place`."""
+        at = place
+        while at.parent is not None and at.start >= start:
             at.holders &= ~bit
             at = at.parent
         self.leave(place)
 
     def send(self, place: Place, replica: int) -> None:
-        """Books that a replica was sent a prompt that ends with `place`."""
+        """Book that a replica was sent a prompt that ends with `place`."""
         at = place
         while at.parent is not None:
             if at.users is None:
@@ -128,7 +94,7 @@ class PrefixIndex:
             at = at.parent
 
     def unsend(self, place: Place, replica: int) -> None:
-        """Books that such a prompt has ended, and gives up the reference to `place`."""
+        """Book that such a prompt has ended, and give up the reference to `place`."""
         at = place
         while at.parent is not None:
             assert at.users is not None
@@ -142,64 +108,6 @@ class PrefixIndex:
             at = at.parent
         self.leave(place)
 
-    def match(self, namespace: Hashable, tokens: bytes) -> Iterator[tuple[int, int, int]]:
-        """Yields (rows, holders, coming holders) along the path of `tokens`: a number of leading rows, and the bits of
-        the replicas that hold them all and that will hold them all. Ends where no replica will."""
-        place: Place | None = self.roots.get(namespace)
-        at, size, holders, coming_holders = 0, len(tokens), -1, -1
-        while place is not None and at < size and place.children:
-            place = place.children.get(tokens[at : at + _BYTES])
-            if place is None:
-                return
-            coming_holders &= place.holders | place.coming_holders
-            if not coming_holders:
-                return
-            holders &= place.holders
-            same = _same(place.tokens, tokens, at)
-            at += same
-            yield at // _BYTES, holders, coming_holders
-            if same < len(place.tokens):
-                return
-
-    def _cut(self, place: Place, size: int) -> Place:
-        """Cuts off the first `size` bytes of a place as a new place above it, and returns the new place."""
-        above = place.parent
-        assert above is not None and above.children is not None and 0 < size < len(place.tokens)
-        upper = Place(above, place.tokens[:size], place.stop - (len(place.tokens) - size) // _BYTES)
-        upper.holders, upper.coming_holders = place.holders, place.coming_holders
-        upper.users = None if place.users is None else dict(place.users)
-        above.children[place.tokens[:_BYTES]] = upper
-        place.parent, place.tokens = upper, place.tokens[size:]
-        upper.children = {place.tokens[:_BYTES]: place}
-        return upper
-
-    def _tidy(self, place: Place) -> None:
-        """Removes a place without references, or joins it to its only child if the same replicas hold both."""
-        while place.parent is not None and not place.ends:
-            above = place.parent
-            assert above.children is not None
-            if not place.children:
-                del above.children[place.tokens[:_BYTES]]
-                if not above.children:
-                    above.children = None
-                place = above
-                continue
-            if len(place.children) == 1:
-                (child,) = place.children.values()
-                if child.holders == place.holders and child.users == place.users:
-                    above.children[place.tokens[:_BYTES]] = child
-                    child.parent, child.tokens = above, place.tokens + child.tokens
-            return
-        if place.parent is None and not place.children:
-            self.roots.pop(place.namespace, None)
-
-
-def _same(tokens: bytes, other: bytes, at: int) -> int:
-    """Returns how many leading bytes of `tokens` are those of `other` from `at` on, in whole tokens."""
-    if other.startswith(tokens, at):
-        return len(tokens)
-    return shared_by(tokens, other[at : at + len(tokens)]) * _BYTES
-
 
 _BLOCK = 128  # a replica may count its cached tokens in blocks of up to this many
 
@@ -212,7 +120,7 @@ class EstimatedCache:
     """
 
     def __init__(self, capacity: int = 1 << 17):
-        self._tree = RadixTree()
+        self._tree = RowTrie()
         self._now = 0.0  # counts answers
         # The pool is empty: rows have no slots here.
         options = CacheOptions(max_tokens=capacity, min_overlap=0)
@@ -243,7 +151,7 @@ class EstimatedCache:
             elif cached_rows > matched_rows + _BLOCK:
                 self._limit(self.capacity + 2 * (cached_rows - matched_rows))
         self._now += 1
-        path = self._tree.insert(namespace, tokens).path()
+        path = self._tree.insert(namespace, token_bytes(tokens)).path()
         self._cache.take(path)
         for node in path:
             if node.num_pending:
@@ -256,7 +164,8 @@ class EstimatedCache:
         """Evicts all rows that were used before the rows behind the first `cached` ones, which the answer shows to be
         gone.
         """
-        evicted = [node for node, same in self._tree.match(namespace, tokens)[0] if node.start + same > cached]
+        matches = self._tree.match(namespace, token_bytes(tokens))
+        evicted = [node for node, same in matches if node.start + same > cached]
         if not evicted:
             return
         used = evicted[0].used_at

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..cache.events import CacheCleared, CacheEvent, CacheEvents, Cut, RowsRemoved, RowsStored
 from ..errors import InputError
-from .prefixes import EstimatedCache, Place, PrefixIndex, token_bytes
+from ..prefix import token_bytes
+from .prefixes import EstimatedCache, Place, PrefixIndex
 
 _FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits
 # The fields of a Standing with a number for each replica, in the order of `Router._standing`.
@@ -389,10 +390,10 @@ class Router:
         if isinstance(event, RowsStored):
             if event.run in runs and event.after != event.run:
                 return  # the run is known already
-            above = index.root(event.namespace) if event.after is None else runs[event.after][0]
-            place = index.enter(above, token_bytes(event.tokens))
-            index.hold(place, above.stop, bit)
-            start = above.stop
+            above = None if event.after is None else runs[event.after][0]
+            start = 0 if above is None else above.stop
+            place = index.enter(event.namespace, token_bytes(event.tokens), above)
+            index.hold(place, start, bit)
             if event.after == event.run:
                 old, start = runs[event.run]
                 index.leave(old)
@@ -431,14 +432,17 @@ class Router:
 
     def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
-        before, last = 0, 0
-        for at, holders, coming_holders in self.index.match(namespace, tokens):
-            now = coming_holders if with_coming else holders
-            for number in _bits(before & ~now):
-                rows[number] = last
-            before, last = now, at
+        before, stop = -1, 0  # the bits of the replicas that have all places so far, at first of any; and their rows
+        for place, same in self.index.match(namespace, tokens):
+            now = before & (place.holders | place.coming_holders if with_coming else place.holders)
+            if now != before:
+                for number in _bits(before & ~now):
+                    rows[number] = stop
+            if not now:
+                return rows
+            before, stop = now, stop + same
         for number in _bits(before):
-            rows[number] = last
+            rows[number] = stop
         return rows
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -466,7 +470,7 @@ class Router:
         matched_rows = int(self._matched_rows(prompt.namespace, tokens)[member.number])
         if member.estimate is not None:
             estimated_rows = int(self._matched_rows(prompt.namespace, tokens, with_coming=False)[member.number])
-        place = self.index.enter(self.index.root(prompt.namespace), tokens)
+        place = self.index.enter(prompt.namespace, tokens)
         self.index.send(place, member.number)
         request = SentRequest(replica, prompt, matched_rows, place, estimated_rows)
         self.in_flight[key] = request
@@ -521,7 +525,7 @@ class Router:
 
 
 def _bits(mask: int) -> list[int]:
-    """Returns the numbers of the bits that are set, ascending."""
+    """Return the numbers of the bits that are set, ascending; none for a negative mask, which has no highest bit."""
     numbers = []
     while mask > 0:
         low = mask & -mask

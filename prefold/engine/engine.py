@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..errors import InputError
+from ..prefix import token_bytes
 from ..schedule.parts import engine_parts
 from ..stream import LiveInput, LiveWindows, Window
 from ..stream.live_windows import watched
@@ -231,7 +232,8 @@ class ModelEngine(EngineLoop):
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests
         with these exits. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
         scheduler = self.generator.scheduler
-        return scheduler.tree.match(scheduler.namespace_of((adapter, salt), exits), tokens)[1]
+        namespace = scheduler.namespace_of((adapter, salt), exits)
+        return sum(same for _, same in scheduler.tree.match(namespace, token_bytes(tokens)))
 
     def close(self) -> None:
         """Ends the engine's thread and the worker's other processes. The engine runs nothing afterwards."""

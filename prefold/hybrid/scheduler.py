@@ -21,6 +21,7 @@ import numpy as np
 
 from ..cache import SlotPool
 from ..cache.tree import Node
+from ..prefix import token_bytes
 from ..schedule.admission import StepLimits
 from ..schedule.generate import GenerateScheduler
 from ..schedule.generate_step import GenerateStep, SequenceState, StepPlan, lay_out
@@ -156,7 +157,7 @@ class StateScheduler(GenerateScheduler):
 
     def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *arguments: Any) -> None:
         if len(tokens) > 1:
-            self.tree.insert(namespace, tokens[:-1])
+            self.tree.insert(namespace, token_bytes(tokens[:-1]))
         super()._enter(key, namespace, tokens, *arguments)
         for sequence in self._requests[key]:
             if not sequence.tail.tokens:
@@ -198,15 +199,16 @@ class StateScheduler(GenerateScheduler):
         self._was_read(sequence)
         tail, state = sequence.tail, self.states.pop(sequence.tail, None)
         del tail.tokens[sequence.num_known :]
-        tokens, rows = list(tail.tokens), min(tail.num_computed, len(tail.tokens))
+        rows = min(tail.num_computed, len(tail.tokens))
+        ids = token_bytes(tail.tokens[:rows])
         super()._end(sequence)
         if state is None:
             return
         # The cache has put the rows of the tail into the trie: the state goes with them, if it is behind the last one.
-        node, at = sequence.leaf, 0
-        while at < rows and (child := node.children.get(tokens[at])) is not None:
-            node, at = child, at + len(child)
-        if 0 < at == rows == state.rows and node.num_computed == len(node) and node not in self.states:
+        matches = list(sequence.leaf.match(ids))
+        node, same = matches[-1] if matches else (sequence.leaf, 0)
+        is_there = same == len(node) == node.num_computed and node.stop == sequence.leaf.stop + rows
+        if is_there and rows == state.rows and node not in self.states:
             self.states[node] = replace(state, rows=len(node))
         else:
             self._free.add(state.slot)

@@ -15,7 +15,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
-from ..cache.tree import RadixTree
+from ..cache.tree import RowTrie
 from ..errors import InputError
 from ..prefix import MEDIA_BASE, SPAN_BASE
 from ..types import Medium
@@ -42,7 +42,7 @@ class MediaTable:
         self._firsts: list[int] = []
         self._free: dict[tuple[bool, int], list[int]] = {}  # first ids, by whether they are of spans, and how many
         self._next = {False: MEDIA_BASE, True: SPAN_BASE}
-        self._trees: WeakSet[RadixTree] = WeakSet()
+        self._trees: WeakSet[RowTrie] = WeakSet()
         self._stores: WeakSet[Store] = WeakSet()
         self._in_use = 0
         self._requested: set[tuple[str, bytes]] = set()  # since the last sweep began
@@ -90,7 +90,7 @@ class MediaTable:
             firsts = dict.fromkeys(self._firsts[bisect_right(self._firsts, head) - 1] for head in heads)
             return [self._media[self._owners[first]] for first in firsts]
 
-    def add_tree(self, tree: RadixTree) -> None:
+    def add_tree(self, tree: RowTrie) -> None:
         """Registers a tree: ids stay as long as they are in it."""
         self._trees.add(tree)
 

@@ -17,7 +17,9 @@ import numpy as np
 
 from ..cache.radix import RadixCache
 from ..cache.slots import SlotPool
-from ..cache.tree import Node, common_prefix
+from ..cache.tree import NO_SLOTS, Node
+from ..prefix import shared_by, token_bytes
+from ..prefix.radix import TOKEN
 from .outputs import OutputRows
 from .steps import VisitOptions
 
@@ -112,8 +114,8 @@ class VisitNode(Node):
 
     __slots__ = ("visits",)
 
-    def __init__(self, parent: Node | None, tokens: Any, start: int):
-        super().__init__(parent, tokens, start)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self.visits: dict[Prefix, NodeVisit] = {}
 
     def visit(self, prefix: Prefix) -> NodeVisit:
@@ -130,16 +132,16 @@ class VisitNode(Node):
         self.num_computed = 0
         return np.concatenate(slots) if slots else np.empty(0, np.int64)
 
-    def split(self, size: int) -> Node:
-        upper = super().split(size)
+    def divide(self, upper: Node) -> None:
+        super().divide(upper)
         assert isinstance(upper, VisitNode)
+        size = len(upper)
         for prefix, visit in self.visits.items():
             upper.visits[prefix] = first = visit.part(upper, 0, size)
             first.users = visit.users
             visit.cut(size)
         for node in (upper, self):
             node.num_computed = max((visit.num_settled for visit in node.visits.values()), default=0)
-        return upper
 
     @property
     def num_slots(self) -> int:
@@ -160,7 +162,7 @@ class TailNode(VisitNode):
     __slots__ = ("outputs", "place")
 
     def __init__(self, parent: Node, tokens: list[int], start: int, outputs: OutputRows):
-        super().__init__(parent, tokens, start)
+        super().__init__(parent, b"", start, tokens, parent.account, NO_SLOTS)
         self.outputs = outputs
         self.place: int | None = None
 
@@ -255,18 +257,19 @@ class VisitCache(RadixCache):
         spare, new = tail.leave(), None
         node, at = tail.parent, 0
         rows = min((visit.num_settled for visit in tail.visits.values()), default=0)
-        tokens = np.asarray(tail.tokens[:rows], np.int32)
+        ids = token_bytes(tail.tokens[:rows])
         while at < rows:
-            child = node.children.get(int(tokens[at]))
+            child = node.children.get(ids[at * TOKEN : (at + 1) * TOKEN])
             if child is None:
-                new = node.children[int(tokens[at])] = VisitNode(node, tokens[at:], node.stop)
+                new = self._tree.extend(node, ids[at * TOKEN :])
+                assert isinstance(new, VisitNode)
                 new.priority, new.num_computed = priority, rows - at
                 for prefix, visit in tail.visits.items():
                     new.visits[prefix] = visit.part(new, at, rows)
                     visit.owns_slot[at:rows] = False
                 break
             assert isinstance(child, VisitNode)
-            same = common_prefix(child.tokens, tokens[at:])
+            same = shared_by(child.ids, ids, at * TOKEN)
             # The rows below would have none above them at some visit.
             if any(prefix not in child.visits or child.visits[prefix].num_settled < same for prefix in tail.visits):
                 break

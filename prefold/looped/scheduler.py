@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from ..cache import CacheOptions, SlotPool
-from ..cache.tree import Node, RadixTree
+from ..cache.tree import Node, RowTrie
 from ..errors import InputError
 from ..schedule.admission import NO_LIMITS, StepLimits
 from ..schedule.sequences import SequenceScheduler
@@ -57,7 +57,7 @@ class VisitScheduler(SequenceScheduler[LoopedSequence]):
         clock: Callable[[], float] = time.monotonic,
         slot_bytes: int = 1,
     ):
-        tree = RadixTree(VisitNode)
+        tree = RowTrie(VisitNode)
         self.visits = visits
         self._most = len(visits.order) + visits.prelude + visits.coda
         visit_cache = None if cache is None else VisitCache(tree, pool, cache, clock)

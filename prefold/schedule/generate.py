@@ -26,7 +26,7 @@ from functools import partial
 import numpy as np
 
 from ..cache import CacheOptions, RadixCache, SlotPool
-from ..cache.tree import Node, RadixTree
+from ..cache.tree import Node, RowTrie
 from ..errors import InputError
 from ..types import Exits, Owner
 from .admission import NO_LIMITS, StepLimits
@@ -59,7 +59,7 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         slot_bytes: int = 1,
         holds_rows: HoldsRows | None = None,
     ):
-        tree = RadixTree()
+        tree = RowTrie()
         super().__init__(
             pool,
             tree,

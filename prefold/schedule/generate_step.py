@@ -72,7 +72,7 @@ class SequenceState:
         self.cached_tokens: int | None = None
         self.ready = False
         self.num_known = len(tokens)
-        self.tail = Node(leaf, tokens, leaf.stop)
+        self.tail = leaf.tail(tokens)
         self.tail.lost = bool(tokens)
 
     @property

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ..cache import RadixCache, SlotPool
-from ..cache.tree import Node, RadixTree
+from ..cache.tree import Node, RowTrie
 from ..errors import InputError
+from ..prefix import token_bytes
 from ..types import Exits, GenerationStats, Owner
 from .admission import Admission, InOrder, StepLimits
 from .generate_step import NO_OWNER, SequenceState
@@ -38,7 +39,7 @@ class SequenceScheduler(Generic[S]):
     def __init__(
         self,
         pool: SlotPool,
-        tree: RadixTree,
+        tree: RowTrie,
         cache: RadixCache | None,
         *,
         max_batch_rows: int,
@@ -125,7 +126,7 @@ class SequenceScheduler(Generic[S]):
         """
         if self.cache is not None:
             self.cache.expire()  # no step may have been made for long
-        leaf = self.tree.insert(namespace, tokens)
+        leaf = self.tree.insert(namespace, token_bytes(tokens))
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
@@ -266,7 +267,7 @@ class SequenceScheduler(Generic[S]):
             self.cache.keep(node)
         else:
             self.pool.free(self.tree.drop(node))
-            self.tree.detach(node)
+            self.tree.remove(node)
 
     def _nodes(self) -> Iterator[Node]:
         """Yields all nodes of prompts; tails are no such nodes."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cache.tree import Node, RadixTree
-from ..prefix import MEDIA_BASE
+from ..cache.tree import Node, RowTrie
+from ..prefix import MEDIA_BASE, token_bytes
 from ..schedule.steps import Message
 from .options import ShiftedReuse
 
@@ -90,7 +90,7 @@ class ChunkIndex:
     Rows of tails, and others that are not in the tree, are not found.
     """
 
-    def __init__(self, tree: RadixTree, options: ShiftedReuse):
+    def __init__(self, tree: RowTrie, options: ShiftedReuse):
         self.options = options
         self._shortest = max(options.min_tokens, options.recompute + 1)
         self._size = (self._shortest + 1) // 2
@@ -151,12 +151,13 @@ class ChunkIndex:
             size = min(len(rows) - begin, stop - start)
             same = (rows[begin : begin + size] == tokens[start : start + size]) & (slots[begin : begin + size] > 0)
             size = _num_leading(same)
-            follows = node.children.get(int(tokens[start + size])) if begin + size == len(rows) else None
+            behind = token_bytes(tokens[start + size : start + size + 1])
+            follows = node.children.get(behind) if begin + size == len(rows) else None
             if follows is None or start + size >= stop:
                 break
             node = follows
-            more, behind = _rows([node])
-            rows, slots = np.concatenate((rows, more)), np.concatenate((slots, behind))
+            more_rows, more_slots = _rows([node])
+            rows, slots = np.concatenate((rows, more_rows)), np.concatenate((slots, more_slots))
         if size < before + self._size:
             return None
         return Chunk(start, start + size, slots[begin : begin + size], begin, node)

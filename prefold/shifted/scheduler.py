@@ -138,7 +138,7 @@ class ShiftingScheduler(GenerateScheduler):
         """Returns a node below `above` for rows that no other request shares; `above` itself without rows."""
         if not len(tokens):
             return above
-        node = Node(above, tokens.tolist(), above.stop)  # a list, as of a tail
+        node = above.tail(tokens.tolist())
         node.claim(slots)
         node.users, node.priority = len(request), above.priority
         self._apart[node] = None

@@ -11,12 +11,24 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from ..cache.tree import Node, RadixTree
 from ..errors import InputError
+from ..prefix import RadixNode, RadixTrie, token_bytes
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class WaitingNode(RadixNode):
+    """A run of tokens of waiting prompts."""
+
+    requests: int = 0  # how many prompts end here or below; 0: the node has left the trie
+    tokens: int = 0  # how many tokens these prompts have
+    ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)  # the prompts that end here, by key
+
+    def divide(self, upper: Self) -> None:
+        upper.requests, upper.tokens = self.requests, self.tokens
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -28,7 +40,7 @@ class WaitingRequest:
     namespace: Hashable
     since: float
     payload: Any
-    leaf: Node
+    leaf: WaitingNode
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,17 +57,8 @@ class Bucket:
     prefix: np.ndarray
     requests: int
     tokens: int
-    node: Node
+    node: WaitingNode
     is_whole: bool  # whether it has all prompts below the node, or only those that end there
-
-
-@dataclass(slots=True)
-class _Totals:
-    """A _Totals counts the prompts below a node and their tokens, and holds the prompts that end there."""
-
-    requests: int = 0
-    tokens: int = 0
-    ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)
 
 
 class LiveWindow:
@@ -86,13 +89,11 @@ class LiveWindow:
         self.num_tokens = 0
         self.is_closed = False
         self._homes = homes
-        self._tree = RadixTree()
-        self._tree.on_split.append(self._split)
-        self._sums: dict[Node, _Totals] = {}
+        self._trie = RadixTrie(WaitingNode)
         self._waiting: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
         # The buckets of each queue as a heap of (-tokens, place, node, is_whole). When a bucket changes, it is entered
         # once more, and its old entry is skipped. When most entries are old, they are removed.
-        self._queues: dict[Hashable, list[tuple[int, int, Node, bool]]] = {}
+        self._queues: dict[Hashable, list[tuple[int, int, WaitingNode, bool]]] = {}
         self._places = itertools.count()
 
     def __len__(self) -> int:
@@ -122,17 +123,17 @@ class LiveWindow:
         if self.is_full:
             raise RuntimeError("the window is full")
         # The bucket on the path may be split by this prompt into the buckets below it.
-        path = [node for node, same in self._tree.match(namespace, tokens)[0] if same == len(node)]
-        before = next((node for node in path if self._has_enough(node)), None)
-        leaf = self._tree.insert(namespace, tokens)
+        ids = token_bytes(tokens)
+        matches = self._trie.match(namespace, ids)
+        before = next((node for node, same in matches if same == len(node) and self._has_enough(node)), None)
+        leaf = self._trie.insert(namespace, ids)
         waiting = WaitingRequest(key, tokens, namespace, now, payload, leaf)
         self._waiting[key] = waiting
         self.num_tokens += len(tokens)
         for node in leaf.path():
-            total = self._sums.setdefault(node, _Totals())
-            total.requests += 1
-            total.tokens += len(tokens)
-        self._sums[leaf].ending[key] = waiting
+            node.requests += 1
+            node.tokens += len(tokens)
+        leaf.ending[key] = waiting
         self._enter_along(leaf, before)
 
     def close(self) -> None:
@@ -188,7 +189,7 @@ class LiveWindow:
 
     def current(self, bucket: Bucket) -> Bucket | None:
         """Returns the present form of a bucket that requests have left and entered; None if it is empty."""
-        if bucket.node not in self._sums:
+        if not bucket.node.requests:
             return None
         current = self._bucket(bucket.node, bucket.is_whole)
         if current is None:
@@ -212,10 +213,10 @@ class LiveWindow:
             requests.append(waiting)
         for waiting in requests:
             self._remove(waiting)
-        node: Node | None = bucket.node
-        while node is not None and node not in self._sums and node.parent is not None:
+        node = bucket.node
+        while node.parent is not None and not node.requests:
             node = node.parent
-        if node is not None and node.parent is not None:
+        if node.parent is not None:
             self._enter_along(node, bucket.node if bucket.is_whole and node is bucket.node else None)
         return requests
 
@@ -228,62 +229,60 @@ class LiveWindow:
         """Yields the requests of a bucket in the order of the trie."""
         if bucket.is_whole:
             return self._requests_below(bucket.node)
-        return iter(list(self._sums[bucket.node].ending.values()))
+        return iter(list(bucket.node.ending.values()))
 
-    def _has_enough(self, node: Node) -> bool:
-        total = self._sums[node]
-        return node.stop * total.requests >= self.threshold * total.tokens
+    def _has_enough(self, node: WaitingNode) -> bool:
+        return node.stop * node.requests >= self.threshold * node.tokens
 
-    def _bucket(self, node: Node, is_whole: bool) -> Bucket | None:
+    def _bucket(self, node: WaitingNode, is_whole: bool) -> Bucket | None:
         """Returns the bucket at a node; None if there is none."""
         size = self._size(node, is_whole)
         if size is None:
             return None
         end = node
-        while is_whole and len(end.children) == 1 and not self._sums[end].ending:
+        while is_whole and len(end.children) == 1 and not end.ending:
             (end,) = end.children.values()
         path = end.path()
         above = path[0].parent
         assert above is not None
-        prefix = path[0].tokens if len(path) == 1 else np.concatenate([node.tokens for node in path])
+        prefix = np.frombuffer(b"".join([node.ids for node in path]), np.int32)
         return Bucket(above.namespace, prefix, *size, node, is_whole)
 
-    def _size(self, node: Node, is_whole: bool) -> tuple[int, int] | None:
+    def _size(self, node: WaitingNode, is_whole: bool) -> tuple[int, int] | None:
         """Returns the numbers of requests and tokens of the bucket at a node; None if there is none."""
-        total = self._sums.get(node)
-        if total is None or any(self._has_enough(above) for above in node.path()[:-1]):
+        if not node.requests or any(self._has_enough(above) for above in node.path()[:-1]):
             return None
-        if self._has_enough(node) != is_whole or not (is_whole or total.ending):
+        if self._has_enough(node) != is_whole or not (is_whole or node.ending):
             return None
         if is_whole:
-            return total.requests, total.tokens
-        return len(total.ending), len(total.ending) * node.stop
+            return node.requests, node.tokens
+        return len(node.ending), len(node.ending) * node.stop
 
-    def _buckets_below(self, node: Node) -> Iterator[tuple[Node, bool]]:
+    def _buckets_below(self, node: WaitingNode) -> Iterator[tuple[WaitingNode, bool]]:
         unseen = [node]
         while unseen:
             node = unseen.pop()
             if self._has_enough(node):
                 yield node, True
                 continue
-            if self._sums[node].ending:
+            if node.ending:
                 yield node, False
             unseen.extend(node.children.values())
 
-    def _enter_along(self, end: Node, before: Node | None) -> None:
+    def _enter_along(self, end: WaitingNode, before: WaitingNode | None) -> None:
         """Enters the buckets on the path of `end` into queues, after its totals have changed. before: the bucket there
         until now"""
         path = end.path()
         first = next((node for node in path if self._has_enough(node)), None)
         if first is not None:
             self._enter(first, True)
-        elif self._sums[end].ending:
+        elif end.ending:
             self._enter(end, False)
         if before is not None and (first is None or first not in before.path()):
             for node, is_whole in self._buckets_below(before):
                 self._enter(node, is_whole)
 
-    def _enter(self, node: Node, is_whole: bool) -> None:
+    def _enter(self, node: WaitingNode, is_whole: bool) -> None:
         bucket = self._bucket(node, is_whole)
         if bucket is None:
             return
@@ -294,30 +293,24 @@ class LiveWindow:
                 heap[:] = {entry[2:]: entry for entry in heap if self._is_size(entry)}.values()
                 heapq.heapify(heap)
 
-    def _is_size(self, entry: tuple[int, int, Node, bool]) -> bool:
+    def _is_size(self, entry: tuple[int, int, WaitingNode, bool]) -> bool:
         tokens, _, node, is_whole = entry
         size = self._size(node, is_whole)
         return size is not None and size[1] == -tokens
 
-    def _requests_below(self, node: Node) -> Iterator[WaitingRequest]:
+    def _requests_below(self, node: WaitingNode) -> Iterator[WaitingRequest]:
         unseen = [node]
         while unseen:
             node = unseen.pop()
-            yield from self._sums[node].ending.values()
+            yield from node.ending.values()
             unseen.extend(reversed(node.children.values()))
 
     def _remove(self, waiting: WaitingRequest) -> None:
         del self._waiting[waiting.key]
         self.num_tokens -= len(waiting.tokens)
-        del self._sums[waiting.leaf].ending[waiting.key]
+        del waiting.leaf.ending[waiting.key]
         for node in reversed(waiting.leaf.path()):
-            total = self._sums[node]
-            total.requests -= 1
-            total.tokens -= len(waiting.tokens)
-            if not total.requests:
-                del self._sums[node]
-                self._tree.detach(node)
-
-    def _split(self, upper: Node, lower: Node) -> None:
-        total = self._sums[lower]
-        self._sums[upper] = _Totals(total.requests, total.tokens)
+            node.requests -= 1
+            node.tokens -= len(waiting.tokens)
+            if not node.requests:
+                self._trie.remove(node)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..prefix import shared_by
 from ..types import Exits, Request
 from .live import Bucket, LiveWindow
 from .order import SpooledRequest, encode
-from .window import Window, Windows, cut_into_windows, shared_by
+from .window import Window, Windows, cut_into_windows
 
 See = Callable[[Window], None]
 

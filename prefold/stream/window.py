@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..prefix import MEDIA_BASE, common_prefix_lengths
+from ..prefix import MEDIA_BASE, common_prefix_lengths, shared_by
 from ..prefix.ragged import ragged_ranges
 from ..types import Medium, Request
 from .order import Order, SpooledRequest, decode_options, join
@@ -120,14 +120,6 @@ class Windows(Iterator[Window]):
 def _selected(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.diff(offsets)[numbers]
     return values[ragged_ranges(offsets[numbers], lengths)], np.concatenate(([0], lengths.cumsum()))
-
-
-def shared_by(key: bytes, other: bytes) -> int:
-    """Returns how many leading tokens the keys of two requests share."""
-    if other.startswith(key) or key.startswith(other):
-        return min(len(key), len(other)) // 4
-    size = min(len(key), len(other)) // 4
-    return int((np.frombuffer(key, ">i4", size) != np.frombuffer(other, ">i4", size)).argmax())
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:

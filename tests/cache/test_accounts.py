@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from prefold.cache import CacheOptions, RadixCache, SlotPool
 from prefold.cache.accounts import IDLE_SECONDS
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
+from prefold.prefix import token_bytes
 from prefold.types import Share
 
 
@@ -20,7 +21,7 @@ class Tenants:
 
     def __init__(self, slots=100, check=True, share_of=lambda tenant: Share(), **options):
         self.now = 0.0
-        self.tree, self.pool, self.is_checked = RadixTree(), SlotPool(slots), check
+        self.tree, self.pool, self.is_checked = RowTrie(), SlotPool(slots), check
         options.setdefault("min_overlap", 0)
         self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
         self.cache.set_tenants(lambda namespace: namespace[0], share_of)
@@ -29,7 +30,7 @@ class Tenants:
         """A sequence comes and has its rows computed. Returns its nodes, and how many rows were there; None where there
         is no room for it."""
         self.now += 1e-3
-        leaf = self.tree.insert((tenant, salt), np.array(tokens, np.int32))
+        leaf = self.tree.insert((tenant, salt), token_bytes(tokens))
         path = leaf.path()
         self.cache.take(path)
         found = sum(node.num_computed for node in path)

@@ -7,8 +7,9 @@ import pytest
 from books import check_books
 
 from prefold.cache import CacheOptions, RadixCache, SlotPool
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
 from prefold.errors import InputError
+from prefold.prefix import token_bytes
 
 
 class Cached:
@@ -17,13 +18,13 @@ class Cached:
     def __init__(self, slots=100, min_overlap=0, **options):
         self.now = 0.0
         options["min_overlap"] = min_overlap
-        self.tree, self.pool = RadixTree(), SlotPool(slots)
+        self.tree, self.pool = RowTrie(), SlotPool(slots)
         self.cache = RadixCache(self.tree, self.pool, CacheOptions(**options), clock=lambda: self.now)
 
     def use(self, *tokens, priority=0):
         """A sequence comes, has its rows computed, and ends."""
         self.now += 1
-        leaf = self.tree.insert((), np.array(tokens, np.int32))
+        leaf = self.tree.insert((), token_bytes(tokens))
         self.cache.take(leaf.path())
         self.cache.use(leaf.path())
         for node in leaf.path():
@@ -38,9 +39,9 @@ class Cached:
         check_books(self.cache)
 
     def has(self, *tokens):
-        found, total = self.tree.match((), np.array(tokens, np.int32))
+        found = list(self.tree.match((), token_bytes(tokens)))
         assert all(node.num_computed == len(node) for node, _ in found)
-        return total
+        return sum(same for _, same in found)
 
 
 def test_lru():
@@ -94,9 +95,9 @@ def test_most_tokens_and_least_overlap():
     assert c.pool.used_slots == 0
     c.use(1, 2, 3)
     assert c.has(1, 2, 3) == 3
-    kept = c.tree.match((), np.array([1, 2]))[0][0][0].slots
+    kept = next(c.tree.match((), token_bytes([1, 2])))[0].slots
     c.use(1, 2, 4)
-    found = c.tree.match((), np.array([1, 2]))[0][0][0]
+    found = next(c.tree.match((), token_bytes([1, 2])))[0]
     assert found.num_computed == 2 and found.slots is not kept, "two rows are not worth using"
     c.use(1, 2, 3)
     assert c.has(1, 2, 3) == 3
@@ -139,7 +140,7 @@ def test_options_are_checked():
 def test_what_lies_below_rows_that_are_gone_goes_too(begins):
     c = Cached(min_overlap=3)
     c.use(1, 2, 3, 4)
-    leaf = c.tree.insert((), np.array([1, 2, 5], np.int32))  # comes, and is cancelled before its rows are there
+    leaf = c.tree.insert((), token_bytes([1, 2, 5]))  # comes, and is cancelled before its rows are there
     c.cache.take(leaf.path())
     if begins:
         assert [node.tokens.tolist() for node in c.cache.use(leaf.path())] == [[1, 2]]
@@ -156,7 +157,7 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     """A prompt that shares too little gives up the first rows and waits: what lies below cannot be used meanwhile."""
     c = Cached(min_overlap=4)
     c.use(1, 2, 3, 4, 5, 6)
-    waiting = c.tree.insert((), np.array([1, 2], np.int32))
+    waiting = c.tree.insert((), token_bytes([1, 2]))
     c.cache.take(waiting.path())
     c.cache.use(waiting.path())
     waiting.users += 1
@@ -165,10 +166,10 @@ def test_rows_below_one_that_is_still_to_be_computed_are_not_pinned():
     waiting.claim(c.pool.allocate(2))
     waiting.num_computed = 1
     assert c.cache.pin((), tokens) == 1, "its first row is there"
-    waiting = waiting if len(waiting) == 2 else c.tree.match((), tokens[:2])[0][-1][0]
+    waiting = waiting if len(waiting) == 2 else list(c.tree.match((), token_bytes(tokens[:2])))[-1][0]
     waiting.users -= 1
     c.cache.keep(waiting)
-    top = c.tree.match((), tokens[:1])[0][0][0]
+    top = next(c.tree.match((), token_bytes(tokens[:1])))[0]
     top.users = 0
     c.cache.keep(top)
     check_books(c.cache)

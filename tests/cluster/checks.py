@@ -15,15 +15,11 @@ from prefold.cluster.vllm_host import BlockEvents
 
 def places_of(index: PrefixIndex) -> list[Place]:
     """All places of a router's trie but roots."""
-    found, unseen = [], list(index.roots.values())
-    while unseen:
-        place = unseen.pop()
-        found += [place] if place.parent is not None else []
-        unseen.extend((place.children or {}).values())
-    return found
+    return list(index.nodes())
 
 
 def check_router(router: Router) -> None:
+    check_books(router.index)
     ends: dict[int, int] = {}
     held: dict[int, int] = {}
     users: dict[int, dict[int, int]] = {}
@@ -50,8 +46,6 @@ def check_router(router: Router) -> None:
         assert place.holders == held.get(id(place), 0)
         assert (place.users or {}) == users.get(id(place), {})
         assert place.coming_holders == sum(1 << number for number in place.users or {})
-        assert place.parent is not None and place.parent.children is not None
-        assert place.parent.children[place.tokens[:4]] is place and place.start == place.parent.stop
         assert place.ends or place.children, "a place that nobody needs"
     for member in router._members.values():
         loads = [sent for sent in router.in_flight.values() if sent.replica == member.name]

@@ -160,6 +160,6 @@ def held_by(router: Router, name) -> set[tuple]:
             while at.parent is not None:
                 above.append(at)
                 at = at.parent
-            tokens = tuple(np.frombuffer(b"".join(p.tokens for p in reversed(above)), np.int32).tolist())
+            tokens = tuple(np.frombuffer(b"".join(p.ids for p in reversed(above)), np.int32).tolist())
             found |= {(at.namespace, tokens[: i + 1]) for i in range(place.start, place.stop)}
     return found

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
 from prefold.errors import InputError
 from prefold.images import table as media_module
 from prefold.images.table import MediaTable
-from prefold.prefix import MEDIA_BASE, SPAN_BASE, span_starts
+from prefold.prefix import MEDIA_BASE, SPAN_BASE, span_starts, token_bytes
 
 
 def take(table: MediaTable, key: bytes, *, tiles=1, rows=4, span=True, salt=""):
@@ -56,11 +56,11 @@ def test_ids_of_tiles_and_of_neighbours(span):
 
 
 def test_ids_are_free_when_nobody_holds_them():
-    table, tree = MediaTable(), RadixTree()
+    table, tree = MediaTable(), RowTrie()
     table.add_tree(tree)
     held, in_tree, gone = (take(table, key) for key in (b"held", b"in the tree", b"gone"))
     ids = {key: medium.ids.copy() for key, medium in (("held", held), ("tree", in_tree), ("gone", gone))}
-    node = tree.insert((), np.concatenate(([1, 2], in_tree.ids, [3])).astype(np.int32))
+    node = tree.insert((), token_bytes(np.concatenate(([1, 2], in_tree.ids, [3]))))
     del in_tree, gone
     gc.collect()
     assert take(table, b"gone").ids.tolist() == ids["gone"].tolist(), "nothing is freed before it is looked for"
@@ -70,7 +70,7 @@ def test_ids_are_free_when_nobody_holds_them():
     fresh = take(table, b"new")
     assert fresh.ids.tolist() == ids["gone"].tolist()
     assert take(table, b"in the tree").ids.tolist() == ids["tree"].tolist(), "its rows are found again"
-    tree.detach(node)
+    tree.remove(node)
     gc.collect()
     table.sweep()
     assert len(table) == 2 and held.ids.tolist() == ids["held"].tolist()
@@ -114,7 +114,7 @@ def test_what_is_not_held_is_not_found():
 
 def test_many_threads():
     """Media come and go; at any time those that are held have ids that differ."""
-    table, tree = MediaTable(), RadixTree()
+    table, tree = MediaTable(), RowTrie()
     table.add_tree(tree)
     failures = []
 

@@ -17,7 +17,8 @@ from serving import serving
 
 from prefold import LLM
 from prefold.cache.listing import paths_of
-from prefold.cache.tree import RadixTree
+from prefold.cache.tree import RowTrie
+from prefold.prefix import token_bytes
 from prefold.report.icicle import icicle, walk
 from prefold.report.tree import TreeShape
 
@@ -30,10 +31,10 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size
 @settings(max_examples=150)
 @given(several=st.lists(PROMPTS, min_size=1, max_size=3), most=st.sampled_from([3, 1000]))
 def test_every_row_of_a_tree_is_in_its_shape_once(several, most):
-    tree = RadixTree()
+    tree = RowTrie()
     for number, prompts in enumerate(several):
         for prompt in prompts:
-            tree.insert((None, str(number)), np.array(prompt, np.int32))
+            tree.insert((None, str(number)), token_bytes(prompt))
     shape = TreeShape(paths_of(tree, {}, most=most + 1), lambda namespace: namespace[1], most=most)
     prefixes = {
         (n, *prompt[:i]) for n, prompts in enumerate(several) for prompt in prompts for i in range(1, len(prompt) + 1)
@@ -54,9 +55,9 @@ def test_every_row_of_a_tree_is_in_its_shape_once(several, most):
 
 
 def test_sequences_that_run_are_paths_of_their_own():
-    tree = RadixTree()
-    above = tree.insert(("", ""), np.array([1, 2], np.int32))
-    tree.insert(("", ""), np.array([1, 2, 3], np.int32))
+    tree = RowTrie()
+    above = tree.insert(("", ""), token_bytes([1, 2]))
+    tree.insert(("", ""), token_bytes([1, 2, 3]))
     shape = TreeShape(paths_of(tree, {above: [[5, 6], [7]]}, most=9), lambda _: "a", most=9)
     lengths, shared = shape.arrays()
     assert lengths.tolist() == [4, 3, 3] and shared.tolist() == [0, 2, 2]
@@ -185,9 +186,9 @@ def test_what_a_person_sees(browser, server, llm, tmp_path):
 
 def test_two_thousand_nodes_are_drawn_in_few_calls(browser, server):
     rng = np.random.default_rng(1)
-    tree = RadixTree()
+    tree = RowTrie()
     for _ in range(1700):
-        tree.insert((None, ""), rng.integers(0, 3, rng.integers(5, 40)).astype(np.int32))
+        tree.insert((None, ""), token_bytes(rng.integers(0, 3, rng.integers(5, 40))))
     shape = TreeShape(paths_of(tree, {}, most=5000), lambda _: "", most=5000)
     made = shape.data(lambda tokens: "word " * len(tokens), max_nodes=2000)
     assert len(made["nodes"]) == 2000

@@ -86,7 +86,7 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
         bucket = next(b for queue in (None, "a", "b", None) if (b := window.largest(queue)) is not None)
         left += [waiting.key for waiting in window.take(bucket)]
     check_books(window)
-    assert len(left) == len(set(left)) and window.num_tokens == 0 and not window._sums and not window._tree.roots
+    assert len(left) == len(set(left)) and window.num_tokens == 0 and not window._trie.roots
 
 
 def test_most_tokens_first():

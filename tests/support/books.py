@@ -16,14 +16,14 @@ from prefold.cache.tree import Node
 from prefold.hybrid.scheduler import ZERO, StateScheduler
 from prefold.looped.cache import VisitCache, VisitNode
 from prefold.looped.scheduler import VisitScheduler
-from prefold.prefix import MEDIA_BASE, Trie, clear_of_span, span_starts
+from prefold.prefix import MEDIA_BASE, RadixTrie, Trie, clear_of_span, span_starts
 from prefold.schedule.admission import Admission
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
 from prefold.schedule.generate_step import SequenceState
 from prefold.shifted.chunks import ChunkIndex, Key, _images_before, window_hashes
 from prefold.shifted.scheduler import ShiftingScheduler
-from prefold.stream.live import Bucket, LiveWindow
+from prefold.stream.live import Bucket, LiveWindow, WaitingNode
 
 
 @singledispatch
@@ -35,6 +35,7 @@ def check_books(books: Any) -> None:
 @check_books.register(GenerateScheduler)
 def _check_scheduler(scheduler: GenerateScheduler) -> None:
     """Slots, users of nodes and states of sequences agree."""
+    check_books(scheduler.tree)
     slots_of = [np.arange(start, start + size) for start, size in scheduler.pool._sizes.items()]
     users: dict[Node, int] = {}
     states = {"running": scheduler.running, "waiting": scheduler.waiting, "ending": scheduler._ending}
@@ -56,8 +57,6 @@ def _check_scheduler(scheduler: GenerateScheduler) -> None:
             assert clear_of_span(np.asarray(node.tokens), cut) == cut, "a span that is computed in part"
         above = node.parent.tokens[-1:] if node.parent is not None else ()
         assert not len(above) or span_starts(np.array([above[0], node.tokens[0]])) is None, "a span in two nodes"
-        assert all(int(child.tokens[0]) == first and child.parent is node for first, child in node.children.items())
-    assert all(root.children for root in scheduler.tree.roots.values()), "a root without children"
     slots = np.sort(np.concatenate(slots_of))
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
@@ -190,15 +189,16 @@ def _check_chunks(chunks: ChunkIndex) -> None:
 @check_books.register(LiveWindow)
 def _check_window(window: LiveWindow) -> None:
     """Totals and queues are right."""
-    sums: dict[Node, list[int]] = {}
+    check_books(window._trie)
+    sums: dict[WaitingNode, list[int]] = {}
     for key, waiting in window._waiting.items():
-        assert window._sums[waiting.leaf].ending[key] is waiting
+        assert waiting.leaf.ending[key] is waiting
         for node in waiting.leaf.path():
             total = sums.setdefault(node, [0, 0])
             total[0] += 1
             total[1] += len(waiting.tokens)
-    assert sums == {node: [total.requests, total.tokens] for node, total in window._sums.items()}
-    assert set(window._tree.nodes()) == set(sums)
+    assert sums == {node: [node.requests, node.tokens] for node in window._trie.nodes()}
+    assert sum(len(node.ending) for node in sums) == len(window)
     assert window.num_tokens == sum(len(waiting.tokens) for waiting in window._waiting.values())
     entered = {(node, is_whole, -tokens) for heap in window._queues.values() for tokens, _, node, is_whole in heap}
     for bucket in buckets_of(window):
@@ -207,8 +207,21 @@ def _check_window(window: LiveWindow) -> None:
 
 def buckets_of(window: LiveWindow) -> list[Bucket]:
     """All buckets of a window."""
-    tops = [child for root in window._tree.roots.values() for child in root.children.values()]
+    tops = [child for root in window._trie.roots.values() for child in root.children.values()]
     return [window._bucket(*place) for child in tops for place in window._buckets_below(child)]
+
+
+@check_books.register(RadixTrie)
+def _check_radix(trie: RadixTrie) -> None:
+    """Every node is where its tokens lead."""
+    for namespace, root in trie.roots.items():
+        assert (root.namespace, root.parent, root.start, root.ids) == (namespace, None, 0, b"")
+        assert root.children, "a root without children"
+    for node in [*trie.roots.values(), *trie.nodes()]:
+        for first, child in node.children.items():
+            assert type(child) is type(root) and child.parent is node and child.namespace is None
+            assert child.ids[:4] == first and len(child.ids) % 4 == 0, "a run that does not begin as its key"
+            assert (child.start, child.stop) == (node.stop, node.stop + len(child.ids) // 4)
 
 
 @check_books.register(Trie)

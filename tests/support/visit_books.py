@@ -34,7 +34,7 @@ def check_visits(scheduler: VisitScheduler) -> None:
         _check_tail(sequence)
     nodes: list[VisitNode] = [*scheduler.tree.nodes(), *(sequence.tail for sequence in sequences)]  # type: ignore[list-item]
     for node in nodes:
-        is_tail = node.parent is None or node.parent.children.get(int(node.tokens[0]) if len(node) else -1) is not node
+        is_tail = node.parent is None or node.parent.children.get(node.ids[:4]) is not node
         assert is_tail or node.users == users.get(node, 0)
         assert is_tail or node.users or node.kept, "a node that nobody needs"
         for visit in node.visits.values():
