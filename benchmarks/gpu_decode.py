@@ -8,9 +8,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from common import median
 from gpu_common import Bench
 from gpu_rerank import time_shares
+from harness import median
 
 from prefold.attention.gpu import place_slots
 from prefold.device import runs_triton

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from common import median
 from gpu_common import Bench, floor_seconds, forward, grid_prompts, one_step, trie_of
+from harness import median
 
 from prefold.types import Readout
 

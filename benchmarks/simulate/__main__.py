@@ -16,18 +16,19 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from prefold.cluster.router import POLICIES
 from prefold.simulate import cases
-from prefold.simulate.cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
-from prefold.simulate.costs import machine_named, model_named
-from prefold.simulate.requests import prefix_repetition, read_trace
+
+from prefold.cluster.router import POLICIES
 
 from ..common import write_json
 from . import measure, others  # noqa: F401  # the tables have other systems' parts too
 from .ablation import ablation
+from .cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
+from .costs import machine_named, model_named
 from .internet import internet
 from .plot import plot
 from .published import PublishedOutcome, published
+from .requests import prefix_repetition, read_trace
 
 
 def _expected(outcome: Outcome, place: int, form: str) -> str:

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from prefold.cluster.online import Assignment, Dispatcher
-from prefold.simulate.cases import ENGINES, FEEDERS, streamed
-from prefold.simulate.fleet import Feeder, ListFeeder
-from prefold.simulate.requests import SimRequest
 from prefold.stream.live import Bucket
 
 from . import policies  # noqa: F401  # other systems' policies are put into their table
 from .blocks import BlockEngine
+from .cases import ENGINES, FEEDERS, streamed
 from .daft import DaftProvider
+from .fleet import Feeder, ListFeeder
+from .requests import SimRequest
 from .scheduled import ScheduledEngine
 
 __all__ = ["PARTS", "SharedQueue"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prefold.simulate.cases import Outcome, Setup, run_setup
-from prefold.simulate.costs import WEIGHT_BYTES, StepCost, machine_named, model_named
-from prefold.simulate.fleet import Feeder, Replica, run_fleet
-from prefold.simulate.requests import SimRequest, prefix_repetition
-
 from .blocks import BlockEngine
+from .cases import Outcome, Setup, run_setup
+from .costs import WEIGHT_BYTES, StepCost, machine_named, model_named
 from .daft import DaftProvider
+from .fleet import Feeder, Replica, run_fleet
 from .others import SharedQueue
+from .requests import SimRequest, prefix_repetition
 
 __all__ = ["PUBLISHED", "PublishedOutcome", "balanced_rows", "published"]
 

@@ -10,10 +10,11 @@ import numpy as np
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
-from prefold.simulate.costs import TILE, StepRows
-from prefold.simulate.engines import EndedRequest, Hits, RowEngine, Stretch
-from prefold.simulate.requests import SimRequest
 from prefold.types import GenerationStats
+
+from .costs import TILE, StepRows
+from .engines import EndedRequest, Hits, RowEngine, Stretch
+from .requests import SimRequest
 
 __all__ = ["ScheduledEngine"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from prefold.simulate.engines import RowEngine
-from prefold.simulate.requests import SimRequest
+from benchmarks.simulate.engines import RowEngine
+from benchmarks.simulate.requests import SimRequest
 
 
 def unique_rows(requests: list[SimRequest]) -> int:

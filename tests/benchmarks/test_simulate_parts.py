@@ -20,11 +20,11 @@ from benchmarks.simulate.others import PARTS, SharedQueue
 from benchmarks.simulate.published import _ray_data, _sorted, published
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.router import POLICIES, Speed
-from prefold.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
-from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.engines import RowEngine
-from prefold.simulate.fleet import ListFeeder, Replica, StreamFeeder, run_fleet
-from prefold.simulate.requests import prefix_repetition, shared_rows
+from benchmarks.simulate.cases import ENGINES, FEEDERS, Setup, run_setup
+from benchmarks.simulate.costs import StepCost, machine_named, model_named
+from benchmarks.simulate.engines import RowEngine
+from benchmarks.simulate.fleet import ListFeeder, Replica, StreamFeeder, run_fleet
+from benchmarks.simulate.requests import prefix_repetition, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from ..errors import InputError
+from prefold.errors import InputError
 
 # Decode rows for which a shared run of K/V is read once.
 TILE = 64

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from prefold.engine.step_size import StepSize
-from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.engines import RowEngine
-from prefold.simulate.requests import SimRequest, prefix_repetition
+from benchmarks.simulate.costs import StepCost, machine_named, model_named
+from benchmarks.simulate.engines import RowEngine
+from benchmarks.simulate.requests import SimRequest, prefix_repetition
 
 # An L4 as the published job had it, a GPU with plenty of memory, one with little of it left, and a CPU.
 COSTS = {

@@ -16,9 +16,9 @@ from benchmarks.simulate.published import balanced_rows
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.router import Prompt, Router
 from prefold.errors import InputError
-from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
-from prefold.simulate.engines import RowEngine
-from prefold.simulate.requests import SimRequest, prefix_repetition
+from benchmarks.simulate.costs import StepCost, StepRows, machine_named, model_named
+from benchmarks.simulate.engines import RowEngine
+from benchmarks.simulate.requests import SimRequest, prefix_repetition
 from tests.cluster.checks import check_router
 
 COST = StepCost(machine_named("L4"), model_named("Qwen3-8B"))

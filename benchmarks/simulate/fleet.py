@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..cache import CacheEvents
-from ..cluster.online import Dispatcher, Limits
-from ..cluster.router import Policy, Prompt, Router, Speed
+from prefold.cache import CacheEvents
+from prefold.cluster.online import Dispatcher, Limits
+from prefold.cluster.router import Policy, Prompt, Router, Speed
+
 from .costs import StepCost
 from .engines import Hits, Stretch
 from .requests import SimRequest, shared_rows

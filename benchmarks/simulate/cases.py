@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cluster.router import policy_named
-from ..errors import InputError
+from prefold.cluster.router import policy_named
+from prefold.errors import InputError
+
 from .costs import Machine, ModelShape, StepCost
 from .engines import RowEngine
 from .fleet import IDLE_CAUSES, FleetOutcome, ListFeeder, Replica, RoutedFeeder, StreamFeeder, contiguous, run_fleet

@@ -14,9 +14,9 @@ from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.daft import DaftProvider, DaftRouter
 from benchmarks.simulate.internet import _run, draw_prompts
 from benchmarks.simulate.published import vllm_blocks
-from prefold.simulate.cases import Setup
-from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.requests import prefix_repetition, shared_rows
+from benchmarks.simulate.cases import Setup
+from benchmarks.simulate.costs import StepCost, machine_named, model_named
+from benchmarks.simulate.requests import prefix_repetition, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 

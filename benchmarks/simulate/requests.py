@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError
+from prefold.errors import InputError
 
 
 @dataclass(eq=False, slots=True)

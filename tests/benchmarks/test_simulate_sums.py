@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from prefold.simulate.cases import Outcome, Setup, as_json, header, line, run_setup
-from prefold.simulate.costs import StepCost, StepRows, machine_named, model_named
-from prefold.simulate.engines import Hits
-from prefold.simulate.fleet import FleetOutcome, contiguous
-from prefold.simulate.requests import prefix_repetition
+from benchmarks.simulate.cases import Outcome, Setup, as_json, header, line, run_setup
+from benchmarks.simulate.costs import StepCost, StepRows, machine_named, model_named
+from benchmarks.simulate.engines import Hits
+from benchmarks.simulate.fleet import FleetOutcome, contiguous
+from benchmarks.simulate.requests import prefix_repetition
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 COST = StepCost(MACHINE, MODEL)

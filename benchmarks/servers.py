@@ -1,8 +1,7 @@
-"""Holds what cases of serve.py share that compare servers: servers in processes of their own, and a client of threads.
+"""Servers in processes of their own, and a client of threads: the harness's `Peer`, over HTTP.
 
-A server is started on a free port, in a session of its own; `/health` is asked for up to 180 seconds; where it fails,
-the end of its log is in the error. Between its turns it is stopped, so that it takes no processor. Nothing is ended
-but what was started here.
+A server starts on a free port, in its own session. `/health` is polled for at most 180 seconds. If the server fails,
+the end of its log is in the error. A server is stopped while another server runs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,17 +25,11 @@ import numpy as np
 import psutil
 
 READY_SECONDS = 180
-KV_GIB = 2  # memory for keys and values, of each server that is compared with another
+KV_GIB = 2  # K/V memory of each server
 
 
 class ServedModel:
-    """A server in a process of its own, which is ready. A context manager.
-
-    forget  the path that empties its cache
-    key     of an admin, where it has keys
-    """
-
-    key = ""
+    """A server in its own process, which is ready. A context manager. forget: the path that empties its cache"""
 
     def __init__(self, name: str, command: Sequence[str], forget: str, environment: dict[str, str] | None = None):
         self.name, self.port, self._forget = name, free_port(), forget
@@ -52,7 +44,7 @@ class ServedModel:
         )
         try:
             self._wait()
-        except BaseException:  # also where this process is told to end meanwhile
+        except BaseException:  # also if this process gets a signal to end
             self.close()
             raise
         self.pause()
@@ -75,38 +67,33 @@ class ServedModel:
             connection.close()
 
     def pause(self) -> None:
-        """Stops it, so that it takes no processor."""
+        """Stop the server, so that it uses no processor."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Lets it run."""
         os.killpg(self._process.pid, signal.SIGCONT)
 
     @property
     def log_end(self) -> str:
-        """Returns the end of what it has written."""
+        """Return the end of the server's log."""
         self._log.seek(0)
         return self._log.read()[-3000:].decode(errors="replace")
 
     def forget(self) -> None:
-        """Makes it forget what it keeps of earlier prompts. Raises RuntimeError where it does not."""
-        answer = self.asked("POST", self._forget)
+        """Empty the server's cache. Raise RuntimeError if the server refuses."""
+        answer = json.loads(self._ask("POST", self._forget))
         if answer.get("success") is False:
-            raise RuntimeError(f"{self.name} kept what it had: {answer}")
+            raise RuntimeError(f"{self.name} has not emptied its cache: {answer}")
 
     def counted(self, name: str) -> dict[str, float]:
-        """Returns the values of one of its counters, as /metrics has them, by their labels."""
+        """Return the values of a counter in /metrics, by their labels."""
         lines = self._ask("GET", "/metrics").decode().splitlines()
         found = (line.removeprefix(name).rpartition(" ") for line in lines if line.startswith(name))
         return {labels: float(value) for labels, _, value in found}
 
-    def asked(self, method: str, path: str) -> Any:
-        """Returns what it answers to an admin, from JSON."""
-        return json.loads(self._ask(method, path))
-
     def _ask(self, method: str, path: str) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, headers=_headers(self.key))
+        connection.request(method, path)
         response = connection.getresponse()
         answer = response.read()
         connection.close()
@@ -116,7 +103,7 @@ class ServedModel:
 
     @property
     def peak_mib(self) -> float:
-        """Returns the most memory that its processes have had, each at its own time, in MiB."""
+        """Return the sum of the peak memory of the server's processes, in MiB."""
         with suppress(psutil.Error):
             processes = [psutil.Process(self._process.pid)]
             processes += processes[0].children(recursive=True)
@@ -124,7 +111,6 @@ class ServedModel:
         return float("nan")
 
     def close(self) -> None:
-        """Ends it."""
         with suppress(ProcessLookupError):
             self.go_on()
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -157,13 +143,13 @@ def free_port() -> int:
 
 
 def prefold_server(name: str, model: str, *options: str, dtype: str = "bfloat16") -> ServedModel:
-    """Returns `prefold serve`, of this Python."""
+    """Start `prefold serve` with this Python."""
     command = [sys.executable, "-m", "prefold", "serve", "-m", model, "--dtype", dtype, "--port", "{port}", *options]
     return ServedModel(name, command, "/cache/clear")
 
 
 def vllm_server(name: str, environment: str, model: str, *options: str, dtype: str = "bfloat16") -> ServedModel:
-    """Returns `vllm serve` of a virtual environment, on all cores."""
+    """Start vLLM's server of a virtual environment, on all cores."""
     command = [str(Path(environment, "bin", "python")), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--port", "{port}", "--host", "127.0.0.1", "--dtype", dtype, *options]
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
@@ -180,11 +166,11 @@ class Clients:
         self._free = list(self._connections)
         self._pool = ThreadPoolExecutor(count)
 
-    def ask(self, path: str, body: bytes, key: str = "") -> tuple[float, Any]:
-        """Returns the seconds that a request took, and its answer."""
+    def ask(self, path: str, body: bytes) -> tuple[float, Any]:
+        """Return the seconds of a request, and its answer."""
         connection = self._free.pop()
         started = time.perf_counter()
-        connection.request("POST", path, body, {"content-type": "application/json"} | _headers(key))
+        connection.request("POST", path, body, {"content-type": "application/json"})
         response = connection.getresponse()
         answer = response.read()
         seconds = time.perf_counter() - started
@@ -193,13 +179,10 @@ class Clients:
             raise RuntimeError(f"{path} was answered with {response.status}: {answer[:500]!r}")
         return seconds, json.loads(answer)
 
-    def ask_all(
-        self, path: str, bodies: Sequence[bytes], keys: Sequence[str] = ()
-    ) -> tuple[float, list[float], list[Any]]:
-        """Returns the seconds that all of these took, with one request at a time on each connection, those of each, and
-        their answers. keys: of each, where the server has them."""
+    def ask_all(self, path: str, bodies: Sequence[bytes]) -> tuple[float, list[float], list[Any]]:
+        """Return the seconds of all requests together, the seconds of each, and their answers."""
         started = time.perf_counter()
-        found = list(self._pool.map(self.ask, [path] * len(bodies), bodies, keys or [""] * len(bodies)))
+        found = list(self._pool.map(self.ask, [path] * len(bodies), bodies))
         return time.perf_counter() - started, [one for one, _ in found], [answer for _, answer in found]
 
     def close(self) -> None:
@@ -214,20 +197,6 @@ class Clients:
         self.close()
 
 
-def _headers(key: str) -> dict[str, str]:
-    return {"x-api-key": key} if key else {}
-
-
 def p(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile."""
+    """Return a percentile."""
     return float(np.percentile(values, percent))
-
-
-def interval_of_ratio(
-    first: Sequence[float], second: Sequence[float], rounds: int = 2000
-) -> tuple[float, float, float]:
-    """Returns (mean of the first over mean of the second, and its 95 % interval), by drawing pairs again and again."""
-    pairs, draw = np.array([first, second]), np.random.default_rng(0)
-    drawn = [pairs[:, draw.integers(pairs.shape[1], size=pairs.shape[1])].mean(axis=1) for _ in range(rounds)]
-    ratios = [one[0] / one[1] for one in drawn]
-    return statistics.fmean(first) / statistics.fmean(second), *np.percentile(ratios, [2.5, 97.5]).tolist()

@@ -13,11 +13,11 @@ from simulated import unique_rows
 
 from prefold.cli import main
 from prefold.errors import InputError
-from prefold.simulate.cases import Setup, run_setup
-from prefold.simulate.costs import StepCost, machine_named, model_named
-from prefold.simulate.engines import RowEngine
-from prefold.simulate.fleet import ListFeeder, Replica, run_fleet
-from prefold.simulate.requests import SimRequest, prefix_repetition, read_trace, shared_rows
+from benchmarks.simulate.cases import Setup, run_setup
+from benchmarks.simulate.costs import StepCost, machine_named, model_named
+from benchmarks.simulate.engines import RowEngine
+from benchmarks.simulate.fleet import ListFeeder, Replica, run_fleet
+from benchmarks.simulate.requests import SimRequest, prefix_repetition, read_trace, shared_rows
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache import CacheEvents
-from ..cache.events import EventLog, RowsRemoved, RowsStored
-from ..engine.step_size import StepSize
-from ..errors import InputError
+from prefold.cache import CacheEvents
+from prefold.cache.events import EventLog, RowsRemoved, RowsStored
+from prefold.engine.step_size import StepSize
+from prefold.errors import InputError
+
 from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
 
