@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from harness import (
     Peer,
     attention_flops,
     benchmark,
+    clocked,
     compared,
     export_folder,
     median,
@@ -160,9 +160,7 @@ def limit(config, case: Case, rates: dict[str, float], itemsize: int) -> float:
 
 def run_ours(llm: LLM, case: Case) -> float:
     forget(llm)
-    started = time.perf_counter()
-    generate(llm, case.prompts(llm.config.vocab_size), case.max_tokens)
-    return time.perf_counter() - started
+    return clocked(lambda: generate(llm, case.prompts(llm.config.vocab_size), case.max_tokens))[0]
 
 
 def measure(

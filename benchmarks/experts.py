@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +25,7 @@ import click
 import gguf
 import numpy as np
 import torch
-from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_peers, take_turns
+from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_peers, step_seconds, take_turns
 
 from prefold import LLM
 from prefold.model import config_from
@@ -76,17 +74,6 @@ def time_steps(options: SimpleNamespace) -> list[dict]:
             print(f"\nA layer, {rows} rows\n\n{compared(seconds, unit='ms')}", flush=True)
             results.append({"rows": rows, "seconds": seconds})
     return results
-
-
-def step_seconds(run: Callable[[int], float | None], tokens: int) -> float:
-    """Return the seconds of a decode step. run: generates a number of tokens; a peer returns its own seconds"""
-
-    def seconds(count: int) -> float:
-        started = time.perf_counter()
-        found = run(count)
-        return time.perf_counter() - started if found is None else found
-
-    return (seconds(tokens) - seconds(tokens // 2)) / (tokens - tokens // 2)
 
 
 def write_gguf(path: Path, layers: int, kind: str) -> None:
@@ -191,7 +178,9 @@ def time_decoding(options: SimpleNamespace) -> list[dict]:
             runs: dict[str, Any] = {"prefold": partial(run_ours, some)}
             runs |= {"transformers": partial(run_theirs, some)} if theirs is not None else {}
             runs |= {name: partial(run_peer, peer, count) for name, peer in peers.items()}
-            steps = {name: partial(step_seconds, run, options.tokens) for name, run in runs.items()}
+            steps = {
+                name: partial(step_seconds, run, options.tokens, options.tokens // 2) for name, run in runs.items()
+            }
             seconds = take_turns(steps, options.repeats).seconds
             print(f"\nA step of {count} sequences\n\n{compared(seconds, unit='ms')}", flush=True)
             results.append({"sequences": count, "seconds": seconds})

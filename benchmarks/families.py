@@ -4,16 +4,14 @@
 
 No prompts share anything. Prefill: hidden states of the last tokens of prompts of one length, so that transformers'
 batches have no padding. Decode: tokens a second of sequences that generate side by side, greedily, after short prompts.
-The decode time is a difference of two runs, and would be lost in the time of long prompts.
+The seconds of decode are those of a step.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +19,7 @@ import click
 import numpy as np
 import torch
 import transformers
-from harness import benchmark, compared, median, take_turns
+from harness import benchmark, compared, median, step_seconds, take_turns
 
 from prefold import LLM
 from prefold.hf.config import VARIABLE
@@ -47,9 +45,9 @@ def main(options: SimpleNamespace) -> dict[str, Any]:
         systems = {OWN: ours(folder, options, "", OWN), FORCED: ours(folder, options, "all", FORCED)}
         systems[THEIRS] = theirs(folder, options, dtype)
         seconds = {}
-        counts = {"prefill": options.prompts * options.length, "decode": options.prompts * options.tokens}
+        counts = {"prefill": options.prompts * options.length, "decode": options.prompts}  # of a run, of a step
         for task, count in counts.items():
-            turns = take_turns({name: partial(system[task], 0) for name, system in systems.items()}, options.repeats)
+            turns = take_turns({name: system[task] for name, system in systems.items()}, options.repeats)
             seconds[task] = turns.seconds
             rate = {name: f"{count / median(values):,.0f}" for name, values in turns.seconds.items()}
             print(f"\n{task}\n\n{compared(turns.seconds, columns={'tokens/s': rate})}", flush=True)
@@ -57,53 +55,42 @@ def main(options: SimpleNamespace) -> dict[str, Any]:
     return about | {"seconds": seconds}
 
 
-def prompts_of(options: SimpleNamespace, seed: int, length: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 8000, (options.prompts, length))
+def prompts_of(options: SimpleNamespace, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(3, 8000, (options.prompts, length))
 
 
-def ours(folder: str, options: SimpleNamespace, forced: str, name: str) -> dict[str, Callable[[int], object]]:
+def ours(folder: str, options: SimpleNamespace, forced: str, name: str) -> dict[str, Callable[[], object]]:
     os.environ[VARIABLE] = forced
     llm = LLM(folder, dtype=options.dtype, cache=None)
     os.environ.pop(VARIABLE)
     print(f"{name}: {llm.passes}", flush=True)
 
-    def decode(seed: int) -> float:
-        prompts = prompts_of(options, seed, options.decode_length).tolist()
-        started = time.perf_counter()
-        llm.generate(prompts, max_tokens=1, ignore_eos=True)
-        middle = time.perf_counter()
-        llm.generate(prompts, max_tokens=1 + options.tokens, ignore_eos=True)
-        return time.perf_counter() - middle - (middle - started)
+    short = prompts_of(options, options.decode_length).tolist()
+
+    def generate(tokens: int) -> None:
+        llm.generate(short, max_tokens=tokens, ignore_eos=True)
 
     return {
-        "prefill": lambda seed: llm.embed(prompts_of(options, seed, options.length).tolist(), pooling="last"),
-        "decode": decode,
+        "prefill": lambda: llm.embed(prompts_of(options, options.length).tolist(), pooling="last"),
+        "decode": lambda: step_seconds(generate, 1 + options.tokens),
     }
 
 
 @torch.inference_mode()
-def theirs(folder: str, options: SimpleNamespace, dtype: torch.dtype) -> dict[str, Callable[[int], object]]:
+def theirs(folder: str, options: SimpleNamespace, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
 
+    short, long = (torch.from_numpy(prompts_of(options, n)) for n in (options.decode_length, options.length))
+
     @torch.inference_mode()
-    def prefill(seed: int) -> None:
-        model.model(
-            input_ids=torch.from_numpy(prompts_of(options, seed, options.length)), use_cache=False
-        ).last_hidden_state[:, -1]
+    def prefill() -> None:
+        model.model(input_ids=long, use_cache=False).last_hidden_state[:, -1]
 
-    def generate(prompts: torch.Tensor, tokens: int) -> None:
-        model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, min_new_tokens=tokens,
-                       do_sample=False, pad_token_id=0)  # fmt: skip
+    def generate(tokens: int) -> None:
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        model.generate(short, attention_mask=torch.ones_like(short), **lengths, do_sample=False, pad_token_id=0)
 
-    def decode(seed: int) -> float:
-        prompts = torch.from_numpy(prompts_of(options, seed, options.decode_length))
-        started = time.perf_counter()
-        generate(prompts, 1)
-        middle = time.perf_counter()
-        generate(prompts, 1 + options.tokens)
-        return time.perf_counter() - middle - (middle - started)
-
-    return {"prefill": prefill, "decode": decode}
+    return {"prefill": prefill, "decode": lambda: step_seconds(generate, 1 + options.tokens)}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from harness import (
     Peer,
     Rounds,
     benchmark,
+    clocked,
     compared,
     export_folder,
     generation_limit,
@@ -71,9 +71,7 @@ def forget(llm: LLM) -> None:
 
 def run_ours(llm: LLM, case: Case) -> tuple[float, list[list[int]], Stats]:
     forget(llm)
-    started = time.perf_counter()
-    tokens = generate(llm, case.prompts, case.max_tokens)
-    return time.perf_counter() - started, tokens, llm.stats
+    return *clocked(lambda: generate(llm, case.prompts, case.max_tokens)), llm.stats
 
 
 Prompts = list[np.ndarray]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from gpu_common import Bench
 from gpu_rerank import time_shares
-from harness import median
+from harness import median, timed
 
 from prefold.attention.gpu import place_slots
 from prefold.device import runs_triton
@@ -87,9 +86,7 @@ def steps(bench: Bench, name: str) -> None:
                 model.logits(hidden).argmax(-1)
 
             times[grouped] = median(bench.seconds(once, 5 * bench.repeats, warm=2))
-            begun = time.perf_counter()
-            prepared()
-            planned[grouped] = time.perf_counter() - begun
+            planned[grouped] = timed(prepared, 1)[0]
         replayed = bench.attempt("decode graph", partial(graph_seconds, bench, model, store, batch, shared, own))
         moved = weights + slot_bytes * (shared + batch * own)
         floor = moved / bench.limits()["bandwidth"]

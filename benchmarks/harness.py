@@ -88,7 +88,7 @@ class _Command(click.Command):
 
 
 def benchmark(
-    *names: str, limits: bool = True, **defaults: Any
+    *names: str, limits: bool = True, called: str = "", **defaults: Any
 ) -> Callable[[Callable[[SimpleNamespace], dict[str, Any] | None]], click.Command]:
     """Make a command of a script's function. The command has the common options of these names, and `--json`.
 
@@ -98,12 +98,13 @@ def benchmark(
     Args:
         names: Common options; see `_COMMON`.
         limits: Whether to measure the machine's limits after the run.
+        called: The benchmark's name in the file (default: the script's name).
         defaults: Other defaults of common options, such as `repeats=5`.
     """
 
     def decorate(run: Callable[[SimpleNamespace], dict[str, Any] | None]) -> click.Command:
         script = run.__globals__
-        name = Path(script["__file__"]).stem
+        name = called or Path(script["__file__"]).stem
 
         @functools.wraps(run)
         def call(**given: Any) -> None:
@@ -113,7 +114,10 @@ def benchmark(
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
             if getattr(arguments, "threads", None):
                 torch.set_num_threads(arguments.threads)
-            content = run(arguments)
+            try:
+                content = run(arguments)
+            except prefold.InputError as error:
+                raise click.ClickException(str(error)) from None
             if content is None:
                 return
             if limits:
@@ -204,6 +208,22 @@ def spread(values: Sequence[float]) -> str:
     return f"{min(values):.3g}-{max(values):.3g}"
 
 
+def clocked(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds of a run, and its result. A run that returns a float has timed itself."""
+    started = time.perf_counter()
+    found = run()
+    return (found if isinstance(found, float) else time.perf_counter() - started), found
+
+
+def step_seconds(run: Callable[[int], Any], tokens: int, first: int = 1) -> float:
+    """Return the seconds of a decode step: of a run with `tokens` tokens less a run with the first ones.
+
+    run: generates a number of tokens in each sequence; it may return its own seconds
+    """
+    few, many = (clocked(lambda count=count: run(count))[0] for count in (first, tokens))
+    return (many - few) / (tokens - first)
+
+
 def timed(
     run: Callable[[], object], repeats: int, *, warm: int = 0, sync: Callable[[], object] = lambda: None
 ) -> list[float]:
@@ -233,13 +253,11 @@ class Rounds:
         self.found: dict[str, Any] = {}
 
     def run(self, system: str, call: Callable[[], Any]) -> Any:
-        """Time one run of a system. A `Peer` times itself, in its own process."""
-        started = time.perf_counter()
-        found = call()
-        return self.add(system, time.perf_counter() - started, found)
+        """Time one run of a system, and return its result."""
+        return self.add(system, *clocked(call))
 
     def add(self, system: str, seconds: float, found: Any = None) -> Any:
-        """Add a run that has been timed already."""
+        """Add a run that was timed elsewhere, such as a `Peer`'s."""
         self.seconds.setdefault(system, []).append(seconds)
         self.found[system] = found
         print(f"  {self.about} round {len(self.seconds[system])}: {system}: {seconds:.4g} s", flush=True)
@@ -249,7 +267,7 @@ class Rounds:
 def take_turns(systems: Mapping[Any, Callable[[], Any]], repeats: int, *, warm: int = 1) -> Rounds:
     """Run the systems round by round, after rounds that do not count.
 
-    A system that returns a float has timed itself: the float is its seconds. Python's garbage collector skips objects
+    A system that returns a float has timed itself. Python's garbage collector skips objects
     that exist before the first round, as in a server, because a pass over them would hit any of the systems.
     """
     gc.collect()
@@ -258,10 +276,7 @@ def take_turns(systems: Mapping[Any, Callable[[], Any]], repeats: int, *, warm: 
     try:
         for number in range(warm + repeats):
             for name, run in systems.items():
-                started = time.perf_counter()
-                found = run()
-                seconds = found if isinstance(found, float) else time.perf_counter() - started
-                rounds.found[name] = found
+                seconds, rounds.found[name] = clocked(run)
                 if number >= warm:
                     rounds.seconds.setdefault(name, []).append(seconds)
     finally:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from harness import NUMBERS, Listed, benchmark, compared, median, take_turns, timed
+from harness import NUMBERS, Listed, benchmark, clocked, compared, median, step_seconds, take_turns, timed
 
 from prefold import LLM
 from prefold.hybrid.delta import CHUNK
@@ -102,20 +101,15 @@ def read_seconds(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
         for number, text in enumerate(texts):
             spool.add(Request(text), str(number).encode())
         windows = list(spool.windows(max_tokens=1 << 24, share=sharing == "full"))
-    started = time.perf_counter()
-    done = sum(1 for _ in llm.engine.run(windows, Readout("last"), sharing=sharing))
+    seconds, done = clocked(lambda: sum(1 for _ in llm.engine.run(windows, Readout("last"), sharing=sharing)))
     assert done == len(texts)
-    return time.perf_counter() - started
+    return seconds
 
 
-def step_seconds(llm: LLM, sequences: int, tokens: int) -> float:
+def decode_seconds(llm: LLM, sequences: int, tokens: int) -> float:
     """Return the seconds of a step with one token for each sequence, after prompts of 8 tokens."""
     texts = np.random.default_rng(sequences).integers(100, VOCAB, (sequences, 8)).tolist()
-    started = time.perf_counter()
-    llm.generate(texts, max_tokens=1, ignore_eos=True, temperature=0)
-    middle = time.perf_counter()
-    llm.generate(texts, max_tokens=1 + tokens, ignore_eos=True, temperature=0)
-    return (time.perf_counter() - middle - (middle - started)) / tokens
+    return step_seconds(lambda n: llm.generate(texts, max_tokens=n, ignore_eos=True, temperature=0), 1 + tokens)
 
 
 def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
@@ -151,7 +145,7 @@ def main(options: SimpleNamespace) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     if options.decode:
         systems = {
-            f"{count} sequences": lambda count=count: step_seconds(llm, count, options.tokens)
+            f"{count} sequences": lambda count=count: decode_seconds(llm, count, options.tokens)
             for count in options.decode
         }
         seconds = take_turns(systems, options.repeats).seconds

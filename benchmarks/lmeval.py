@@ -19,13 +19,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
-from harness import Listed, Rounds, benchmark, export_folder, median, read_jsonl, spread, table
+from harness import Listed, Rounds, benchmark, clocked, export_folder, median, read_jsonl, spread, table
 
 from prefold import LLM
 
@@ -124,9 +123,8 @@ def timed_requests(model) -> list[float]:
 
     def wrap(method):
         def run(*arguments, **options):
-            started = time.perf_counter()
-            answers = method(*arguments, **options)
-            seconds.append(time.perf_counter() - started)
+            taken, answers = clocked(lambda: method(*arguments, **options))
+            seconds.append(taken)
             return answers
 
         return run

@@ -37,13 +37,14 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 from generate import airline
-from harness import NUMBERS, Listed, benchmark, export_folder, median, python_of, read_jsonl, table
+from harness import NUMBERS, Listed, benchmark, clocked, export_folder, median, python_of, read_jsonl, table, timed
 from servers import KV_GIB, Clients, ServedModel, p, prefold_server, vllm_server
 
 from prefold import LLM
@@ -101,12 +102,14 @@ def client(port: int) -> None:
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
     """Return the seconds of a request, from its first byte to the last byte of its answer."""
-    started = time.perf_counter()
-    connection.request("POST", path, body, {"content-type": "application/json"})
-    response = connection.getresponse()
-    answer = response.read()
-    assert response.status == 200, answer
-    return time.perf_counter() - started
+
+    def once() -> None:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+        assert response.status == 200, answer
+
+    return timed(once, 1)[0]
 
 
 def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
@@ -114,10 +117,8 @@ def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
     connections = [http.client.HTTPConnection("127.0.0.1", port) for _ in bodies]
     for connection in connections:
         connection.connect()
-    started = time.perf_counter()
     with ThreadPoolExecutor(len(bodies)) as pool:
-        list(pool.map(ask, connections, [path] * len(bodies), bodies))
-    seconds = [time.perf_counter() - started]
+        seconds = timed(lambda: list(pool.map(ask, connections, [path] * len(bodies), bodies)), 1)
     for connection in connections:
         connection.close()
     return seconds
@@ -156,10 +157,7 @@ def overhead(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any
             cpu["client"] += found["cpu"]
             seconds["http"] += found["seconds"]
             before = time.process_time()
-            for _ in range(count):
-                started = time.perf_counter()
-                call(llm, kind)
-                seconds["call"].append(time.perf_counter() - started)
+            seconds["call"] += timed(partial(call, llm, kind), count)
             cpu["call"] += time.process_time() - before
         total = count * arguments.repeats
         p50 = {name: median(values) * 1e3 for name, values in seconds.items()}
@@ -183,9 +181,7 @@ def saturated(llm: Any, ask_client: Client, arguments: SimpleNamespace) -> dict[
         llm.cache.clear()
         seconds["http"] += ask_client("/v1/completions", bodies, at_once=True)["seconds"]
         llm.cache.clear()
-        started = time.perf_counter()
-        llm.generate(prompts, max_tokens=32, ignore_eos=True)
-        seconds["call"].append(time.perf_counter() - started)
+        seconds["call"] += timed(lambda: llm.generate(prompts, max_tokens=32, ignore_eos=True), 1)
     ratios = [call / http for http, call in zip(seconds["http"], seconds["call"], strict=True)]
     found = {name: median(values) for name, values in seconds.items()}
     print(f"\n{len(prompts)} prompts, 32 tokens each: {found['http']:.2f} s by HTTP at once,"
@@ -216,10 +212,9 @@ def as_job(llm: Any, lines: list[str], folder: Path) -> float:
     tasks = {name: llm.task(name) for name in ("generate", "embed")}
     output = open_output(OutputOptions(folder / "out.jsonl", overwrite=True), {})
     job = Job(open_source(str(folder / "in.jsonl")), OpenAIBatch("model"), tasks, lambda: Kept(llm), output)
-    started = time.perf_counter()
-    summary = run_job(job, Progress())
+    seconds, summary = clocked(lambda: run_job(job, Progress()))
     assert summary.records == len(lines) and not summary.errors
-    return time.perf_counter() - started
+    return seconds
 
 
 class Kept:
@@ -254,11 +249,14 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
 
     def as_batch(lines: list[str]) -> float:
         time.sleep(LATELY_SECONDS)  # a batch's steps are short after a live request
-        started = time.perf_counter()
-        batch = begin(lines)
-        while is_open(batch):
-            time.sleep(0.005)
-        seconds = time.perf_counter() - started
+
+        def whole() -> str:
+            batch = begin(lines)
+            while is_open(batch):
+                time.sleep(0.005)
+            return batch
+
+        seconds, batch = clocked(whole)
         counts = openai_client.batches.retrieve(batch).request_counts
         assert counts is not None and counts.completed == len(lines), counts
         return seconds

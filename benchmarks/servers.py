@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from harness import clocked
 
 READY_SECONDS = 180
 KV_GIB = 2  # K/V memory of each server
@@ -169,11 +170,13 @@ class Clients:
     def ask(self, path: str, body: bytes) -> tuple[float, Any]:
         """Return the seconds of a request, and its answer."""
         connection = self._free.pop()
-        started = time.perf_counter()
-        connection.request("POST", path, body, {"content-type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-        seconds = time.perf_counter() - started
+
+        def once() -> tuple[http.client.HTTPResponse, bytes]:
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response, response.read()
+
+        seconds, (response, answer) = clocked(once)
         self._free.append(connection)
         if response.status != 200:
             raise RuntimeError(f"{path} was answered with {response.status}: {answer[:500]!r}")
@@ -181,9 +184,8 @@ class Clients:
 
     def ask_all(self, path: str, bodies: Sequence[bytes]) -> tuple[float, list[float], list[Any]]:
         """Return the seconds of all requests together, the seconds of each, and their answers."""
-        started = time.perf_counter()
-        found = list(self._pool.map(self.ask, [path] * len(bodies), bodies))
-        return time.perf_counter() - started, [one for one, _ in found], [answer for _, answer in found]
+        whole, found = clocked(lambda: list(self._pool.map(self.ask, [path] * len(bodies), bodies)))
+        return whole, [one for one, _ in found], [answer for _, answer in found]
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -39,7 +39,7 @@ from typing import Any
 import click
 import httpx
 import numpy as np
-from harness import ROOT, benchmark, table, write_json
+from harness import ROOT, benchmark, table, timed, write_json
 
 from prefold import LLM
 from prefold.cache import CacheOptions
@@ -153,9 +153,7 @@ def interrupts(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
     """Send Ctrl-C at random moments. A whole call follows every fifth."""
     watch, seconds = Watch(plain(folder)), {}
     for call in CALLS:
-        started = time.perf_counter()
-        call(watch.llm)
-        seconds[call] = time.perf_counter() - started
+        seconds[call] = timed(partial(call, watch.llm), 1)[0]
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with bystanders(watch):

@@ -1,4 +1,4 @@
-"""Runs fleets that are described by the names of their parts, for `prefold simulate`, and prints the outcomes."""
+"""Runs fleets that are described by the names of their parts, and prints the outcomes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Setup:
     @property
     def takes_arrivals(self) -> bool:
         """Returns whether requests may arrive over time."""
-        return self.feeder.startswith(("stream", "routed"))
+        return self.feeder in ("stream", "routed")
 
     @property
     def name(self) -> str:
@@ -99,11 +99,10 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
     return run_fleet(replicas, feeder, requests if come else ())
 
 
-def streamed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests, **options: Any) -> StreamFeeder:
-    """Returns the feeder "stream" of a setup. options: further ones of `StreamFeeder`"""
+def _streamed(setup: Setup, cost: StepCost, requests: _Requests, initial: _Requests) -> StreamFeeder:
     return StreamFeeder(
         cost, count=len(requests), policy=policy_named(setup.policy), reports=setup.reports, requests=initial,
-        reserves=ENGINES[setup.engine].reserves, **options,
+        reserves=ENGINES[setup.engine].reserves,
     )  # fmt: skip
 
 
@@ -126,7 +125,7 @@ def _in_flight(cost: StepCost, requests: Sequence[SimRequest]) -> int:
 
 
 # {name: function(setup, costs of a step, all requests, the requests from the start) -> Feeder}
-FEEDERS: dict[str, Callable[..., Any]] = {"segments": _segments, "stream": streamed, "routed": _routed}
+FEEDERS: dict[str, Callable[..., Any]] = {"segments": _segments, "stream": _streamed, "routed": _routed}
 
 
 _NAME = 48  # width of a system's name
@@ -148,7 +147,7 @@ tokens: of prompts and outputs. $/Mtok: dollars for a million of them.
 first, in-step: part of the prompts' tokens that is there at a request's admission, and that another request of the same
   step computes.
 use: part of the replicas' time at work. Idle: load, until the model is there; input, none has come; border, waiting for
-  other replicas; tail, when all is given out. docs/simulate.md says more."""
+  other replicas; tail, after the last request was given out."""
 
 
 def machine_line(outcome: Outcome) -> str:

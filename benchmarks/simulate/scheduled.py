@@ -1,6 +1,6 @@
 """Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker.
 
-What `prefold simulate` runs is held against it.
+A test compares `RowEngine` with it.
 """
 
 from __future__ import annotations
