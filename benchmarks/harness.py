@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,13 +109,11 @@ def benchmark(
         @functools.wraps(run)
         def call(**given: Any) -> None:
             arguments = SimpleNamespace(**given)
-            # A peer that is stopped would outlive a benchmark that is ended by a signal.
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, lambda number, _: sys.exit(128 + number))
             if getattr(arguments, "threads", None):
                 torch.set_num_threads(arguments.threads)
             try:
-                content = run(arguments)
+                with _exits_on_signals():
+                    content = run(arguments)
             except prefold.InputError as error:
                 raise click.ClickException(str(error)) from None
             if content is None:
@@ -138,6 +136,18 @@ def benchmark(
         return click.command(name, cls=_Command, help=script["__doc__"])(command)
 
     return decorate
+
+
+@contextmanager
+def _exits_on_signals() -> Iterator[None]:
+    """Let signals end the benchmark as an exception does: a stopped peer would outlive a benchmark that is killed."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 # The machine, and the file
@@ -327,15 +337,18 @@ def compared(
 
 
 def machine_limits(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> dict[str, float]:
-    """Return the rates that bound every system here: GB/s of reading memory, GFLOP/s of a matrix product.
+    """Return the machine's rates: GB/s of reading memory, GFLOP/s of PyTorch's matrix product in dtype or float32.
 
     smoke: small sizes, whose rates mean nothing.
     """
     size = 256 if smoke else 1024
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-    product = 2 * size**3 / min(timed(lambda: a @ b, 1 if smoke else 3, warm=1))
+    product = 0.0
+    for kind in {dtype, torch.float32}:  # a CPU may have no products of the dtype
+        a, b = (torch.randn(size, size).to(kind) for _ in range(2))
+        seconds = timed(lambda a=a, b=b: a @ b, 1 if smoke else 3, warm=1)
+        product = max(product, 2 * size**3 / min(seconds))
     bandwidth = read_bandwidth(1, rows=1 << 8) if smoke else read_bandwidth()
-    return {"memory GB/s": bandwidth / 1e9, f"{str(dtype).removeprefix('torch.')} GFLOP/s": product / 1e9}
+    return {"memory GB/s": bandwidth / 1e9, "product GFLOP/s": product / 1e9}
 
 
 def rates_of(config, dtype: torch.dtype) -> dict[str, float]:

@@ -337,8 +337,6 @@ class _RouterFeeder(Feeder):
     """A _RouterFeeder is a Feeder with the real router.
 
     reports  whether replicas report what their caches hold
-    learns   whether the router learns from steps how fast replicas are, as in a real fleet; else it knows that
-    slots    rows that a replica's KV store holds; None: as many as fit into memory
     """
 
     def __init__(
@@ -347,19 +345,16 @@ class _RouterFeeder(Feeder):
         cost: StepCost,
         *,
         reports: bool = True,
-        learns: bool = False,
-        slots: int | None = None,
         requests: Sequence[SimRequest] = (),
     ):
         super().__init__()
         self.router = Router(policy)
-        self._slots = cost.kv_rows if slots is None else slots
-        self._cost, self._reports, self._learns = cost, reports, learns
+        self._slots, self._cost, self._reports = cost.kv_rows, cost, reports
         self._new = deque(requests)
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
         super().joined(replica, engine, now)
-        speed = Speed() if self._learns else Speed(self._cost.prefill_seconds, self._cost.decode_seconds(32))
+        speed = Speed(self._cost.prefill_seconds, self._cost.decode_seconds(32))
         self.router.join(replica, speed=speed, capacity=self._slots, reports=self._reports)
 
     def arrived(self, request: SimRequest, now: float) -> None:
@@ -397,7 +392,6 @@ class StreamFeeder(_RouterFeeder):
     """A StreamFeeder puts requests into the live window as they arrive, and sends them by a `Dispatcher`.
 
     count    the number of requests, after which the input has ended
-    kind     the class of the dispatcher
     backlog  rows that a replica may have been sent, as a multiple of its KV store
     reserves whether replicas set room aside for the longest output that a request may have
     window   options of `LiveWindow`
@@ -409,7 +403,6 @@ class StreamFeeder(_RouterFeeder):
         cost: StepCost,
         *,
         count: int,
-        kind: type[Dispatcher] = Dispatcher,
         policy: Policy | None = None,
         backlog: float = 1.25,
         reserves: bool = True,
@@ -417,7 +410,7 @@ class StreamFeeder(_RouterFeeder):
         **options: Any,
     ):
         super().__init__(policy, cost, **options)
-        self.dispatcher = kind(self.router, limit_of=lambda request: request.limit, **window)
+        self.dispatcher = Dispatcher(self.router, limit_of=lambda request: request.limit, **window)
         self._to_come = count
         self.limits = Limits(int(backlog * self._slots), reserves=reserves)
 

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from simulated import check_books, unique_rows
 
 from benchmarks.simulate.blocks import BlockEngine
-from benchmarks.simulate.fit import fit
+from benchmarks.simulate.costs import StepCost, StepRows, machine_named, model_named
+from benchmarks.simulate.engines import RowEngine
 from benchmarks.simulate.published import balanced_rows
+from benchmarks.simulate.requests import SimRequest, prefix_repetition
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.router import Prompt, Router
 from prefold.errors import InputError
-from benchmarks.simulate.costs import StepCost, StepRows, machine_named, model_named
-from benchmarks.simulate.engines import RowEngine
-from benchmarks.simulate.requests import SimRequest, prefix_repetition
 from tests.cluster.checks import check_router
 
 COST = StepCost(machine_named("L4"), model_named("Qwen3-8B"))
@@ -133,21 +132,6 @@ def test_rows_of_prompts_cost_nothing_while_the_weights_are_read():
 
     balanced = balanced_rows(COST)
     assert took(int(0.95 * balanced)) == took(1) < took(int(1.1 * balanced))
-
-
-def test_fit_finds_the_machine_again():
-    rng = np.random.default_rng(0)
-    steps = []
-    for _ in range(60):
-        prefill, decode = int(rng.choice([0, 0, 500, 3000])), int(rng.integers(1, 100))
-        rows = StepRows(prefill, decode, decode * int(rng.integers(50, 800)), prefill * 300, decode)
-        steps.append((rows, COST.seconds(rows)))
-    found = fit(machine_named("A100"), COST.model, steps)
-    assert found.flops == pytest.approx(COST.machine.flops, rel=0.02)
-    assert found.bandwidth == pytest.approx(COST.machine.bandwidth, rel=0.02)
-    assert found.overhead == pytest.approx(COST.machine.overhead, rel=0.1)
-    with pytest.raises(InputError, match="3 steps"):
-        fit(COST.machine, COST.model, steps[:3])
 
 
 def test_both_grains_find_the_same_rows_of_a_step():

@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from simulated import unique_rows
 
-from prefold.cli import main
-from prefold.errors import InputError
+from benchmarks.simulate.__main__ import main
 from benchmarks.simulate.cases import Setup, run_setup
 from benchmarks.simulate.costs import StepCost, machine_named, model_named
 from benchmarks.simulate.engines import RowEngine
 from benchmarks.simulate.fleet import ListFeeder, Replica, run_fleet
 from benchmarks.simulate.requests import SimRequest, prefix_repetition, read_trace, shared_rows
+from prefold.errors import InputError
 
 MACHINE, MODEL = machine_named("L4"), model_named("Qwen3-8B")
 
@@ -110,26 +110,27 @@ def test_traces(tmp_path):
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(main, ["simulate", *arguments], catch_exceptions=False)
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
 
 
-def test_command_prints_tables_and_json():
+def test_command_prints_tables_and_writes_json(tmp_path):
     small = ("repetition", "--prompts", "60", "--prefixes", "6", "--output", "4", "--replicas", "1", "--replicas", "2")
     shown = invoke(*small, "--feeder", "segments", "--feeder", "stream")
     rows = [line for line in shown.output.splitlines() if line.startswith("prefold, ")]
     assert shown.exit_code == 0 and len(rows) == 4
-    result = invoke(*small, "--json")
-    found = [json.loads(text) for text in result.output.splitlines()]
+    invoke(*small, "--json", str(tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())["outcomes"]
     assert [one["replicas"] for one in found] == [1, 2] and found[0]["requests"] == 60
 
 
 def test_a_machine_may_be_a_file(tmp_path):
     machine = tmp_path / "mine.json"
     machine.write_text(json.dumps(asdict(replace(MACHINE, name="mine"))))
-    found = json.loads(invoke("repetition", "--prompts", "4", "--machine", str(machine), "--json").output)
+    invoke("repetition", "--prompts", "4", "--machine", str(machine), "--json", str(tmp_path / "out.json"))
+    (found,) = json.loads((tmp_path / "out.json").read_text())["outcomes"]
     assert (found["requests"], found["machine"]) == (4, "mine")
     machine.write_text('{"flops": 3}')
-    result = CliRunner().invoke(main, ["simulate", "repetition", "--machine", str(machine)])
+    result = CliRunner().invoke(main, ["repetition", "--machine", str(machine)])
     assert result.exit_code == 1 and "give name, flops" in result.stderr
 
 

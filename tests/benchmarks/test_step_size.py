@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefold.engine.step_size import StepSize
 from benchmarks.simulate.costs import StepCost, machine_named, model_named
 from benchmarks.simulate.engines import RowEngine
 from benchmarks.simulate.requests import SimRequest, prefix_repetition
+from prefold.engine.step_size import StepSize
 
 # An L4 as the published job had it, a GPU with plenty of memory, one with little of it left, and a CPU.
 COSTS = {
