@@ -277,8 +277,8 @@ class Rounds:
 def take_turns(systems: Mapping[Any, Callable[[], Any]], repeats: int, *, warm: int = 1) -> Rounds:
     """Run the systems round by round, after rounds that do not count.
 
-    A system that returns a float has timed itself. Python's garbage collector skips objects
-    that exist before the first round, as in a server, because a pass over them would hit any of the systems.
+    A system that returns a float has timed itself. Python's garbage collector skips objects that exist before the first
+    round, as in a server, because a pass over them would hit any of the systems.
     """
     gc.collect()
     gc.freeze()
@@ -295,7 +295,7 @@ def take_turns(systems: Mapping[Any, Callable[[], Any]], repeats: int, *, warm: 
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     cells = [[str(c) for c in row] for row in [headers, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]

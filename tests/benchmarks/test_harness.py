@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import shlex
 import sys
 
 import click
@@ -107,6 +108,22 @@ def test_the_table_of_scripts_has_every_script():
     listed = re.findall(r"^\| `([\w/.]+)`", page, flags=re.M)
     assert sorted(listed) == sorted(name.replace("/__main__.py", "/") for name in SCRIPTS)
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_a_published_command_has_options_of_todays_script(path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    before = set(sys.modules)
+    _, script, *arguments = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
+    if script == "-m":
+        script = arguments.pop(0)
+        main = runpy.run_module(f"{script}.__main__")["main"]
+    else:
+        main = runpy.run_path(str(harness.ROOT / script))["main"]
+    main.make_context(script, arguments)
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 def test_click_lists_come_as_lists():
