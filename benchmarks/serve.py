@@ -88,9 +88,11 @@ def call(llm: Any, kind: str) -> Any:
 
 def client(port: int) -> None:
     """Send the requests that lines on standard input name, and answer each with their seconds and processor time."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
     for line in sys.stdin:
         order = json.loads(line)
+        # A new connection: the server closes a connection that is idle between two orders.
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.connect()
         path, body = order["path"], json.dumps(order["body"]).encode()
         before = time.process_time()
         if order["at_once"]:
@@ -98,6 +100,7 @@ def client(port: int) -> None:
         else:
             seconds = [ask(connection, path, body) for _ in range(order["count"])]
         print(json.dumps({"seconds": seconds, "cpu": time.process_time() - before}), flush=True)
+        connection.close()
 
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
