@@ -189,6 +189,5 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "use": 1 - run.idle_share(),
         "idle": {cause: run.idle_share(cause) for cause in IDLE_CAUSES},
         "seconds_to_answer": {f"p{p}": waits[int(p / 100 * (len(waits) - 1))] for p in (50, 95, 99)} if waits else {},
-        "use_over_time": run.use,
         **outcome.facts,
     }

@@ -158,22 +158,22 @@ def tables(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return the published comparison as Markdown tables: their systems beside the article, then ours."""
     theirs = [one for one in outcomes if isinstance(one, PublishedOutcome)]
     ours = [one for one in outcomes if not isinstance(one, PublishedOutcome)]
-    unit = next((one.run.seconds for one in ours if one.run.replicas == max(o.run.replicas for o in ours)), 1.0)
+    unit = max(ours, key=lambda one: one.run.replicas)  # the first line with the most replicas
     rows: list[list[object]] = []
     for one in theirs:
         seconds, rate = one.expected or (None, None)
         rates = one.run.hits.rates()
-        found = [one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{seconds:,.0f}" if seconds else ""]
-        found += [f"{one.run.seconds / seconds - 1:+.1%}" if seconds else "", f"{rates['vllm']:.1%}"]
-        rows.append([*found, f"{rate:.1%}" if rate else "", f"{rates['first_admission'] + rates['in_step']:.1%}"])
+        row = [one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{seconds:,.0f}" if seconds else ""]
+        row += [f"{one.run.seconds / seconds - 1:+.1%}" if seconds else "", f"{rates['vllm']:.1%}"]
+        rows.append([*row, f"{rate:.1%}" if rate else "", f"{rates['first_admission'] + rates['in_step']:.1%}"])
     headers = ["system", "L4s", "simulated s", "published s", "difference", "vLLM's hit rate", "published"]
-    found = {"theirs": table([*headers, "first admission + in-step"], rows)} if rows else {}
+    found = {"theirs": table([*headers, "first admission + in-step"], rows)}
     rows = [
         [
-            one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{one.run.seconds / unit:.2f}",
+            one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{one.run.seconds / unit.run.seconds:.2f}",
             f"{one.run.hits.rows_computed / max(1, one.run.prompt_tokens):.1%}", f"{one.run.idle_share():.1%}",
         ]
         for one in ours
     ]  # fmt: skip
-    headers = ["ours, without loading", "L4s", "simulated s", "of the first line with most L4s"]
-    return found | ({"ours": table([*headers, "rows computed of tokens", "idle"], rows)} if rows else {})
+    headers = ["ours, without loading", "L4s", "simulated s", f"time, {unit.run.replicas} L4s = 1"]
+    return found | {"ours": table([*headers, "rows computed of tokens", "idle"], rows)}
