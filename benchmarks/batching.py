@@ -1,21 +1,24 @@
 """Compares padding, compute-then-mask and flat varlen batches, and counts what tensor parallelism exchanges for each.
 
-    python benchmarks/batching.py --data FOLDER [--sections example,lengths,ranks,...] [--json FILE]
+    python benchmarks/batching.py --data FOLDER --sections example,lengths,share,decode,ranks --json FILE
 
-FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run through the same model: only
-its `attend` differs.
+FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run through one model, and differ
+only in its `attend`.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
+import harness
 import numpy as np
 import torch
-from common import linear_rate, machine, read_bandwidth, read_jsonl, run_engine, table, timed, write_json
+from harness import Listed, benchmark, linear_rate, read_bandwidth, read_jsonl, run_engine, table, take_turns, timed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,7 +28,7 @@ from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
 from prefold.types import Readout, Request
 
-# The block of the page: 8 layers of 512, 8 heads of 64, a feed-forward of 2,048, LayerNorm and GELU.
+# The block of docs/batching.md: 8 layers of 512, 8 heads of 64, a feed-forward of 2,048, LayerNorm and GELU.
 PAGE = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -39,18 +42,18 @@ PAGE = {
 }
 
 
-ROUNDS: list[list[float]] = []  # what the medians are of, in the order of the tables
+ROUNDS: list[list[float]] = []  # the rounds behind the medians, in the order of the tables
 
 
 def median(values: list[float]) -> float:
-    """Returns the median, and keeps the values for the file."""
+    """Return the median, and keep the values for the file."""
     if values not in ROUNDS:
         ROUNDS.append(values)
-    return statistics.median(values)
+    return harness.median(values)
 
 
 class Padded:
-    """Rows are those of [requests, longest]: short requests are filled up, and what is filled is computed too."""
+    """Rows are [requests, longest]: short requests are filled up, and the fillings are computed too."""
 
     def __init__(self, lengths: list[int], scale: float):
         self.shape = (len(lengths), max(lengths))
@@ -65,7 +68,7 @@ class Padded:
 
 
 class Masked:
-    """Rows are flat; scores of every row with every row, those of other requests masked away afterwards."""
+    """Rows are flat. Scores of every row with every row are computed, and masked afterwards between requests."""
 
     def __init__(self, lengths: list[int], scale: float):
         self.rows, self.entries = sum(lengths), sum(lengths) ** 2
@@ -81,7 +84,7 @@ class Masked:
 
 
 class Varlen:
-    """Rows are flat, and scores of other requests are never computed. `seconds`: spent in attention."""
+    """Rows are flat, and scores of other requests are never computed. seconds: time in attention"""
 
     def __init__(self, lengths: list[int], scale: float):
         self.rows, self.entries = sum(lengths), sum(n * n for n in lengths)
@@ -101,34 +104,28 @@ class Varlen:
 WAYS = {"padding": Padded, "compute, then mask": Masked, "flat varlen": Varlen}
 
 
-def forward(model, attend) -> float:
-    """Seconds of one pass over the rows of `attend`."""
+def forward(model, attend) -> None:
+    """Run one pass over the rows of `attend`."""
     tokens = torch.ones(attend.rows, dtype=torch.int64)
-    started = time.perf_counter()
     with torch.inference_mode():
         model(tokens, attend.positions, attend)
-    return time.perf_counter() - started
 
 
 def measured(model, lengths: list[int], repeats: int) -> dict[str, dict]:
-    """Each way in turn, in every round: rows, score entries of a head and layer, GFLOP, seconds."""
-    config, found = model.config, {}
+    """Run the ways in turn. Return each way's rows, score entries of a head and layer, GFLOP and seconds."""
+    config = model.config
     attends = {name: way(lengths, config.scale) for name, way in WAYS.items()}
-    for attend in attends.values():
-        forward(model, attend)
-    seconds = {name: [] for name in attends}
-    for _ in range(repeats):
-        for name, attend in attends.items():
-            seconds[name].append(forward(model, attend))
-    for name, attend in attends.items():
-        found[name] = {
+    rounds = take_turns({name: partial(forward, model, attend) for name, attend in attends.items()}, repeats)
+    return {
+        name: {
             "rows": attend.rows,
             "entries": attend.entries,
             "linear_gflop": attend.rows * config.linear_flops / 1e9,
             "attention_gflop": 4 * attend.entries * config.q_size * len(config.planes) / 1e9,
-            "seconds": seconds[name],
+            "seconds": rounds.seconds[name],
         }
-    return found
+        for name, attend in attends.items()
+    }
 
 
 def example(models: dict, arguments) -> str:
@@ -142,7 +139,7 @@ def example(models: dict, arguments) -> str:
 
 
 def real_lengths(data: Path, tokenizer) -> dict[str, list[int]]:
-    """Lengths in tokens of requests as they come, about 4,000 tokens of each kind."""
+    """Return lengths in tokens of requests in their order, about 4,000 tokens of each kind."""
     traced = [line["input_length"] for line in read_jsonl(data / "trace_azure2023_conv" / "trace.jsonl.gz")[:200]]
     questions = [line["question"] for line in read_jsonl(data / "gsm8k" / "dev.jsonl.gz")[:200]]
     passages = read_jsonl(data / "msmarco_v11" / "dev.jsonl.gz")[:50]
@@ -183,7 +180,7 @@ def lengths(models: dict, arguments) -> str:
 
 
 def ranks(models: dict, arguments) -> str:
-    """Sums over all ranks of one forward pass, as rank 0 counts its meetings with the others, and their bytes."""
+    """Count the sums over all ranks of one forward pass, by rank 0's meetings with the others, and their bytes."""
     batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
     readout, rows, alone, threads = Readout("mean"), [], {}, torch.get_num_threads()
     for size in (1, 2):
@@ -197,7 +194,7 @@ def ranks(models: dict, arguments) -> str:
             before = 0 if view is None else view.met
             run_engine(llm.engine, requests, readout)
             count = 0 if view is None else view.met - before
-            nbytes = count * sum(batch) * llm.config.hidden * llm.dtype.itemsize  # all have a number for each of these
+            nbytes = count * sum(batch) * llm.config.hidden * llm.dtype.itemsize  # of every sum
             seconds = median(timed(lambda r=requests, e=llm.engine: run_engine(e, r, readout), arguments.repeats))
             alone.setdefault(name, seconds)
             per_layer = f"{(count - 1) / layers:g} a layer + 1" if count else ""
@@ -219,7 +216,7 @@ def share(models: dict, arguments) -> str:
             seconds, within = [], []
             for _ in range(arguments.repeats):
                 attend.seconds = 0.0
-                seconds.append(forward(model, attend))
+                seconds += timed(partial(forward, model, attend), 1)
                 within.append(attend.seconds / seconds[-1])
             linear = attend.rows * model.config.linear_flops
             # Causal: of a square of score entries half are computed.
@@ -234,7 +231,7 @@ def share(models: dict, arguments) -> str:
 
 
 def decode(models: dict, arguments) -> str:
-    """One token for each of so many sequences, each with 512 rows of its own: FLOPs and bytes of a step."""
+    """Count FLOPs and bytes of a step with one token for each sequence, each with 512 rows of its own."""
     model, context = models["smollm2-135m"], 512
     config, rows = model.config, []
     balance = linear_rate(config, torch.float32) / read_bandwidth()
@@ -253,7 +250,8 @@ def decode(models: dict, arguments) -> str:
 
         tokens, positions = torch.ones(batch, dtype=torch.int64), torch.full((batch,), context)
         with torch.inference_mode():
-            seconds = timed(lambda: model.logits(model(tokens, positions, attend)), 2 + 5 * arguments.repeats)[2:]  # noqa: B023
+            step = lambda: model.logits(model(tokens, positions, attend))  # noqa: B023, E731
+            seconds = timed(step, 5 * arguments.repeats, warm=2)
         head = 2 * config.hidden * config.vocab_size
         attention = 4 * (context + 1) * config.q_size * len(config.planes)
         flops = batch * (config.linear_flops + head + attention)
@@ -270,13 +268,9 @@ def decode(models: dict, arguments) -> str:
 SECTIONS = {"example": example, "lengths": lengths, "share": share, "decode": decode, "ranks": ranks}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, type=Path)
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+@benchmark("data", "repeats", repeats=5)
+@click.option("--sections", type=Listed(among=SECTIONS), default=",".join(SECTIONS), show_default=True, help="Tables.")
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
     place = {"dtype": torch.float32, "device": "cpu"}
     smol = LLM("smollm2-135m", dtype="float32")
     models = {
@@ -286,12 +280,11 @@ def main() -> None:
         "tokenizer": smol.tokenizer,
     }
     tables, rounds = {}, {}
-    print(machine())
-    for name in arguments.sections.split(","):
+    for name in arguments.sections:
         ROUNDS.clear()
         tables[name], rounds[name] = SECTIONS[name](models, arguments), [*ROUNDS]
         print(f"\n{name}\n\n{tables[name]}", flush=True)
-    write_json(arguments.json, benchmark="batching", tables=tables, rounds=rounds)
+    return {"tables": tables, "rounds": rounds}
 
 
 if __name__ == "__main__":

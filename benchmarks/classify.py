@@ -9,25 +9,17 @@ in bfloat16 (drift is counted); times are those of --dtype, from token ids to la
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import numpy as np
-import torch
-from common import (
-    export_folder,
-    machine,
-    median,
-    python_of,
-    read_jsonl,
-    run_engine,
-    run_peer,
-    table,
-    timed,
-    write_json,
-)
+from harness import Listed, Rounds, benchmark, compared, export_folder, open_peers, read_jsonl, run_engine
 
 from prefold import LLM
 from prefold.tasks import Work
@@ -54,7 +46,7 @@ ASKED = {
 
 @dataclass
 class Problem:
-    """works, labels and answers: one an item; finish turns an item's label log-probabilities into a label."""
+    """The items of a task. `works` and `answers` have one element for each item."""
 
     labels: list[str]
     works: list[Work]
@@ -63,7 +55,7 @@ class Problem:
 
 
 def load(name: str, folder: Path, llm: LLM, count: int) -> Problem:
-    """Items with a shared instruction and examples; MMLU brings a prompt of its own for each subject."""
+    """Return items with a shared instruction and examples. MMLU has its own prompt for each subject."""
     if name == "mmlu":
         prefixes = {p["prefix_id"]: p["prefix"] for p in read_jsonl(folder / "mmlu_5shot" / "prefixes.jsonl.gz")}
         items = spread_over(read_jsonl(folder / "mmlu_5shot" / "dev.jsonl.gz"), count)
@@ -92,12 +84,12 @@ def load(name: str, folder: Path, llm: LLM, count: int) -> Problem:
 
 
 def spread_over(items: list[dict], count: int) -> list[dict]:
-    """`count` items, evenly over the file: every subject is there."""
+    """Return `count` items, evenly over the file, so that every subject is there."""
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def interleaved(examples: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """One of each label in turn: a model repeats the label of the last examples when they are all alike."""
+    """Return one example of each label in turn: a model repeats the label of the last examples if they are equal."""
     seen: dict[str, int] = {}
     turns = []
     for example in examples:
@@ -114,94 +106,57 @@ def accuracy(problem: Problem, found: list[str]) -> float:
     return float(np.mean([f == a for f, a in zip(found, problem.answers, strict=True)]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, type=Path)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--tasks", default="sst2,trec,banking77,mmlu")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--accuracy", action="store_true", help="also every mode in float32, for its accuracy")
-    parser.add_argument("--modes", default="full,mlp,off")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
-    parser.add_argument("--items", type=int, help="items of each task")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+@benchmark("data", "model", "dtype", "threads", "transformers", "vllm", "blocks", "repeats", repeats=1)
+@click.option("--tasks", type=Listed(among=COUNTS), default=",".join(COUNTS), show_default=True, help="Data sets.")
+@click.option("--items", type=int, help="Items of each task.")
+@click.option("--accuracy", is_flag=True, help="Run every mode in float32 too, for its accuracy.")
+@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's modes of sharing.")
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
     dtypes = [arguments.dtype, *(["float32"] if arguments.accuracy and arguments.dtype != "float32" else [])]
     models = {dtype: LLM(arguments.model, dtype=dtype, threads=arguments.threads) for dtype in dtypes}
-    main_llm = models[arguments.dtype]
-    rows, record = [], []
+    main_llm, record = models[arguments.dtype], []
     with tempfile.TemporaryDirectory() as folder:
         export_folder(main_llm.checkpoint, folder, main_llm.dtype)
-        for name in arguments.tasks.split(","):
+        for name in arguments.tasks:
             problem = load(name, arguments.data, main_llm, arguments.items or COUNTS[name])
-            reference = None
+            rounds = measure(name, problem, models, folder, arguments)
+            found = {system: predict(problem, np.array(sums)) for system, sums in rounds.found.items()}
+            reference = next(iter(found.values()))
+            unlike = {one: sum(a != b for a, b in zip(f, reference, strict=True)) for one, f in found.items()}
+            right = {system: accuracy(problem, labels) for system, labels in found.items()}
+            for system, seconds in rounds.seconds.items():
+                counts = {"items": len(reference), "accuracy": round(right[system], 3), "unlike": unlike[system]}
+                record.append({"task": name, "system": system, "seconds": seconds} | counts)
+            shown = {system: f"{share:.3f}" for system, share in right.items()}
+            columns = {"accuracy": shown, "labels unlike the first row's": unlike}
+            print(f"\n{name}\n\n{compared(rounds.seconds, columns=columns)}", flush=True)
+    return {"dtype": arguments.dtype, "model": arguments.model, "runs": record}
+
+
+def measure(name: str, problem: Problem, models: dict, folder: str, arguments: SimpleNamespace) -> Rounds:
+    """Time all systems in turn."""
+    requests, rounds = [request for work in problem.works for request in work.requests], Rounds(name)
+
+    def ours(llm: LLM, mode: str) -> np.ndarray:
+        results = run_engine(llm.engine, requests, problem.task.readout, mode)
+        return np.array([result.values.sum() for result in results])
+
+    for llm in models.values():  # warm-up
+        run_engine(llm.engine, requests[:8], problem.task.readout)
+    with ExitStack() as stack:
+        peers = open_peers(stack, arguments, peer_job(problem, folder, arguments))
+        for _ in range(arguments.repeats):
             for dtype, llm in models.items():
-                for mode in arguments.modes.split(","):
-                    requests = [request for work in problem.works for request in work.requests]
-                    kept: list = []
-                    seconds = timed(
-                        lambda llm=llm, requests=requests, kept=kept, problem=problem, mode=mode: kept.append(
-                            run_engine(llm.engine, requests, problem.task.readout, mode)
-                        ),
-                        arguments.repeats,
-                    )
-                    sums = np.array([r.values.sum() for r in kept[0]])
-                    found = predict(problem, sums)
-                    reference = found if reference is None else reference
-                    changed = sum(a != b for a, b in zip(found, reference, strict=True))
-                    rows.append(
-                        [
-                            name,
-                            f"prefold {mode} {dtype}",
-                            f"{median(seconds):.1f}",
-                            f"{accuracy(problem, found):.3f}",
-                            changed,
-                        ]
-                    )
-                    record.append(_record(rows[-1], seconds, len(found)))
-                    print("  ", *rows[-1], flush=True)
-            for label, system, python, options in peers(arguments):
-                done = run_peer(python, system, peer_job(problem, folder, arguments) | options, arguments.repeats)
-                found = predict(problem, np.array(done["values"]))
-                changed = sum(a != b for a, b in zip(found, reference, strict=True))
-                name_of = f"{label} {done['version']} {arguments.dtype}"
-                rows.append(
-                    [name, name_of, f"{median(done['seconds']):.1f}", f"{accuracy(problem, found):.3f}", changed]
-                )
-                record.append(_record(rows[-1], done["seconds"], len(found)))
-                print("  ", *rows[-1], flush=True)
-    print(machine())
-    print(table(["task", "system", "s", "accuracy", "labels unlike the first row's"], rows))
-    write_json(arguments.json, benchmark="classify", dtype=arguments.dtype, model=arguments.model, runs=record)
+                for mode in arguments.modes:
+                    rounds.run(f"prefold {mode} {dtype}", partial(ours, llm, mode))
+            for title, peer in peers.items():
+                rounds.add(title, *peer.run())
+    return rounds
 
 
-def _record(row: list, seconds: list[float], items: int) -> dict:
-    """Returns what the file keeps of a row of the table."""
-    task, system, _, share, unlike = row
-    return {
-        "task": task,
-        "system": system,
-        "items": items,
-        "seconds": seconds,
-        "accuracy": float(share),
-        "unlike": unlike,
-    }
-
-
-def peers(arguments) -> list[tuple[str, str, str, dict]]:
-    found = []
-    if arguments.transformers:
-        found.append(("transformers", "transformers", python_of(None), {}))
-    if arguments.vllm:
-        found.append(("vLLM block 32", "vllm", python_of(arguments.vllm), {"block": 32}))
-    return found
-
-
-def peer_job(problem: Problem, folder: str, arguments) -> dict:
-    """Labels of one token: a prompt an item, their ids wanted at its end. Else a prompt a label, to be scored."""
+def peer_job(problem: Problem, folder: str, arguments: SimpleNamespace) -> dict[str, Any]:
+    """Return the job of a peer. If every label is one token: a prompt for each item, and the ids read at its end. Else
+    a prompt for each label, whose last tokens are scored."""
     job = {"model": folder, "dtype": arguments.dtype, "threads": arguments.threads, "max_model_len": 8192}
     if all(len(request.targets) == 1 for work in problem.works for request in work.requests):
         return job | {

@@ -1,45 +1,42 @@
-"""What number formats change on a CPU: accuracy, order and similarity on records with right answers, beside float32.
+"""Measures what number formats change on a CPU, on records with right answers: accuracy, order and similarity.
 
-    python benchmarks/drift.py --data FOLDER [--model smollm2-135m] [--cases float32,bfloat16,...] [--q8 FILE.gguf]
-        [--limit N] [--keep FOLDER] [--json FILE]
+    python benchmarks/drift.py --data FOLDER --limit 1000 --cases float32,bfloat16,q8 --keep FOLDER --json FILE
 
 FOLDER holds mmlu_5shot, sst2, msmarco_v11 and stsb, each with dev.jsonl.gz (MMLU: prefixes.jsonl.gz, SST-2:
 fewshot.jsonl.gz).
-The weights of --model are written to a folder in float32, which every case but those of a file loads:
+Every case loads the weights of --model as float32, but the cases of a file:
 
-    float32, bfloat16   the dtype, with all else as it is
+    float32, bfloat16   this dtype
     int8                --weights int8 --arithmetic int8, rows in bfloat16
-    file                the model's own file as stored, rows in float32, where it is a GGUF file
+    file                the model's own GGUF file as stored, rows in float32
     q8, q8-int8         a file of type Q8_0 as stored, rows in float32; and with --arithmetic int8, rows in bfloat16
 
-Where --q8 is left out, the model must be a GGUF file, and its matrices are quantised to Q8_0.
+Without --q8 the model must be a GGUF file, whose matrices are then quantised to Q8_0.
 
-MMLU: the likeliest of " A" to " D" after five examples. SST-2: the likelier of two labels after 16 examples, of both
+MMLU: the likeliest of " A" to " D" after five examples. SST-2: the likelier of two labels after 16 examples, with the
 labels in turn. MS MARCO: passages in the order of the likelihood of the query after them, nDCG@10. STS-B: Spearman's
-correlation of the cosine of two embeddings with people's score. All are in points, of 100.
+correlation of the cosine of two embeddings with people's score. All values are percentages.
 
-With --keep, what a case gave stays in a folder, so that a run goes on where another one was ended, and cases may run in
-processes of their own, whose last one finds all of them there.
-
-Beside them stand the share of answers (MS MARCO: of orders) that are not those of the first case, and the mean absolute
-difference of the numbers they come from: log-probabilities of labels and queries; cosines, in points.
+The results also have the share of answers (MS MARCO: of orders) that differ from the first case, and the mean absolute
+difference of the numbers: log-probabilities of labels and queries; cosines, times 100. With --keep the results of each
+case stay in a folder: a later run continues, and cases may run in processes of their own.
 """
 
 from __future__ import annotations
 
-import argparse
-import gzip
 import json
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import click
 import gguf
 import numpy as np
 import torch
-from common import export_folder, machine, table, write_json
 from gguf.quants import dequantize, quantize
+from harness import FOLDER, Listed, benchmark, export_folder, read_jsonl, table, write_json
 
 from prefold import LLM
 from prefold.checkpoint import resolve
@@ -49,17 +46,16 @@ CASES = ("float32", "bfloat16", "int8", "file", "q8", "q8-int8")
 
 
 def read(folder: Path, name: str, limit: int | None = None) -> list[dict]:
-    with gzip.open(folder / name, "rt", encoding="utf-8") as lines:
-        every = [json.loads(line) for line in lines]
+    every = read_jsonl(folder / name)
     return every[:: max(1, len(every) // limit)][:limit] if limit else every
 
 
 class Outcome(NamedTuple):
-    """An Outcome is what a case makes of a data set.
+    """The results of a case on a data set.
 
     points   accuracy, nDCG or correlation
-    answers  of each record: the label, or the order of passages; None where there is nothing to answer
-    numbers  that the answers come from
+    answers  of each record: the label, or the order of passages; None if the data set has no answers
+    numbers  from which the answers follow
     """
 
     points: float
@@ -68,7 +64,7 @@ class Outcome(NamedTuple):
 
 
 def classified(llm: LLM, prompts: list[str], labels: list[str], right: list[str]) -> Outcome:
-    """Returns what the likeliest of some labels are; `right`: the label of each prompt."""
+    """Return the likeliest label of each prompt. right: the true labels"""
     scores = llm.score(prompts, [[" " + label for label in labels]] * len(prompts), truncate=True)
     numbers = np.array([[one.logprob for one in of_prompt] for of_prompt in scores])
     answers = [labels[i] for i in numbers.argmax(1)]
@@ -120,7 +116,7 @@ def stsb(llm: LLM, folder: Path, limit: int) -> Outcome:
 
 
 def ranked(values: np.ndarray) -> np.ndarray:
-    """Ranks, equal values with their mean."""
+    """Return ranks; equal values get their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]
 
@@ -129,7 +125,7 @@ TASKS = {"MMLU": mmlu, "SST-2": sst2, "MS MARCO": msmarco, "STS-B": stsb}
 
 
 def write_q8(source: Path, target: Path) -> Path:
-    """Writes a GGUF file whose matrices are those of another one in the type Q8_0, and returns its path."""
+    """Write a copy of a GGUF file with matrices of type Q8_0, and return its path."""
     reader = gguf.GGUFReader(source)
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     writer = gguf.GGUFWriter(target, fields.pop("general.architecture").contents())
@@ -163,8 +159,8 @@ def load(case: str, folder: Path, model: str, q8: str) -> LLM:
     return LLM(name, device="cpu", **options)
 
 
-def outcomes_of(case: str, folder: Path, q8: str, arguments: argparse.Namespace) -> tuple[str, dict[str, Outcome]]:
-    """Returns what ran in a case, and its outcome of each data set: computed, or as they were kept."""
+def outcomes_of(case: str, folder: Path, q8: str, arguments: SimpleNamespace) -> tuple[str, dict[str, Outcome]]:
+    """Return what ran in a case, and its outcome of each data set: computed now, or kept earlier."""
     kept = arguments.keep and arguments.keep / f"{case}-{arguments.limit}.json"
     if kept and kept.exists():
         passes, outcomes = json.loads(kept.read_text())
@@ -182,7 +178,7 @@ def outcomes_of(case: str, folder: Path, q8: str, arguments: argparse.Namespace)
 
 
 def beside(outcome: Outcome, first: Outcome) -> dict:
-    """Returns what is published of an outcome, beside that of the first case."""
+    """Return the published values of an outcome, compared with the first case."""
     answers = outcome.answers and zip(outcome.answers, first.answers, strict=True)
     return {
         "points": outcome.points,
@@ -192,34 +188,31 @@ def beside(outcome: Outcome, first: Outcome) -> dict:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--q8", metavar="FILE")
-    parser.add_argument("--limit", type=int, default=1000, help="records of a data set")
-    parser.add_argument("--keep", metavar="FOLDER", type=Path)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+@benchmark("data", "model", limits=False)
+@click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Formats.")
+@click.option("--q8", metavar="FILE", help="A GGUF file of type Q8_0.")
+@click.option("--limit", type=int, default=1000, show_default=True, help="Records of a data set.")
+@click.option("--keep", type=FOLDER, metavar="FOLDER", help="Where results of cases are kept.")
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
     runs: list[dict] = []
     firsts: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = resolve(arguments.model)
         folder = export_folder(checkpoint, Path(scratch) / "model", torch.float32)
         q8 = arguments.q8
-        if q8 is None and "q8" in arguments.cases:
+        if q8 is None and any(case.startswith("q8") for case in arguments.cases):
             q8 = str(write_q8(checkpoint.gguf.path, Path(scratch) / "q8.gguf"))
-        for case in arguments.cases.split(","):
+        for case in arguments.cases:
             passes, outcomes = outcomes_of(case, folder, q8, arguments)
             for name, outcome in outcomes.items():
                 found = beside(outcome, firsts.setdefault(name, outcome))
                 runs.append({"case": case, "task": name} | found | {"passes": passes})
                 print(case, name, found, flush=True)
+            # After every case: a case takes long, and a later case may fail.
             write_json(arguments.json, benchmark="drift", model=arguments.model, runs=runs)
     print("\nPoints (less the first case's; share of answers or orders that changed; mean difference of numbers)\n")
-    print(table(["case", *TASKS, "what ran"], [row(case, runs) for case in arguments.cases.split(",")]))
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(table(["case", *TASKS, "what ran"], [row(case, runs) for case in arguments.cases]))
+    return {"model": arguments.model, "runs": runs}
 
 
 def row(case: str, runs: list[dict]) -> list[str]:

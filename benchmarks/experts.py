@@ -1,33 +1,31 @@
-"""Times a mixture of experts: beside dense products of as many operations, and decoding beside transformers and
-llama.cpp.
+"""Times a mixture of experts: beside dense products with as many operations, and decoding beside other systems.
 
-    python benchmarks/experts.py [step] [decode] [--layers 4] [--rows 2048,512,64,16,1] [--sequences 1,16,64]
-        [--systems prefold,transformers] [--llama VENV] [--files FOLDER] [--types BF16,Q8_0] [--threads N]
-        [--repeats N] [--json FILE]
+    python benchmarks/experts.py --sections step,decode --layers 4 --sequences 1,16,64 --transformers --llama VENV
 
-The shape is that of Qwen3-30B-A3B (hidden 2,048, 128 experts of 768 columns, 8 a row), with fewer layers, a vocabulary
-of 32,768, and random weights in bfloat16. `step` is one layer's mixture, and a dense MLP of 8 * 768 columns, which has
-as many operations for a row and 1/16 of the weights; both are packed and take turns. `decode` is a model, and
-sequences of eight prompt tokens, each of which generates `--tokens`: the seconds of a step are those of a run, less
-those of a run of half as many tokens, by the tokens between. With --llama files of the same shape run in llama.cpp
-(llama-cpp-python in the virtual environment VENV), with other random weights, of which all experts have the same. A
-system of four layers takes 5 GB: --systems names those that are there at once; llama.cpp is a process of its own.
+The shape is Qwen3-30B-A3B's (hidden 2,048, 128 experts of 768 columns, 8 a row) with fewer layers, a vocabulary of
+32,768 and random weights in bfloat16. `step` is one layer's mixture, and a dense MLP of 8 * 768 columns: as many
+operations for a row, and 1/16 of the weights. Both are packed and take turns. `decode` is a model with sequences of
+eight prompt tokens: the time of a step is the time of a run less the time of a run with half as many tokens, over the
+tokens between. llama.cpp runs files with equal shapes and other random weights, equal for all experts. A system of four
+layers takes 5 GB.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-import time
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import gguf
 import numpy as np
 import torch
-from attention import alternate
-from common import Peer, machine, median, python_of, spread, table, write_json
+from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_peers, step_seconds, take_turns
 
 from prefold import LLM
 from prefold.model import config_from
@@ -48,7 +46,7 @@ SHAPE = {
 
 
 def packed(module: torch.nn.Module) -> torch.nn.Module:
-    """Returns the module with random weights, packed."""
+    """Return the module with random weights, packed."""
     for linear in [module, *module.modules()]:
         if hasattr(linear, "pack"):
             linear.weight.normal_(std=linear.inputs**-0.5)
@@ -56,8 +54,8 @@ def packed(module: torch.nn.Module) -> torch.nn.Module:
     return module.requires_grad_(False)
 
 
-def time_steps(options: argparse.Namespace) -> list[dict]:
-    """Returns the seconds of a layer's mixture and of a dense MLP, by rows."""
+def time_steps(options: SimpleNamespace) -> list[dict]:
+    """Return the seconds of a layer's mixture and of a dense MLP, by rows."""
     config = config_from(SHAPE | {"num_hidden_layers": 1})
     dense = replace(config, mlp="gated", intermediate=config.chosen * config.intermediate)
     place = {"dtype": DTYPE, "device": torch.device("cpu")}
@@ -66,31 +64,20 @@ def time_steps(options: argparse.Namespace) -> list[dict]:
         mixture = packed(named_class(config.mlp_kind.module)(config, 0, ALONE, **place))
         mlp = packed(Mlp(dense, 0, ALONE, **place))
         ops = choose_ops(DTYPE, place["device"])
-        for rows in map(int, options.rows.split(",")):
+        for rows in options.rows:
             h = torch.randn(rows, config.hidden).to(DTYPE)
             systems = {
                 "mixture": lambda h=h: mixture(h, NO_ADAPTERS, ops),
                 "dense": lambda h=h: mlp(h, NO_ADAPTERS, ops),
             }
-            seconds = alternate(systems, options.repeats)
+            seconds = take_turns(systems, options.repeats).seconds
+            print(f"\nA layer, {rows} rows\n\n{compared(seconds, unit='ms')}", flush=True)
             results.append({"rows": rows, "seconds": seconds})
     return results
 
 
-def per_token(generate, tokens: int, repeats: int) -> list[float]:
-    """Returns the seconds of a decode step. generate: makes so many tokens of each sequence."""
-    generate(2)
-
-    def seconds(count: int) -> float:
-        started = time.perf_counter()
-        generate(count)
-        return time.perf_counter() - started
-
-    return [(seconds(tokens) - seconds(tokens // 2)) / (tokens - tokens // 2) for _ in range(repeats)]
-
-
 def write_gguf(path: Path, layers: int, kind: str) -> None:
-    """Writes a file of the shape with random weights of one of llama.cpp's types, without a tokenizer."""
+    """Write a GGUF file of the shape with random weights of one of llama.cpp's types, without a tokenizer."""
     shape, type_ = SHAPE, gguf.GGMLQuantizationType[kind]
     hidden, width, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     q, kv = (shape[key] * shape["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
@@ -135,101 +122,85 @@ def write_gguf(path: Path, layers: int, kind: str) -> None:
     writer.close()
 
 
-def time_llama(options: argparse.Namespace, kind: str) -> dict[int, list[float]]:
-    """Returns the seconds of a decode step of llama.cpp, by sequences. kind: the type of its weights"""
-    counts, cases = list(map(int, options.sequences.split(","))), {}
-    half, generator = options.tokens // 2, torch.Generator().manual_seed(0)
-    for count in counts:
-        prompts = torch.randint(5, SHAPE["vocab_size"], (count, PROMPT), generator=generator).tolist()
-        cases |= {f"{count} {some}": {"prompts": prompts, "max_tokens": some} for some in (half, options.tokens)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(options.files or folder) / f"mixture-{options.layers}-{kind}.gguf"
-        if not path.exists():
-            write_gguf(path, options.layers, kind)
-        job = {"gguf": str(path), "threads": options.threads, "cases": cases}
-        with Peer(python_of(options.llama), "llama", job) as peer:
-
-            def step(count: int) -> float:
-                few, many = (peer.run(f"{count} {some}")[0] for some in (half, options.tokens))
-                return (many - few) / (options.tokens - half)
-
-            found = {count: [step(count) for _ in range(options.repeats)] for count in counts}
-    print(f"llama.cpp {kind}", {n: [round(1e3 * s, 1) for s in values] for n, values in found.items()}, flush=True)
-    return found
+def llama_peers(options: SimpleNamespace, stack: ExitStack, prompts: dict[int, np.ndarray]) -> dict[str, Peer]:
+    """Start llama.cpp with a file of each type. Its cases are named "SEQUENCES TOKENS"."""
+    cases = {
+        f"{count} {tokens}": {"prompts": some.tolist(), "max_tokens": tokens}
+        for count, some in prompts.items()
+        for tokens in (options.tokens // 2, options.tokens)
+    }
+    folder = Path(options.files or stack.enter_context(tempfile.TemporaryDirectory()))
+    files = {}
+    for kind in options.types if options.llama else ():
+        files[kind] = folder / f"mixture-{options.layers}-{kind}.gguf"
+        if not files[kind].exists():
+            write_gguf(files[kind], options.layers, kind)
+    wanted = SimpleNamespace(llama=options.llama)  # transformers runs in this process
+    return open_peers(stack, wanted, {"threads": options.threads, "cases": cases}, files=files)
 
 
-def time_decoding(options: argparse.Namespace) -> list[dict]:
-    """Returns the seconds of a decode step of each system, by sequences."""
+def transformers_model(settings: dict[str, Any]) -> Any:
     import transformers
 
+    torch.set_default_dtype(DTYPE)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings)).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def time_decoding(options: SimpleNamespace) -> list[dict]:
+    """Return the seconds of a decode step of each system, by sequences."""
     settings = SHAPE | {"num_hidden_layers": options.layers}
-    llm = theirs = None
-    if "prefold" in options.systems:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(settings))
-            llm = LLM(
-                folder, dtype="bfloat16", device="cpu", load_format="dummy", threads=options.threads, cache="off",
-                max_batch_rows=512,
-            )  # fmt: skip
-    if "transformers" in options.systems:
-        torch.set_default_dtype(DTYPE)
-        theirs = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings)).eval()
-        torch.set_default_dtype(torch.float32)
-    generator, results = torch.Generator().manual_seed(0), []
-    for sequences in map(int, options.sequences.split(",")):
-        prompts = torch.randint(5, settings["vocab_size"], (sequences, PROMPT), generator=generator)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        llm = LLM(
+            folder, dtype="bfloat16", device="cpu", load_format="dummy", threads=options.threads, cache="off",
+            max_batch_rows=512,
+        )  # fmt: skip
+    theirs = transformers_model(settings) if options.transformers else None
+    rng, results = np.random.default_rng(0), []
+    prompts = {count: rng.integers(5, SHAPE["vocab_size"], (count, PROMPT)) for count in options.sequences}
 
-        def ours(count: int, prompts: torch.Tensor = prompts) -> None:
-            llm.generate(prompts.tolist(), max_tokens=count, ignore_eos=True)
+    @torch.inference_mode()
+    def run_theirs(prompts: np.ndarray, count: int) -> None:
+        lengths = {"max_new_tokens": count, "min_new_tokens": count}
+        theirs.generate(torch.from_numpy(prompts), **lengths, do_sample=False, pad_token_id=0)
 
-        @torch.inference_mode()
-        def other(count: int, prompts: torch.Tensor = prompts) -> None:
-            theirs.generate(prompts, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    def run_ours(prompts: np.ndarray, count: int) -> None:
+        llm.generate(prompts.tolist(), max_tokens=count, ignore_eos=True)
 
-        systems = ({} if llm is None else {"prefold": ours}) | ({} if theirs is None else {"transformers": other})
-        seconds = {name: per_token(run, options.tokens, options.repeats) for name, run in systems.items()}
-        results.append({"sequences": sequences, "seconds": seconds})
-        print(sequences, {name: [round(1e3 * s, 1) for s in values] for name, values in seconds.items()}, flush=True)
-    llm = theirs = None
-    for kind in options.types.split(",") if options.llama else ():
-        for result, seconds in zip(results, time_llama(options, kind).values(), strict=True):
-            result["seconds"][f"llama.cpp {kind}"] = seconds
+    def run_peer(peer: Peer, sequences: int, count: int) -> float:
+        return peer.run(f"{sequences} {count}")[0]
+
+    with ExitStack() as stack:
+        peers = llama_peers(options, stack, prompts)
+        for count, some in prompts.items():
+            runs: dict[str, Any] = {"prefold": partial(run_ours, some)}
+            runs |= {"transformers": partial(run_theirs, some)} if theirs is not None else {}
+            runs |= {name: partial(run_peer, peer, count) for name, peer in peers.items()}
+            steps = {
+                name: partial(step_seconds, run, options.tokens, options.tokens // 2) for name, run in runs.items()
+            }
+            seconds = take_turns(steps, options.repeats).seconds
+            print(f"\nA step of {count} sequences\n\n{compared(seconds, unit='ms')}", flush=True)
+            results.append({"sequences": count, "seconds": seconds})
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["step", "decode"])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", default="2048,512,64,16,1")
-    parser.add_argument("--sequences", default="1,16,64")
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--systems", default="prefold,transformers", help="of decoding; none: an empty string")
-    parser.add_argument("--llama", metavar="VENV")
-    parser.add_argument("--files", metavar="FOLDER", help="where llama.cpp's files are kept, 5 GB for four layers")
-    parser.add_argument("--types", default="BF16,Q8_0", help="of llama.cpp's weights")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    steps = time_steps(options) if "step" in options.parts else []
-    decoding = time_decoding(options) if "decode" in options.parts else []
-    lines = []
-    for result in steps:
-        mixture, dense = (result["seconds"][name] for name in ("mixture", "dense"))
-        share = f"{median(dense) / median(mixture):.0%}"
-        lines.append([result["rows"], *(f"{1e3 * median(v):.2f} ({spread(v)})" for v in (mixture, dense)), share])
-    if lines:
-        print(table(["rows", "mixture, ms", "dense, ms", "speed of dense"], lines))
-    lines = [
-        [result["sequences"], *(f"{1e3 * median(values):.1f}" for values in result["seconds"].values())]
-        for result in decoding
-    ]
-    if lines:
-        print(table(["sequences", *(f"{name}, ms a step" for name in decoding[0]["seconds"])], lines))
-    write_json(options.json, benchmark="experts", step=steps, decode=decoding)
+SECTIONS = ("step", "decode")
+
+
+@benchmark("layers", "threads", "repeats", "transformers", "llama", layers=4)
+@click.option("--sections", type=Listed(among=SECTIONS), default="step,decode", show_default=True, help="Tables.")
+@click.option("--rows", type=NUMBERS, default="2048,512,64,16,1", show_default=True, help="Rows of `step`.")
+@click.option("--sequences", type=NUMBERS, default="1,16,64", show_default=True, help="Sequences of `decode`.")
+@click.option("--tokens", type=int, default=16, show_default=True, help="Tokens that each sequence generates.")
+@click.option("--files", type=FOLDER, metavar="FOLDER", help="Where llama.cpp's files are kept, 5 GB for four layers.")
+@click.option("--types", type=Listed(), default="BF16,Q8_0", show_default=True, help="Types of llama.cpp's weights.")
+def main(options: SimpleNamespace) -> dict[str, Any]:
+    steps = time_steps(options) if "step" in options.sections else []
+    decoding = time_decoding(options) if "decode" in options.sections else []
+    return {"step": steps, "decode": decoding}
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""Times products of rows with a matrix by the number format that it has in memory, on variants of the compiled kernels.
+"""Times products of rows with a matrix by the matrix's number format, on variants of the compiled kernels.
 
-    python benchmarks/formats.py [--variants avx512-bf16,avx2] [--formats float32,bfloat16,Q8_0,Q4_K] [--rows 1,8,512]
-        [--copies 12] [--repeats 3] [--json FILE]
+    python benchmarks/formats.py --variants avx512-bf16,avx2 --formats float32,bfloat16,Q8_0 --rows 1,8,512 --json FILE
 
-A variant is named as for PREFOLD_ISA, and is compiled where it is not in the cache. Matrices are random, 9728 x 2560,
-as the MLP of a model of 4 billion parameters has them; so many copies are multiplied one after the other that no cache
-holds them. Rows are bfloat16 where the variant has products of bfloat16, else float32. A format of two or four bytes is
-packed in the dtype of the rows, or kept in 16 bits where that is shorter; `int8` has rows of int8, too.
+PREFOLD_ISA names the variants. A variant that is not in the cache is compiled. Matrices are random, 9728 x 2560, as in
+the MLP of a model of 4 billion parameters. Many copies are multiplied one after the other, so that no cache holds them.
+Rows are bfloat16 if the variant has products of bfloat16, else float32. A format of two or four bytes is packed in the
+dtype of the rows, or kept in 16 bits if that is shorter. `int8` has rows of int8 too.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import torch
-from common import machine, median, table, write_json
+from harness import NUMBERS, Listed, benchmark, median, table, timed
 
 from prefold import kernels
 from prefold.kernels import Kernels, StoredRows, loader
@@ -31,7 +31,7 @@ OUTPUTS, INPUTS = 9728, 2560
 
 
 def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tuple[list, float]:
-    """Returns a matrix in a format, several times, and its bytes a weight."""
+    """Return copies of a matrix in a format, and the bytes of one weight."""
     if kind == "int8":
         weight = torch.randn(OUTPUTS, INPUTS)
         packed = [loaded.pack_int8(weight) for _ in range(copies)]
@@ -45,39 +45,37 @@ def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tup
     return packed, packed[0].nbytes / (OUTPUTS * INPUTS)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", help="all that run on this machine, where it is left out")
-    parser.add_argument("--formats", default="float32,bfloat16,int8,Q8_0,Q6_K,Q4_K")
-    parser.add_argument("--rows", default="1,8,512")
-    parser.add_argument("--copies", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+@benchmark("repeats")
+@click.option("--variants", type=Listed(), default="", help="Variants of the kernels.  [default: all that run here]")
+@click.option("--formats", type=Listed(), default="float32,bfloat16,int8,Q8_0,Q6_K,Q4_K", show_default=True,
+              help="Number formats of the matrix.")  # fmt: skip
+@click.option("--rows", type=NUMBERS, default="1,8,512", show_default=True, help="Rows of a product.")
+@click.option("--copies", type=int, default=12, show_default=True, help="Copies of the matrix.")
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
     runs = []
     here = {variant.name: variant for variant in runnable(loader._probe())}
-    for name in arguments.variants.split(",") if arguments.variants else here:
+    for name in arguments.variants or here:
         loaded = Kernels(build(flags=here[name].flags))
         dtype = torch.bfloat16 if any("bf16" in flag for flag in here[name].flags) else torch.float32
-        for kind in arguments.formats.split(","):
+        for kind in arguments.formats:
             if (kind == "int8" and not loaded.has_int8) or (kind == "float32" and dtype == torch.bfloat16):
                 continue
             every, size = matrices(loaded, kind, dtype, arguments.copies)
-            for count in map(int, arguments.rows.split(",")):
-                x, taken, some = torch.randn(count, INPUTS).to(dtype), [], every[: 3 if count > 64 else None]
-                for _ in range(arguments.repeats + 1):
-                    started = time.perf_counter()
+            for count in arguments.rows:
+                x, some = torch.randn(count, INPUTS).to(dtype), every[: 3 if count > 64 else None]
+
+                def products(x: torch.Tensor = x, some: list = some, loaded: Kernels = loaded) -> None:
                     for matrix in some:
                         loaded.linear(x, matrix, OUTPUTS)
-                    taken.append((time.perf_counter() - started) / len(some))
-                runs.append({"variant": name, "format": kind, "rows": count, "bytes": size, "seconds": taken[1:]})
-    write_json(arguments.json, benchmark="formats", outputs=OUTPUTS, inputs=INPUTS, runs=runs)
+
+                seconds = [taken / len(some) for taken in timed(products, arguments.repeats, warm=1)]
+                runs.append({"variant": name, "format": kind, "rows": count, "bytes": size, "seconds": seconds})
     cells = [
         [run["variant"], run["format"], run["rows"], f"{run['bytes']:.2f}", f"{1e3 * median(run['seconds']):.2f}"]
         for run in runs
     ]
     print(table(["variant", "format", "rows", "bytes a weight", "ms"], cells))
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine().items()))
+    return {"outputs": OUTPUTS, "inputs": INPUTS, "runs": runs}
 
 
 if __name__ == "__main__":

@@ -1,53 +1,52 @@
 """Times generation on a CPU: prefold, transformers and several block sizes of vLLM's CPU build, beside the limit.
 
-    python benchmarks/generate.py --data FOLDER [--cases groups,mmlu,...] [--vllm VENV] [--transformers] [--json FILE]
+    python benchmarks/generate.py --data FOLDER --cases groups,unrelated,short --vllm VENV --transformers --json FILE
 
-The cases are those of generation_cases.py: `groups` (a), `mmlu` (b), `unrelated` (c), `airline` (d), `short` (e). Every
-system gets the same token ids, runs the same weights and generates greedily, past the end of text, so many tokens. The
-systems take turns within a round, each with nothing left in its cache from the round before; tables show medians over
-rounds. Peers stay loaded, and are stopped while it is not their turn.
+Cases: `groups`, `mmlu`, `unrelated`, `airline` (steps of agents) and `short`. Every system gets the same token ids and
+runs equal weights. It generates a fixed number of tokens greedily, past the end of text. The systems take turns within
+a round, with empty caches. Peers stay loaded, and are stopped while another system runs.
 
-The limit is the time that this machine needs at least, measured in the same round:
+The limit is the least time that this machine needs, by rates measured in the same round:
 
-    (rows of the prompts' trie + decode rows) x FLOPs of a row's linears, and one LM head row for every token that is
-    generated, at the best rate of packed weights (that of large batches: a few decode rows do not reach it)
+    (rows of the prompts' trie + decode rows) x FLOPs of a row's linears, and one LM head row for every generated token,
+    at the best rate of packed weights (few decode rows do not reach this rate)
   + FLOPs of all (query row, visible key row) pairs, at the best rate of our attention kernel
-  + for every decode step, were all requests to run side by side: the bytes of the weights and the LM head, and of the
-    K/V of every row that is visible to someone, at the rate at which all threads read memory
+  + for every decode step of all requests side by side: the bytes of the weights, of the LM head and of the K/V of every
+    visible row, at the rate at which all threads read memory
 
-"unlike ours" counts the requests whose tokens differ from prefold's, and says how many tokens they have in common
-before that. In bfloat16 some do: where two tokens are about as likely either may be picked, and another text follows.
-
-The case `cache` asks 60 unrelated questions, one call each, with the radix cache and without, and compares the outputs.
+"unlike ours" counts the requests whose tokens differ from prefold's, and says how many tokens are equal before that. In
+bfloat16 some requests differ: if two tokens are about equally likely, either may be picked, and another text follows.
 """
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
+import json
 import tempfile
-import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
 import numpy as np
-import torch
-from common import (
+from classify import spread_over
+from harness import (
+    Listed,
     Peer,
-    attention_rate,
+    Rounds,
+    benchmark,
+    clocked,
+    compared,
     export_folder,
     generation_limit,
-    linear_rate,
-    machine,
     median,
-    python_of,
-    read_bandwidth,
+    open_peers,
+    rates_of,
+    read_jsonl,
     spread,
-    table,
-    write_json,
 )
-from generation_cases import CASES, Case, questions
 
 from prefold import LLM
 from prefold.types import Generated, Stats
@@ -64,7 +63,7 @@ def generate(llm: LLM, prompts: list[np.ndarray], max_tokens: int) -> list[list[
 
 
 def forget(llm: LLM) -> None:
-    """Nothing of earlier calls: no statistics, and no K/V that could be used again."""
+    """Forget statistics and cached K/V of earlier calls."""
     llm.engine.reset_stats()
     if llm.cache is not None:
         llm.cache.clear()
@@ -72,49 +71,111 @@ def forget(llm: LLM) -> None:
 
 def run_ours(llm: LLM, case: Case) -> tuple[float, list[list[int]], Stats]:
     forget(llm)
-    started = time.perf_counter()
-    tokens = generate(llm, case.prompts, case.max_tokens)
-    return time.perf_counter() - started, tokens, llm.stats
+    return *clocked(lambda: generate(llm, case.prompts, case.max_tokens)), llm.stats
 
 
-def open_peers(arguments, folder: str, cases: dict[str, Case], stack: ExitStack) -> dict[str, Peer]:
-    """The systems that start, by their names in the tables."""
-    longest = max(len(prompt) + case.max_tokens for case in cases.values() for prompt in case.prompts)
-    job = {
-        "model": folder,
-        "dtype": arguments.dtype,
-        "threads": arguments.threads,
-        "batch": arguments.batch,
-        "max_model_len": longest + 1,
-        "cases": {
-            name: {"prompts": [prompt.tolist() for prompt in case.prompts], "max_tokens": case.max_tokens}
-            for name, case in cases.items()
-        },
-    }
-    wanted = []
-    if arguments.vllm:
-        python = python_of(arguments.vllm)
-        wanted += [
-            (f"vLLM, block {size}", python, "vllm", {"block": int(size)}) for size in arguments.blocks.split(",")
-        ]
-    if arguments.transformers:
-        wanted.append((f"transformers, batches of {arguments.batch}", python_of(None), "transformers", {}))
-    found = {}
-    for name, python, system, options in wanted:
-        try:
-            peer = stack.enter_context(Peer(python, system, job | options))
-        except RuntimeError as error:
-            # The cause comes first, and what failed for it later.
-            lines = str(error).splitlines()
-            cause = next((line for line in lines if "Error: " in line), lines[-1])
-            print(f"{name} does not start: {cause.strip()}", flush=True)
-        else:
-            found[f"{name} ({system} {peer.version})"] = peer
-    return found
+Prompts = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts, and the number of tokens of every output."""
+
+    about: str  # a line for the table
+    prompts: Prompts
+    max_tokens: int
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Return the case as a peer's job has it."""
+        return {"prompts": [prompt.tolist() for prompt in self.prompts], "max_tokens": self.max_tokens}
+
+
+class Pool:
+    """Running text as token ids (GSM8K's questions and answers), of which each piece is taken once."""
+
+    def __init__(self, data: Path, tokenizer):
+        lines = read_jsonl(data / "gsm8k" / "dev.jsonl.gz")
+        texts = [f"{line['question']}\n{line['answer']}\n\n" for line in lines]
+        self._ids = np.concatenate(tokenizer.encode_batch(texts, special=False))
+        self._at = 0
+
+    def take(self, count: int) -> np.ndarray:
+        if self._at + count > len(self._ids):
+            raise RuntimeError("the text is used up")
+        self._at += count
+        return self._ids[self._at - count : self._at]
+
+
+def groups(data: Path, llm) -> Case:
+    pool = Pool(data, llm.tokenizer)
+    prompts = [
+        np.concatenate((shared, pool.take(64))) for shared in [pool.take(256) for _ in range(8)] for _ in range(8)
+    ]
+    return Case("64 requests, 8 groups, 256 shared + 64 own, 32 out", prompts, 32)
+
+
+def mmlu(data: Path, llm) -> Case:
+    prefixes = {line["prefix_id"]: line["prefix"] for line in read_jsonl(data / "mmlu_5shot" / "prefixes.jsonl.gz")}
+    items = spread_over(read_jsonl(data / "mmlu_5shot" / "dev.jsonl.gz"), 240)
+    prompts = llm.tokenizer.encode_batch([prefixes[item["prefix_id"]] + item["suffix"] for item in items])
+    return Case("MMLU 5-shot, 240 questions, 8 out", prompts, 8)
+
+
+def unrelated(data: Path, llm) -> Case:
+    pool = Pool(data, llm.tokenizer)
+    return Case("64 unrelated prompts, 128 in, 128 out", [pool.take(128) for _ in range(64)], 128)
+
+
+def airline(data: Path, llm, runs: int = 6, max_tokens: int = 48) -> Case:
+    """Return every step of an agent in some runs, each of another task: policy and tools, then the talk so far.
+
+    A prompt that is too long for the model loses its end, so that its shared beginning stays.
+    """
+    (shared,) = read_jsonl(data / "tau_airline" / "shared.jsonl.gz")
+    by_task = {line["task_id"]: line for line in reversed(read_jsonl(data / "tau_airline" / "dev.jsonl.gz"))}
+    tools = "\n".join(json.dumps(tool) for tool in shared["tools"])
+    system = {"role": "system", "content": f"{shared['system']}\n\n# Tools\n\n{tools}"}
+    texts = []
+    for run in spread_over([by_task[number] for number in sorted(by_task)], runs):
+        for number, message in enumerate(run["messages"]):
+            if message["role"] == "assistant":
+                talk = [system, *map(plain_message, run["messages"][:number])]
+                texts.append(llm.tokenizer.render_chat(talk, add_generation_prompt=True))
+    room = llm.config.max_positions - max_tokens
+    prompts = [ids[:room] for ids in llm.tokenizer.encode_batch(texts, special=False)]
+    return Case(f"tau-bench airline, {len(prompts)} steps of {runs} runs, {max_tokens} out", prompts, max_tokens)
+
+
+def plain_message(message: dict) -> dict:
+    """Return a message for a chat template without tools: calls are written out as JSON."""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    content = "\n".join([message.get("content") or "", *map(json.dumps, calls)]).strip()
+    return {"role": message["role"], "content": content}
+
+
+def short(data: Path, llm) -> Case:
+    """Return many groups with a short system prompt, which is shorter than most blocks of a paged cache."""
+    pool, rng = Pool(data, llm.tokenizer), np.random.default_rng(0)
+    prompts = [
+        np.concatenate((shared, pool.take(int(rng.integers(32, 49)))))
+        for shared in [pool.take(int(rng.integers(20, 61))) for _ in range(32)]
+        for _ in range(8)
+    ]
+    return Case("256 requests, 32 groups, 20-60 shared + about 40 own, 32 out", prompts, 32)
+
+
+CASES: dict[str, Callable[[Path, object], Case]] = {
+    "groups": groups,
+    "mmlu": mmlu,
+    "unrelated": unrelated,
+    "airline": airline,
+    "short": short,
+}
 
 
 def unlike(tokens: list[list[int]], ours: list[list[int]]) -> str:
-    """How many outputs differ, and the median of the tokens that those share with ours at their beginning."""
+    """Return how many outputs differ, and the median number of equal tokens before the first difference."""
     common = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         for one, other in zip(tokens, ours, strict=True)
@@ -124,167 +185,63 @@ def unlike(tokens: list[list[int]], ours: list[list[int]]) -> str:
     return f"{len(shared)} of {len(tokens)}{after}"
 
 
-def measure(name: str, case: Case, llm: LLM, peers: dict[str, Peer], arguments) -> dict:
-    """All rounds of a case. Prints its table; returns what goes into the record."""
-    seconds: dict[str, list[float]] = {}
-    tokens: dict[str, list[list[int]]] = {}
-    limits = []
+def measure(name: str, case: Case, llm: LLM, peers: dict[str, Peer], arguments: SimpleNamespace) -> dict[str, Any]:
+    """Run all rounds of a case, and print its table. Return the content of the file."""
+    rounds, limits = Rounds(name), []
     generate(llm, case.prompts[:8], 4)  # warm-up
-    for round_number in range(arguments.repeats):
-        rates = {
-            "linear": linear_rate(llm.config, llm.dtype),
-            "attention": attention_rate(llm.config, llm.dtype),
-            "bandwidth": read_bandwidth(),
-        }
+    for number in range(arguments.repeats):
+        rates = rates_of(llm.config, llm.dtype)
         limits.append(generation_limit(llm.config, case.prompts, case.max_tokens, rates, llm.dtype) | {"rates": rates})
-        taken, tokens[OURS], stats = run_ours(llm, case)
-        seconds.setdefault(OURS, []).append(taken)
+        seconds, tokens, stats = run_ours(llm, case)
+        rounds.add(OURS, seconds, tokens)
         for system, peer in peers.items():
-            if "transformers" in system and round_number >= arguments.transformers_repeats:
-                continue
-            taken, tokens[system] = peer.run(name)
-            seconds.setdefault(system, []).append(taken)
-        for system, values in seconds.items():
-            if len(values) > round_number:
-                print(f"  {name}, round {round_number + 1}: {system}: {values[-1]:.2f} s", flush=True)
-    report(case, seconds, tokens, limits, stats)
-    memory = {"peak": stats.generation.kv_bytes_peak, "unshared_peak": stats.generation.kv_bytes_unshared_peak}
-    others = {system: unlike(out, tokens[OURS]) for system, out in tokens.items() if system != OURS}
-    requests = {"requests": len(case.prompts), "max_tokens": case.max_tokens, "unlike": others}
-    return {"case": name, "about": case.about, **requests, "seconds": seconds, "limits": limits, "kv": memory}
-
-
-def report(case: Case, seconds: dict, tokens: dict, limits: list[dict], stats: Stats) -> None:
-    limit = median([one["seconds"] for one in limits])
-    # The block size that is best here.
-    best = min((median(values) for system, values in seconds.items() if "vllm" in system), default=None)
-    out = len(case.prompts) * case.max_tokens
-    rows = [
-        [
-            system,
-            f"{median(values):.2f}",
-            spread(values),
-            f"{out / median(values):.0f}",
-            f"{best / median(values):.2f}" if best else "",
-            f"{limit / median(values):.0%}",
-            unlike(tokens[system], tokens[OURS]) if system != OURS else "",
-        ]
-        for system, values in seconds.items()
-    ]
-    of_vllm, spans = f"{best / limit:.2f}" if best else "", spread([one["seconds"] for one in limits])
-    rows.append(["limit", f"{limit:.2f}", spans, f"{out / limit:.0f}", of_vllm, "", ""])
-    one, made = limits[-1], stats.generation
-    rates = {name: median([limit["rates"][name] for limit in limits]) / 1e9 for name in one["rates"]}
-    for name in rates:
-        measured = [limit["rates"][name] for limit in limits]
-        if max(measured) > 3 * min(measured):
-            spans = spread([value / 1e9 for value in measured])
-            print(f"\nWARNING: the {name} rate was {spans} G/s over the rounds: the limit is not to be believed")
-    print(f"\n{case.about}")
+            if "transformers" not in system or number < arguments.transformers_repeats:
+                rounds.add(system, *peer.run(name))
+    ours, out = rounds.found[OURS], len(case.prompts) * case.max_tokens
+    others = {system: unlike(tokens, ours) for system, tokens in rounds.found.items() if system != OURS}
+    rate = {system: f"{out / median(seconds):.0f}" for system, seconds in rounds.seconds.items()}
+    made, one = stats.generation, limits[-1]
     print(
-        f"{len(case.prompts)} requests, {one['prompt_tokens']} tokens of prompts, {one['prompt_rows']} unique; "
-        f"computed: {made.prefill_rows} prompt rows, {made.decode_rows} decode rows in {made.steps} steps, "
+        f"\n{case.about}\n{len(case.prompts)} requests, {one['prompt_tokens']} tokens of prompts, {one['prompt_rows']} "
+        f"unique; computed: {made.prefill_rows} prompt rows, {made.decode_rows} decode rows in {made.steps} steps, "
         f"{made.recomputed_rows} again"
     )
-    print(
-        f"limit: linears {median([o['linear_seconds'] for o in limits]):.2f} s at {rates['linear']:.0f} GFLOP/s, "
-        f"attention {median([o['attention_seconds'] for o in limits]):.2f} s at {rates['attention']:.0f} GFLOP/s, "
-        f"decode bytes {median([o['bytes_seconds'] for o in limits]):.2f} s at {rates['bandwidth']:.1f} GB/s"
-    )
-    print(
-        f"K/V at peak: {mib(made.kv_bytes_peak)}; the trie and all tails take {mib(one['kv_bytes'])}; "
-        f"unshared at that moment {mib(made.kv_bytes_unshared_peak)}, unshared and all at once "
-        f"{mib(one['kv_bytes_unshared'])}"
-    )
-    headers = ["system", "s", "spread", "tokens/s", "x best vLLM", "of limit", "unlike ours"]
-    print(table(headers, rows), flush=True)
+    warn_of_rates([limit["rates"] for limit in limits])
+    limit = median([one["seconds"] for one in limits])
+    print(compared(rounds.seconds, limit=limit, columns={"tokens/s": rate, "unlike ours": others}), flush=True)
+    memory = {"peak": made.kv_bytes_peak, "unshared_peak": made.kv_bytes_unshared_peak}
+    requests = {"requests": len(case.prompts), "max_tokens": case.max_tokens, "unlike": others}
+    return {"case": name, "about": case.about, **requests, "seconds": rounds.seconds, "limits": limits, "kv": memory}
 
 
-def mib(count: float) -> str:
-    return f"{count / 2**20:.0f} MiB"
+def warn_of_rates(rates: list[dict[str, float]]) -> None:
+    """Warn if a rate of the machine differs by more than a factor of 3 between rounds."""
+    for name in rates[0]:
+        values = [one[name] / 1e9 for one in rates]
+        if max(values) > 3 * min(values):
+            print(f"WARNING: the {name} rate was {spread(values)} G/s over the rounds; do not trust the limit")
 
 
-def measure_cache(arguments) -> dict:
-    """60 unrelated questions, one call each, as they would come to a server: little to reuse but their first words.
-
-    In bfloat16 a token may differ where some was reused, as rows are then computed in another batch; float32 shows
-    whether anything else is amiss.
-    """
-    models = {
-        cache: LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads, cache=cache)
-        for cache in ("off", arguments.cache)
-    }
-    prompts = questions(arguments.data, models["off"])
-    seconds: dict[str, list[float]] = {cache: [] for cache in models}
-    inside: dict[str, list[float]] = {cache: [] for cache in models}
-    found: dict[str, list] = {}
-    for llm in models.values():
-        generate(llm, prompts[:8], 4)  # warm-up
-    for _ in range(arguments.repeats):
-        for cache, llm in models.items():
-            forget(llm)
-            before = llm.cache.seconds if llm.cache is not None else 0.0
-            started = time.perf_counter()
-            found[cache] = [continued(llm, [prompt], arguments.cache_tokens)[0] for prompt in prompts]
-            seconds[cache].append(time.perf_counter() - started)
-            inside[cache].append(llm.cache.seconds - before if llm.cache is not None else 0.0)
-    tokens = {cache: [list(one.tokens) for one in answers] for cache, answers in found.items()}
-    reused = {cache: sum(one.cached_tokens for one in answers) for cache, answers in found.items()}
-    rows = [
-        [
-            f"cache {cache}",
-            f"{median(values):.2f}",
-            spread(values),
-            f"{median(values) / median(seconds['off']):.3f}",
-            f"{median(inside[cache]) / median(values):.2%}",
-            f"{reused[cache]} of {sum(map(len, prompts))}",
-            unlike(tokens[cache], tokens["off"]),
-        ]
-        for cache, values in seconds.items()
-    ]
-    print(f"\n{len(prompts)} unrelated questions, one call each, {arguments.cache_tokens} out, {arguments.dtype}")
-    headers = ["prefold", "s", "spread", "x off", "inside the cache's calls", "prompt tokens reused", "unlike off"]
-    print(table(headers, rows), flush=True)
-    differ = unlike(tokens[arguments.cache], tokens["off"])
-    return {"case": "cache", "seconds": seconds, "inside": inside, "reused": reused, "unlike": differ}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, type=Path)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--cases", default=",".join([*CASES, "cache"]))
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
-    parser.add_argument("--blocks", default="32,64,128", help="block sizes of vLLM, each in a process of its own")
-    parser.add_argument("--transformers", action="store_true")
-    parser.add_argument("--transformers-repeats", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=16, help="of transformers")
-    parser.add_argument("--limit", type=int, help="only so many requests of each case, for a try")
-    parser.add_argument("--cache", default="lru", help="our cache policy; the case `cache` compares it with none")
-    parser.add_argument("--cache-tokens", type=int, default=64)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
-    # Peers that are stopped would outlive a benchmark that is ended from outside.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    names = arguments.cases.split(",")
-    if unknown := sorted({*names} - {*CASES, "cache"}):
-        parser.error(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)} and cache")
-    print(machine(), arguments.model, arguments.dtype, flush=True)
-    record = []
+@benchmark("data", "model", "dtype", "threads", "repeats", "transformers", "vllm", "blocks", blocks="32,64,128")
+@click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Cases to run.")
+@click.option("--transformers-repeats", type=int, default=1, show_default=True, help="Rounds of transformers.")
+@click.option("--limit", type=int, help="The first N requests of each case.")
+@click.option("--cache", default="lru", show_default=True, help="prefold's cache policy.")
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
+    llm = LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads, cache=arguments.cache)
+    cases = {name: CASES[name](arguments.data, llm) for name in arguments.cases}
+    cases = {name: replace(case, prompts=case.prompts[: arguments.limit]) for name, case in cases.items()}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        if chosen := [name for name in names if name != "cache"]:
-            llm = LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads, cache=arguments.cache)
-            cases = {name: CASES[name](arguments.data, llm) for name in chosen}
-            cases = {n: Case(c.about, c.prompts[: arguments.limit], c.max_tokens) for n, c in cases.items()}
-            export_folder(llm.checkpoint, folder, llm.dtype)
-            peers = open_peers(arguments, folder, cases, stack)
-            record += [measure(name, case, llm, peers, arguments) for name, case in cases.items()]
-        if "cache" in names:
-            record.append(measure_cache(arguments))
-    write_json(arguments.json, benchmark="generate", dtype=arguments.dtype, model=arguments.model, cases=record)
+        job = {
+            "model": str(export_folder(llm.checkpoint, folder, llm.dtype)),
+            "dtype": arguments.dtype,
+            "threads": arguments.threads,
+            "max_model_len": 1 + max(len(p) + case.max_tokens for case in cases.values() for p in case.prompts),
+            "cases": {name: case.job for name, case in cases.items()},
+        }
+        peers = open_peers(stack, arguments, job)
+        found = [measure(name, case, llm, peers, arguments) for name, case in cases.items()]
+    return {"dtype": arguments.dtype, "model": arguments.model, "cases": found}
 
 
 if __name__ == "__main__":

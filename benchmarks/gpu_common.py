@@ -1,9 +1,8 @@
-"""Holds what the sections of gpu.py share: the device, its clock and limits, models, prompts, and their reports."""
+"""The sections of gpu.py share this: the device, its clock and limits, models, prompts and reports."""
 
 from __future__ import annotations
 
 import gc
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import attention_flops, median, table, visible_pairs
+from harness import attention_flops, median, table, timed, visible_pairs
 
 from prefold.attention import RowAttention
 from prefold.checkpoint import GEOMETRIES
@@ -22,7 +21,7 @@ from prefold.stream import Spool
 from prefold.types import Readout, Request
 from prefold.worker.rows import Batch, Path, StepAttend, heads_of, prepare
 
-# A model that any machine runs: the smoke test goes through every section with it.
+# A model for any machine, for the smoke test of every section.
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -33,10 +32,10 @@ TINY = {
 
 @dataclass
 class Bench:
-    """The run: where, how much, and what came of it.
+    """A run: its device, sizes and results.
 
     smoke   tiny sizes, to see that everything runs
-    result  what goes into the JSON, by section
+    result  content of the JSON file, by section
     """
 
     device: torch.device
@@ -58,20 +57,11 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object], repeats: int | None = None, *, warm: int = 1) -> list[float]:
-        """Wall time of each run, until the device is done. The first ones, which compile, are not counted."""
-        for _ in range(warm):
-            run()
-        found = []
-        for _ in range(repeats or self.repeats):
-            self.sync()
-            started = time.perf_counter()
-            run()
-            self.sync()
-            found.append(time.perf_counter() - started)
-        return found
+        """Return the wall time of each run, until the device is done. Warm runs, which compile, do not count."""
+        return timed(run, repeats or self.repeats, warm=warm, sync=self.sync)
 
     def kernel_seconds(self, run: Callable[[], object], *, at_least: float = 0.05) -> float:
-        """Of one of many runs in a row, so that launching them does not count: the median of five rows."""
+        """Return the seconds of one of many runs in a row, so that launches do not count: the median of five rows."""
         once = min(self.seconds(run, 2))
         count = 2 if self.smoke else max(3, min(200, int(at_least / max(once, 1e-6))))
 
@@ -82,7 +72,7 @@ class Bench:
         return median(self.seconds(row, 5, warm=0)) / count
 
     def attempt(self, name: str, run: Callable[[], Any]) -> Any:
-        """What `run` gives; None, and a line in `failures`, where it fails: what follows is measured all the same."""
+        """Return the result of `run`. If it fails, return None and add a line to `failures`."""
         try:
             return run()
         except Exception as error:
@@ -100,7 +90,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def limits(self) -> dict[str, float]:
-        """FLOP/s of a large matrix product, and bytes/s of a large copy (read and written), on this device."""
+        """Return FLOP/s of a large matrix product, and bytes/s of a large copy (read and written), on this device."""
         if self._limits is None:
             size, elements = (256, 1 << 16) if self.smoke else (8192, 1 << 31)
             a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
@@ -125,7 +115,7 @@ class Bench:
 
 
 def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
-    """Random weights, made on the device."""
+    """Return a model with random weights, made on the device."""
     model = CausalLM(config_from(config), dtype=dtype, device=device).eval()
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -138,7 +128,7 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.devic
 
 
 def grid_prompts(batch: int, prefix: int, suffix: int, vocab: int, seed: int = 0) -> list[np.ndarray]:
-    """A shared prefix, and suffixes that share nothing."""
+    """Return prompts with a shared prefix, and suffixes that share nothing."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, prefix)
     own = rng.choice(vocab, batch, replace=False)  # first tokens differ
@@ -155,7 +145,7 @@ def trie_of(prompts: Sequence[np.ndarray], *, share: bool = True) -> Trie:
 def one_step(
     model: CausalLM, prompts: Sequence[np.ndarray], sharing: str, readout: Readout, *, rows: int = 1 << 20
 ) -> Batch:
-    """All prompts as one step, on the device."""
+    """Return all prompts as one step, on the device."""
     with Spool() as spool:
         for number, prompt in enumerate(prompts):
             spool.add(Request(prompt), number.to_bytes(8, "little"))
@@ -166,13 +156,13 @@ def one_step(
 
 
 def forward(model: CausalLM, batch: Batch) -> torch.Tensor:
-    """Hidden states of every row of a step: what the published grid times."""
+    """Return hidden states of every row of a step, as in the published grid."""
     with torch.inference_mode():
         attend = StepAttend(batch, Path(), model.config.planes, model.config.scale)
         return model(batch.tokens, batch.positions, attend, None)
 
 
 def floor_seconds(bench: Bench, config, trie: Trie) -> float:
-    """What the products of all rows and the attention of all visible pairs take at the rate of a large product."""
+    """Return the time of all rows' products and all visible pairs' attention at the rate of a large product."""
     flops = trie.num_rows * config.linear_flops + len(config.planes) * attention_flops(config, visible_pairs(trie.end))
     return flops / bench.limits()["flops"]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import run_engine
 from gpu_common import TINY, Bench, random_model
+from harness import run_engine
 
 from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.checkpoint import GEOMETRIES

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
-from common import median
 from gpu_common import Bench
 from gpu_rerank import time_shares
+from harness import median, timed
 
 from prefold.attention.gpu import place_slots
 from prefold.device import runs_triton
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.model import CausalLM
 from prefold.schedule.steps import SlotStep
 from prefold.types import Request, Sampling
 from prefold.worker.local import LocalWorker
@@ -87,21 +84,17 @@ def steps(bench: Bench, name: str) -> None:
                 model.logits(hidden).argmax(-1)
 
             times[grouped] = median(bench.seconds(once, 5 * bench.repeats, warm=2))
-            begun = time.perf_counter()
-            prepared()
-            planned[grouped] = time.perf_counter() - begun
-        replayed = bench.attempt("decode graph", partial(graph_seconds, bench, model, store, batch, shared, own))
+            planned[grouped] = timed(prepared, 1)[0]
         moved = weights + slot_bytes * (shared + batch * own)
         floor = moved / bench.limits()["bandwidth"]
         rows.append(
             [
                 batch,
                 f"{1e3 * times[True]:.2f}",
-                "-" if replayed is None else f"{1e3 * replayed:.2f}",
                 f"{1e3 * times[False]:.2f}",
                 f"{times[False] / times[True]:.2f}",
                 f"{1e3 * floor:.2f}",
-                f"{floor / min(times[True], replayed or times[True]):.0%}",
+                f"{floor / times[True]:.0%}",
                 f"{1e3 * planned[True]:.2f}",
             ]
         )
@@ -111,7 +104,6 @@ def steps(bench: Bench, name: str) -> None:
     headers = [
         "batch",
         "grouped ms",
-        "as a graph ms",
         "not grouped ms",
         "gain",
         "bytes floor ms",
@@ -119,25 +111,6 @@ def steps(bench: Bench, name: str) -> None:
         "planned ms",
     ]
     bench.show("decode", headers, rows, model=name, shared=shared, own=own)
-
-
-def graph_seconds(bench: Bench, model: CausalLM, store, batch: int, shared: int, own: int) -> float | None:
-    """The grouped step as a captured graph, its tensors and tables copied in anew each time; None without a GPU."""
-    if not bench.on_gpu:
-        return None
-    from prefold.worker.graphs import DecodeGraphs
-
-    graphs = DecodeGraphs(model, store)
-    step = decode_step(batch, shared, own, grouped=True)
-    if not graphs.takes(step):
-        raise AssertionError("the step was not taken for a graph")
-
-    def once() -> None:
-        hidden = graphs.run(step)
-        with torch.inference_mode():
-            model.logits(hidden).argmax(-1)
-
-    return median(bench.seconds(once, 5 * bench.repeats, warm=2))
 
 
 GREEDY = Sampling()
@@ -149,7 +122,6 @@ class Mode:
 
     name: str
     sharing: str = "full"
-    graphs: bool = False
     ahead: bool = True
     sampling: Sampling = GREEDY
     part: float = 1.0
@@ -159,8 +131,6 @@ DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
 MODES = (
     Mode("full"),
     Mode("full, one step at a time", ahead=False),
-    Mode("full, graphs", graphs=True),
-    Mode("full, graphs, drawn", graphs=True, sampling=DRAWN),
     Mode("full, drawn", sampling=DRAWN),
     Mode("off", sharing="off", part=0.25),
 )
@@ -175,12 +145,10 @@ def job(bench: Bench, name: str) -> None:
     prompts = [np.concatenate((prefix, rng.integers(0, 500, own))).astype(np.int32) for _ in range(count)]
     rows = []
     for mode in MODES:
-        if mode.graphs and not bench.on_gpu:
-            continue
         asked = prompts[: max(2, int(count * mode.part))]
         options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256)
         most = 64 if bench.smoke else 4096
-        worker = LocalWorker(model, depth=None if mode.ahead else 1, graphs=mode.graphs)
+        worker = LocalWorker(model, depth=None if mode.ahead else 1)
         engine = ModelEngine(worker, EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options))
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from common import median
 from gpu_common import Bench, floor_seconds, forward, grid_prompts, one_step, trie_of
+from harness import clocked, median
 
 from prefold.types import Readout
 
@@ -39,9 +39,8 @@ def measure(bench: Bench, name: str) -> None:
         prompts = grid_prompts(batch, prefix, suffix, min(model.config.vocab_size, 100_000))
         times, planned = {}, {}
         for mode in MODES:
-            begun = time.perf_counter()
-            step = bench.attempt(f"plan {mode}", partial(one_step, model, prompts, mode, Readout("last")))
-            planned[mode] = time.perf_counter() - begun
+            plan = partial(bench.attempt, f"plan {mode}", partial(one_step, model, prompts, mode, Readout("last")))
+            planned[mode], step = clocked(plan)
             found = bench.attempt(
                 f"grid {name} {prefix}+{suffix} {mode}",
                 lambda step=step: bench.seconds(lambda: forward(model, step)),

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from common import visible_pairs
 from gpu_common import Bench
 from gpu_decode import decode_step
+from harness import visible_pairs
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 import torch
-from common import median, read_jsonl, run_engine
 from gpu_common import TINY, Bench, trie_of
+from harness import median, read_jsonl, run_engine
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, ModelEngine

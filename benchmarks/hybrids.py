@@ -1,27 +1,25 @@
-"""Times row streams of hybrids with what their prompts share computed once, and without; states and rows are counted.
+"""Times row streams of hybrids with shared prompt rows computed once, and without; counts states and rows.
 
-    python benchmarks/hybrids.py [--shape qwen3.5|lfm2] [--layers 4] [--rounds 3] [--cases shared,tree,short]
-        [--prompts 64] [--decode 1,16,64] [--transformers 5]
+    python benchmarks/hybrids.py --shape qwen3.5 --layers 4 --cases shared,tree,short --decode 1,16,64 --json FILE
 
-Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary; last rows are
-read. The ways take turns, and the ratio is the median over the rounds of the time of `off` by that of `full` in the
-same round, beside the ratio of their floating-point operations (linears, attention and states). `--decode` times a step
-of so many sequences that generate side by side.
+Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary. The last rows of
+prompts are read. `full` and `off` take turns. The ratio is the median over the rounds of the time of `off` over the
+time of `full`, beside the ratio of their floating-point operations (linears, attention and states). --decode times a
+step of sequences that generate side by side.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import tempfile
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import torch
-from common import machine, write_json
+from harness import NUMBERS, Listed, benchmark, clocked, compared, median, step_seconds, take_turns, timed
 
 from prefold import LLM
 from prefold.hybrid.delta import CHUNK
@@ -51,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
     },
 }
-# How many children each node of the trie has, and how many tokens each of these adds.
+# (children of each node, tokens of each child) by level of the trie.
 CASES = {
     "shared": [(1, 1000), (64, 100)],
     "tree": [(2, 500), (4, 200), (8, 50)],
@@ -60,7 +58,7 @@ CASES = {
 
 
 def checkpoint(folder: Path, shape: str, layers: int) -> str:
-    """Writes the config of a shape, and returns its folder."""
+    """Write the config of a shape, and return its folder."""
     kinds = ("linear_attention",) if shape == "qwen3.5" else ("conv",)
     types = ["full_attention" if i % 4 == 3 else kinds[0] for i in range(layers)]
     sizes = {"num_hidden_layers": layers, "layer_types": types, "vocab_size": VOCAB, "max_position_embeddings": 8192}
@@ -78,7 +76,7 @@ def prompts(levels: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def flops(llm: LLM, levels: list[tuple[int, int]], sharing: str) -> float:
-    """Returns the floating-point operations of a way: linears, attention's scores and sums, and states in chunks."""
+    """Return the floating-point operations: linears, attention's scores and sums, and states in chunks."""
     config, per_layer = llm.config, 0
     if "value_heads" in config.sizes:
         keys, values = config.sizes["key_dim"], config.sizes["value_dim"]
@@ -97,102 +95,84 @@ def flops(llm: LLM, levels: list[tuple[int, int]], sharing: str) -> float:
     return total
 
 
-def timed(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
-    """Returns the seconds of reading the last rows of all prompts."""
+def read_seconds(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
+    """Return the seconds of reading the last rows of all prompts."""
     with Spool() as spool:
         for number, text in enumerate(texts):
             spool.add(Request(text), str(number).encode())
         windows = list(spool.windows(max_tokens=1 << 24, share=sharing == "full"))
-    started = time.perf_counter()
-    done = sum(1 for _ in llm.engine.run(windows, Readout("last"), sharing=sharing))
+    seconds, done = clocked(lambda: sum(1 for _ in llm.engine.run(windows, Readout("last"), sharing=sharing)))
     assert done == len(texts)
-    return time.perf_counter() - started
+    return seconds
 
 
-def step_seconds(llm: LLM, sequences: int, tokens: int) -> float:
-    """Returns the seconds of a step in which so many sequences get a token each, begun behind prompts of 8 tokens."""
+def decode_seconds(llm: LLM, sequences: int, tokens: int) -> float:
+    """Return the seconds of a step with one token for each sequence, after prompts of 8 tokens."""
     texts = np.random.default_rng(sequences).integers(100, VOCAB, (sequences, 8)).tolist()
-    started = time.perf_counter()
-    llm.generate(texts, max_tokens=1, ignore_eos=True, temperature=0)
-    middle = time.perf_counter()
-    llm.generate(texts, max_tokens=1 + tokens, ignore_eos=True, temperature=0)
-    return (time.perf_counter() - middle - (middle - started)) / tokens
+    return step_seconds(lambda n: llm.generate(texts, max_tokens=n, ignore_eos=True, temperature=0), 1 + tokens)
 
 
 def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
-    """Returns the seconds that transformers takes for each prompt, one at a time, in float32."""
+    """Return the seconds of transformers for each prompt, one at a time, in float32."""
     import transformers
 
     settings = json.loads((Path(path) / "config.json").read_text())
     kind = {"Qwen3_5ForCausalLM": "qwen3_5_text", "Lfm2ForCausalLM": "lfm2"}[settings["architectures"][0]]
     config = transformers.AutoConfig.for_model(kind, **settings)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    seconds = []
     with torch.inference_mode():
-        for text in texts:
-            started = time.perf_counter()
-            model.model(torch.from_numpy(text).long()[None], use_cache=False)
-            seconds.append(time.perf_counter() - started)
-    return seconds
+        rows = [torch.from_numpy(text).long()[None] for text in texts]
+        return [timed(lambda row=row: model.model(row, use_cache=False), 1)[0] for row in rows]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3.5")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--prompts", type=int, default=64, help="of the cases shared and short")
-    parser.add_argument("--decode", default="", help="numbers of sequences")
-    parser.add_argument("--tokens", type=int, default=32, help="of `--decode`, by each sequence")
-    parser.add_argument("--transformers", type=int, default=0, help="prompts that transformers computes, too")
-    parser.add_argument("--json", help="file that the figures are written to")
-    options = parser.parse_args()
+@benchmark("layers", "dtype", "repeats", layers=4, dtype="auto")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3.5", show_default=True, help="Shape.")
+@click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Sets of prompts.")
+@click.option("--prompts", type=int, default=64, show_default=True, help="Prompts of the cases shared and short.")
+@click.option("--decode", type=NUMBERS, default="", help="Numbers of sequences whose steps are timed.")
+@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens of each sequence of --decode.")
+@click.option("--transformers", type=int, default=0, help="Prompts that transformers computes too.")
+def main(options: SimpleNamespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.shape, options.layers)
         llm = LLM(path, load_format="dummy", dtype=options.dtype, cache=None)
         if options.transformers:
             texts = prompts([(1, 1000), (options.transformers + 1, 100)])
-            middle = statistics.median(transformers_seconds(path, texts)[1:])
+            middle = median(transformers_seconds(path, texts)[1:])
             print(f"transformers, prompts of 1,100 tokens: {middle:.2f} s each, {1100 / middle:,.0f} tokens/s")
     facts = llm.engine.worker.facts.of(StateFacts)
-    print(
-        f"{machine()}; {options.shape}, {options.layers} layers, {llm.model.dtype}; "
-        f"a state: {facts.state_bytes:,} bytes"
-    )
+    print(f"{options.shape}, {options.layers} layers, {llm.model.dtype}; a state: {facts.state_bytes:,} bytes")
     found: list[dict[str, Any]] = []
-    for sequences in map(int, filter(None, options.decode.split(","))):
-        step_seconds(llm, sequences, 2)
-        steps = [step_seconds(llm, sequences, options.tokens) for _ in range(options.rounds)]
-        found.append({"case": f"decode-{sequences}", "seconds": steps})
-        middle = 1e3 * statistics.median(steps)
-        print(f"decode of {sequences}: {middle:.2f} ms a step ({min(steps):.4f} to {max(steps):.4f} s)")
-    for case in filter(None, options.cases.split(",")):
+    if options.decode:
+        systems = {
+            f"{count} sequences": lambda count=count: decode_seconds(llm, count, options.tokens)
+            for count in options.decode
+        }
+        seconds = take_turns(systems, options.repeats).seconds
+        print(f"\nA decode step\n\n{compared(seconds, unit='ms')}\n", flush=True)
+        found += [{"case": f"decode-{name.split()[0]}", "seconds": steps} for name, steps in seconds.items()]
+    for case in options.cases:
         levels = CASES[case] if case == "tree" else [CASES[case][0], (options.prompts, CASES[case][1][1])]
-        texts, times, rows, states = prompts(levels), {"full": [], "off": []}, {}, 0
-        for number in range(options.rounds + 1):
-            for way in times:
-                if number == 0 and way == "off":
-                    continue  # the first round warms up
-                llm.engine.reset_stats()
-                seconds = timed(llm, texts, way)
-                rows[way] = llm.engine.stats.rows_computed
-                if way == "full":
-                    states = llm.engine.stats.state_bytes_peak
-                if number:
-                    times[way].append(seconds)
-        ratios = [off / full for full, off in zip(times["full"], times["off"], strict=True)]
-        ratio, wanted = statistics.median(ratios), flops(llm, levels, "off") / flops(llm, levels, "full")
-        entry = {"case": case, "rows": rows, "seconds": times, "ratio": ratio, "flops": wanted, "state_bytes": states}
-        found.append(entry)
+        texts, rows, states = prompts(levels), {}, {}
+
+        def run(way: str, texts: list = texts, rows: dict = rows, states: dict = states) -> float:
+            llm.engine.reset_stats()
+            seconds = read_seconds(llm, texts, way)
+            rows[way], states[way] = llm.engine.stats.rows_computed, llm.engine.stats.state_bytes_peak
+            return seconds
+
+        times = take_turns({way: lambda way=way: run(way) for way in ("full", "off")}, options.repeats).seconds
+        ratio = median([off / full for full, off in zip(times["full"], times["off"], strict=True)])
+        wanted = flops(llm, levels, "off") / flops(llm, levels, "full")
+        entry = {"case": case, "rows": rows, "seconds": times, "ratio": ratio, "flops": wanted}
+        found.append(entry | {"state_bytes": states["full"]})
         print(
-            f"{case:8} rows {rows['full']:,} of {rows['off']:,}; full {min(times['full']):.2f} s, off "
-            f"{min(times['off']):.2f} s: {ratio:.2f} times ({min(ratios):.2f} to {max(ratios):.2f}), FLOPs "
-            f"{wanted:.2f} times: {ratio / wanted:.2f} of it; states held at most: {states / facts.state_bytes:.0f}"
+            f"\n{case}: rows {rows['full']:,} of {rows['off']:,}; off takes {ratio:.2f} times the seconds and "
+            f"{wanted:.2f} times the FLOPs of full; states held at most: {states['full'] / facts.state_bytes:.0f}\n\n"
+            f"{compared(times)}",
+            flush=True,
         )
-    if options.json:
-        write_json(options.json, options=vars(options), cases=found)
+    return {"shape": options.shape, "layers": options.layers, "prompts": options.prompts, "cases": found}
 
 
 if __name__ == "__main__":

@@ -1,337 +1,293 @@
-"""Measures looped and routed models.
+"""Times generation of looped models, by the way in which rows leave the loop.
 
-    python benchmarks/looped.py --out FOLDER [--section NAME] [--smoke] [--device cuda] [--go-on]
-    python benchmarks/looped.py --out FOLDER --report [--json FILE]
+    python benchmarks/looped.py --out FOLDER --section decode --kinds random,oneblock --batches 1,8,64 --json FILE
 
-    accuracy   trains models to follow pointers (examples/looped_model.py) and asks them through `LLM`: right answers
-               and visits for each way to leave
-    replay     ways through a routed model: soft, the router asked before each visit, plans and templates replayed; and
-               a queue of 256 requests with 1, 4 and 16 templates
-    kv         generating with K/V, and each token computed from the whole text before it
-    decode     generating: all visits; a given template; exits; exits without refill; of trained models, and of
-               random ones of two blocks of a layer and (oneblock) of one block of two
-    routes     trains routers (examples/looped_router.py): right answers by threshold, routes and their frequencies, how
-               well a planner foretells them, routes of rows
-    paths      every path of one routed model through a grid: fixed, soft, hard, by template, templates given, with
-               exits, and without K/V: times, K/V, block calls, right answers
-    once       rows that are computed once for each beginning of a route
+A cell is a model, a number of sequences, and numbers of tokens of prompts and outputs. Models:
 
-Without --section all of them. The short grid comes first (one seed, few sizes), and then the whole one where the seed's
-stopping rules let it go on: templates are at least 1.20 times as fast as the generic router; K/V beats none from
-prompts of 128 on; the gate's accuracy is within a deviation of that of all visits. --go-on does so regardless.
+    trained   follows pointers (examples/looped_model.py); it is trained if --out does not hold it
+    random    random weights: two blocks of a layer, visited in turn
+    oneblock  random weights: one block of two layers
 
-Each cell is computed in a process of its own, for at most --limit seconds, and written to FOLDER as a JSON file when it
-ends, whole or not at all; one that failed or was late is written down as that. What is there is not computed again;
-where it was computed with other options than are given now, or does not say with which, the run ends and names it.
---report makes report.md and report.html of what is in FOLDER, and --json one file of all its cells.
+Paths:
+
+    fixed                    all visits
+    template + KV            the route of all visits, given by the request
+    a visit a step           a step is one visit; no row leaves
+    + exits, a visit a step  a step is one visit; rows leave by the gate (trained) or after 2 to 6 of 8 visits (random)
+    + exits                  a step is more than one visit; rows leave
+    + exits, no refill       free places stay empty until all rows have left
+
+All paths of a cell take turns. TTFT is the time of a run with one token; TPOT is the rest of a whole run over its other
+tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import math
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import looped_paths
-import looped_replay
-import looped_report
-import looped_served
+import click
 import numpy as np
-import torch
-from common import machine, write_json
-from looped_tasks import TASKS, router_folder, trained_model, trained_router
+from harness import FOLDER, NUMBERS, ROOT, Listed, benchmark, median, run_engine, spread, table, take_turns, write_json
+
+from prefold import LLM
+from prefold.checkpoint import Checkpoint
+from prefold.types import Readout, Request, Sampling
+
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import looped_model as example  # noqa: E402
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+# nodes: (chains, hops of the training)
+TASKS = {16: (3, 3), 24: (4, 4)}
+EVALUATED_GRAPHS = 64
+KINDS = ("trained", "random", "oneblock")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A Cell is one measurement.
+def held_out(nodes: int) -> Any:
+    """Return queries about graphs that no training has, of up to one hop more."""
+    chains, hops = TASKS[nodes]
+    rng = np.random.default_rng(example.HELD_OUT)
+    return example.Queries.make(example.Task(nodes, chains), EVALUATED_GRAPHS, hops + 1, 8, rng)
 
-    run      returns its figures
-    options  what decides these beside the cell's name, as JSON
+
+def train(script: str, **given: Any) -> float:
+    """Run a training of examples/, and return its processor seconds. Raise RuntimeError if it fails."""
+    command = [sys.executable, str(EXAMPLES / script), *(f"--{name}={value}" for name, value in given.items())]
+    before = os.times()
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{script} ended with {done.returncode}")
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def trained_with(folder: Path, **given: Any) -> bool:
+    """Return whether a folder holds a model that was trained with these options. Raise RuntimeError if it was trained
+    with other options."""
+    if not (folder / "model.safetensors").exists():
+        return False
+    found = folder / "found.json"
+    had = json.loads(found.read_text()).get("options", {}) if found.exists() else {}
+    for name, value in given.items():
+        if str(had.get(name)) != str(value):
+            was = f"was trained with {name} {had[name]}" if name in had else f"does not say its {name}"
+            raise RuntimeError(f"{folder} {was}; asked for is {value}: give another --out, or remove it")
+    return True
+
+
+def trained_model(out: Path, nodes: int, seed: int, steps: int) -> Path:
+    """Return the folder of a gated model. Train the model if the folder is empty."""
+    chains, hops = TASKS[nodes]
+    folder = out / f"model-{nodes}-{seed}"
+    given = {"nodes": nodes, "chains": chains, "hops": hops, "seed": seed, "steps": steps}
+    if not trained_with(folder, **given):
+        seconds = train("looped_model.py", out=folder, **given)
+        print(f"training of {nodes} nodes took {seconds:.0f} processor seconds", flush=True)
+    return folder
+
+
+def requests(prompts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]] = (), **sampling: Any) -> list[Request]:
+    """Return a greedy request for each prompt. each: further options of each request"""
+    options: list[dict[str, Any]] = [{**GREEDY, **sampling, **one} for one in (each or [{}] * len(prompts))]
+    pairs = zip(prompts, options, strict=True)
+    return [Request(np.array(prompt, np.int32), sampling=Sampling(**one)) for prompt, one in pairs]
+
+
+def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
+    """Return the tokens of requests, in their order. Raise the error of a request that cannot run."""
+    found = []
+    for answer in run_engine(llm.engine, asked, Readout("tokens"), "full"):
+        if isinstance(answer, Exception):
+            raise answer
+        found.append(list(answer[0].tokens))
+    return found
+
+
+def random_config(hidden: int, visits: int, blocks: int = 2) -> dict[str, Any]:
+    """Return the config.json of a model with a gate and two layers in `blocks` blocks, visited in turn."""
+    config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
+    return config | {"max_position_embeddings": 1024, "loop": config["loop"] | {"blocks": blocks}}
+
+
+def random_llm(
+    hidden: int, visits: int, device: str, *, blocks: int = 2, dtype: str = "float32", **options: Any
+) -> LLM:
+    """Return an LLM with random weights."""
+    config = random_config(hidden, visits, blocks)
+    options |= {"cache": "off"}  # a round must not find rows of the round before
+    return LLM(Checkpoint.dummy(config), dtype=dtype, device=device, kv_memory=1 << 30, **options)
+
+
+def kv_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
+    """Return the block calls of a run with all visits and with exits, and the bytes of K/V that exits free."""
+    counts = []
+    for run in (whole, leaving):
+        llm.engine.reset_stats()
+        run(out)
+        counts.append(llm.engine.reset_stats().generation)
+    return {
+        "block calls": counts[0].block_calls,
+        "block calls with exits": counts[1].block_calls,
+        "kv bytes freed": counts[1].kv_bytes_freed,
+    }
+
+
+def decode(
+    folder: Path | None,
+    nodes: int,
+    hidden: int,
+    batch: int,
+    prompt: int,
+    out: int,
+    repeats: int,
+    device: str,
+    *,
+    blocks: int = 2,
+    dtype: str = "float32",
+    only: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run all paths of a cell in turn.
+
+    folder  of a trained model, which gets real queries, whose tokens are scored; None: random weights of the width
+            `hidden`, whose rows leave after 2 to 6 visits, as the rows of a trained model do
+    blocks, dtype   of the random model
+    only    names of paths, beside "fixed" and "+ exits"; empty: all
     """
 
-    run: Callable[[], dict[str, Any]]
-    options: dict[str, Any]
+    def make(**options: Any) -> LLM:
+        if folder is None:
+            return random_llm(hidden, 8, device, blocks=blocks, dtype=dtype, **options)
+        settings = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
+        return LLM(str(folder), **settings, max_running=max(256, batch), **options)
 
-    @classmethod
-    def of(cls, run: Callable[[], dict[str, Any]], options: argparse.Namespace, *names: str, **more: Any) -> Cell:
-        """Returns a cell whose figures depend on the device, the options of these names, and what else is given."""
-        return cls(run, {name: getattr(options, name) for name in ("device", *names)} | more)
-
-
-Cells = dict[str, Cell]
-
-
-def accuracy_cells(options: argparse.Namespace) -> Cells:
-    def one(nodes: int, seed: int) -> dict[str, Any]:
-        folder, took = trained_model(options.out, nodes, seed, options.steps)
-        return took | {"result": looped_served.accuracy(folder, nodes, options.device)}
-
-    return {
-        f"accuracy-{nodes}-{seed}": Cell.of(partial(one, nodes, seed), options, "steps")
-        for seed in options.seeds
-        for nodes in options.nodes
+    read, single = make(), make(looped={"exits": "save", "step_visits": 1})
+    save, no_refill = make(looped={"exits": "save"}), make(looped={"exits": "save", "refill": False})
+    order = tuple(read.config.loop.order)
+    rng = np.random.default_rng(batch)
+    if folder:
+        queries = held_out(nodes)
+        some = rng.permutation(len(queries.prompts))[:batch]
+        prompts = [queries.prompts[n] for n in some]
+        wanted = queries.wanted[-1][some]
+    else:
+        prompts = rng.integers(0, read.config.vocab_size, (batch, prompt)).tolist()
+    each: list[dict[str, Any]] = [{"exit_threshold": 0.7}] * batch
+    if not folder:
+        each = [{"exit_visits": tuple(rng.integers(2, 7, out).tolist())} for _ in range(batch)]
+    paths: dict[str, Callable[[int], list[list[int]]]] = {
+        "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
+        "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
+        "a visit a step": lambda many: tokens_of(single, requests(prompts, max_tokens=many)),
+        "+ exits, a visit a step": lambda many: tokens_of(single, requests(prompts, each, max_tokens=many)),
+        "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
+        "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
-
-
-def replay_cells(options: argparse.Namespace) -> Cells:
-    given = {"repeats": options.repeats, "device": options.device}
-    cells: Cells = {}
-    for batch in options.batches:
-        for length in options.prompts:
-            for visits in options.visits:
-                size = {"batch": batch, "length": length, "visits": visits}
-                name = f"replay-{visits}-{batch}-{length}"
-                cells[name] = Cell.of(partial(looped_replay.seed_setting, **size, **given), options, "repeats")
-    for templates in (1, 4, 16):
-        size = {"requests": options.queue, "batch": 16, "length": options.prompts[0], "visits": options.visits[-1]}
-        run = partial(looped_replay.queue, templates=templates, **size, **given)
-        cells[f"queue-{templates}"] = Cell.of(run, options, "repeats", **size)
-    return cells
-
-
-def kv_cells(options: argparse.Namespace) -> Cells:
-    sizes = [
-        (batch, prompt, out, visits)
-        for batch in options.batches
-        for visits in options.visits
-        for prompt in options.prompts
-        for out in options.outs
-    ]
-    return {
-        f"kv-{visits}-{batch}-{prompt}-{out}": Cell.of(
-            partial(looped_served.kv, batch, prompt, out, visits, options.repeats, options.device), options, "repeats"
-        )
-        for batch, prompt, out, visits in sizes
+    if only:
+        paths = {name: path for name, path in paths.items() if name in ("fixed", "+ exits", *only)}
+    ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
+    rounds = take_turns(ways, repeats)
+    seconds, given = rounds.seconds, rounds.found
+    found: dict[str, Any] = {
+        "counts": kv_of(save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out)
     }
-
-
-def decode_cells(options: argparse.Namespace) -> Cells:
-    def one(nodes: int | None, hidden: int, batch: int, prompt: int, out: int, blocks: int = 2) -> dict[str, Any]:
-        folder = trained_model(options.out, nodes, options.seeds[0], options.steps)[0] if nodes else None
-        given = (hidden, batch, prompt, out, options.repeats, options.device)
-        settings = {"blocks": blocks, "dtype": options.dtype, "only": options.paths}
-        return looped_served.decode(folder, nodes or 0, *given, **settings)
-
-    cells: Cells = {}
-    for batch in options.batches:
-        for out in options.outs:
-            for nodes in options.nodes:
-                run = partial(one, nodes, 0, batch, 0, out)
-                selection = {"seed": options.seeds[0]}
-                cells[f"decode-trained-{nodes}-{batch}-{out}"] = Cell.of(
-                    run, options, "repeats", "paths", "steps", **selection
-                )
-            for hidden, prompt in itertools.product(options.hidden, options.prompts):
-                size = hidden, batch, prompt, out
-                name = "-".join(map(str, size))
-                for kind, blocks in (("random", 2), ("oneblock", 1)):
-                    run = partial(one, None, *size, blocks=blocks)
-                    cells[f"decode-{kind}-{name}"] = Cell.of(run, options, "repeats", "paths", "dtype")
-    return {name: cell for name, cell in cells.items() if name.split("-")[1] in options.kinds}
-
-
-def routes_cells(options: argparse.Namespace) -> Cells:
-    def one(nodes: int, seed: int, reads: str) -> dict[str, Any]:
-        return trained_router(options.out, nodes, seed, options.steps, options.router_steps, reads)
-
-    cells: Cells = {}
-    for seed in options.seeds:
-        for nodes in options.nodes:
-            for reads in ("request", "row"):
-                run = partial(one, nodes, seed, reads)
-                cells[f"routes-{reads}-{nodes}-{seed}"] = Cell.of(run, options, "steps", "router_steps")
-    return cells
-
-
-def paths_cells(options: argparse.Namespace) -> Cells:
-    given = (options.repeats, options.device)
-
-    def one(nodes: int, seed: int, batch: int, out: int) -> dict[str, Any]:
-        trained_router(options.out, nodes, seed, options.steps, options.router_steps, "request")
-        return looped_paths.trained(router_folder(options.out, "request", nodes, seed), nodes, batch, out, *given)
-
-    cells: Cells = {}
-    for seed, nodes, batch in itertools.product(options.seeds, options.nodes, options.batches):
-        out = options.outs[-1]
-        run = partial(one, nodes, seed, batch, out)
-        cells[f"paths-trained-{nodes}-{seed}-{batch}-{out}"] = Cell.of(run, options, "repeats", "steps", "router_steps")
-    grid = [list(enumerate(some)) for some in (options.visits, options.batches, options.prompts, options.outs)]
-    sizes = [
-        (batch, prompt, out, visits)
-        for (i, visits), (j, batch), (k, prompt), (n, out) in itertools.product(*grid)
-        if not options.even or (i + j + k) % len(options.outs) == n
-    ]
-    for batch, prompt, out, visits in sorted(sizes, key=math.prod):
-        name = f"paths-random-{visits}-{batch}-{prompt}-{out}"
-        run = partial(looped_paths.random, batch, prompt, out, visits, *given)
-        cells[name] = Cell.of(run, options, "repeats")
-    return {name: cell for name, cell in cells.items() if name.split("-")[1] in options.kinds}
-
-
-def once_cells(options: argparse.Namespace) -> Cells:
-    return {"once": Cell.of(partial(looped_served.once, options.device), options)}
-
-
-SECTIONS: Mapping[str, Callable[[argparse.Namespace], Cells]] = {
-    "replay": replay_cells,
-    "kv": kv_cells,
-    "accuracy": accuracy_cells,
-    "decode": decode_cells,
-    "routes": routes_cells,
-    "paths": paths_cells,
-    "once": once_cells,
-}
-
-
-def stops(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Returns which of the seed's stopping rules say that a long run would chase a weak signal; results: by cell."""
-    found = []
-    gains = [
-        one["gain of templates"] for name, one in results.items() if name.startswith("replay-") and "seconds" in one
-    ]
-    if gains and max(gains) < 1.2:
-        found.append(f"templates are at most {max(gains):.2f} times as fast as the generic router; 1.20 was asked for")
-    for name, one in results.items():
-        if name.startswith("kv-") and "ratio" in one and int(name.split("-")[3]) >= 128 and one["ratio"] <= 1:
-            found.append(f"K/V does not beat no cache in {name}: {one['ratio']:.2f}")
-    for nodes in TASKS:
-        some = [
-            one["result"] for name, one in results.items() if name.startswith(f"accuracy-{nodes}-") and "result" in one
-        ]
-        if len(some) > 1:
-            fixed = [one["fixed"]["all"] for one in some]
-            ways = [name for name in some[0] if name.startswith("read")]
-            best = max(float(np.mean([one[way]["all"] for one in some])) for way in ways)
-            if best < np.mean(fixed) - np.std(fixed):
-                found.append(f"{nodes} nodes: exits are right {best:.3f} of the time, all visits {np.mean(fixed):.3f}")
+    for name in paths:
+        first, whole = median(seconds[name, 1]), median(seconds[name, out])
+        of_tokens = [(b - a) / max(1, out - 1) for a, b in zip(seconds[name, 1], seconds[name, out], strict=True)]
+        found[name] = {
+            "ttft": first,
+            "tpot": (whole - first) / max(1, out - 1),
+            "tpots": of_tokens,
+            "seconds": seconds[name, out],
+            "tokens/s": batch * out / whole,
+            "as fixed": float(np.mean([a == b for a, b in zip(given[name, out], given["fixed", out], strict=True)])),
+        }
+        if folder:
+            found[name]["right"] = float((np.array(given[name, out]) == wanted[:, None]).mean())
+            found[name]["first right"] = float((np.array(given[name, out])[:, 0] == wanted).mean())
+    for llm in (read, single, save, no_refill):
+        llm.close()
     return found
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result, whole or not at all."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    write_json(part, **result)
-    os.replace(part, path)
+def cells_of(options: SimpleNamespace) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the cells by their names, KIND-WIDTH-BATCH-PROMPT-OUT, or trained-NODES-BATCH-OUT."""
+    rest = {"repeats": options.repeats, "device": options.device, "only": options.paths}
+    cells: dict[str, Callable[[], dict[str, Any]]] = {}
+    for batch, out in itertools.product(options.batches, options.outs):
+        for nodes in options.nodes if "trained" in options.kinds else ():
+
+            def trained(nodes: int = nodes, batch: int = batch, out: int = out) -> dict[str, Any]:
+                folder = trained_model(options.out, nodes, options.seed, options.steps)
+                return decode(folder, nodes, 0, batch, 0, out, **rest)
+
+            cells[f"trained-{nodes}-{batch}-{out}"] = trained
+        for hidden, prompt in itertools.product(options.hidden, options.prompts):
+            for kind, blocks in (("random", 2), ("oneblock", 1)):
+                if kind in options.kinds:
+                    size, more = (hidden, batch, prompt, out), {"blocks": blocks, "dtype": options.dtype}
+                    cells[f"{kind}-{hidden}-{batch}-{prompt}-{out}"] = partial(decode, None, 0, *size, **rest, **more)
+    return cells
 
 
-def compute(name: str, cell: Cell, options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
-    """Returns a cell's result: read from its file where it has been computed, else computed in a process of its own and
-    written there. Exits the program where what is there has other options."""
-    path = options.out / f"{name}.json"
-    if not path.exists():
-        print(f"{name} ...", flush=True)
-        command = [sys.executable, __file__, *arguments, "--cell", name]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            code = process.wait(options.limit)
-            if code and not path.exists():
-                write(path, {"failed": f"its process ended with {code}", "options": cell.options})
-        except subprocess.TimeoutExpired:
-            write(path, {"failed": f"it took longer than {options.limit:g} s", "options": cell.options})
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("options") != cell.options:
-        of = f"was computed with {found['options']}" if "options" in found else "does not say its options"
-        raise SystemExit(f"{path} {of}; asked for are {cell.options}: give another --out, or remove it")
-    return found
+def lines_of(name: str, cell: dict[str, Any]) -> list[list[object]]:
+    """Return the lines of a cell in the table."""
+    lines = []
+    for path in [key for key in cell if key != "counts"]:
+        row, fixed = cell[path], cell["fixed"]
+        calls = {"a visit a step": "block calls", "+ exits": "block calls with exits"}.get(path)
+        right = f"{row['first right']:.3f} / {row['right']:.3f}" if "right" in row else ""
+        lines.append([
+            name, path, f"{1e3 * row['ttft']:.1f}", f"{1e3 * row['tpot']:.2f}",
+            f"{1e3 * median(row['seconds']):.1f} ({spread([1e3 * one for one in row['seconds']])})",
+            f"{row['tokens/s']:.0f}", f"{median(fixed['seconds']) / median(row['seconds']):.2f}",
+            cell["counts"][calls] if calls else "", right, f"{row['as fixed']:.2f}",
+        ])  # fmt: skip
+    return lines
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", choices=SECTIONS)
-    parser.add_argument("--out", type=Path, required=True, help="the folder of models and cells")
-    parser.add_argument("--report", action="store_true", help="write the report of what is in the folder, and end")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--nodes", default="16,24")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=1500, help="of the training of a model")
-    parser.add_argument("--router-steps", type=int, default=400)
-    parser.add_argument("--limit", type=float, default=3600, help="seconds that a cell may take")
-    parser.add_argument("--batches", default="1,8,16,64")
-    parser.add_argument("--prompts", default="64,128,256,512", help="tokens of a prompt")
-    parser.add_argument("--outs", default="16,32,64", help="tokens that are generated")
-    parser.add_argument("--visits", default="4,8")
-    parser.add_argument(
-        "--even", action="store_true", help="one of --outs for each of the other sizes of `paths`, in turn"
-    )
-    parser.add_argument("--hidden", default="512", help="widths of the random models of `decode`")
-    parser.add_argument("--dtype", default="float32", help="of these models")
-    parser.add_argument(
-        "--paths", default="", help="of `decode`, with ; between them, beside fixed and + exits; all unless given"
-    )
-    parser.add_argument("--kinds", default="trained,random,oneblock", help="of the models of `decode` and `paths`")
-    parser.add_argument("--queue", type=int, default=256, help="requests of a queue")
-    parser.add_argument("--repeats", type=int, default=5, help="runs that a median is of")
-    parser.add_argument("--go-on", action="store_true", help="do not stop where a stopping rule says so")
-    parser.add_argument("--smoke", action="store_true", help="the smallest cell of each kind, to see that it runs")
-    parser.add_argument("--json", help="write all cells of the folder to this file")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.smoke:
-        options.nodes, options.seeds, options.steps, options.router_steps = "16", "0", 3, 3
-        options.prompts, options.outs, options.batches, options.visits = "16", "4", "2", "4"
-        options.repeats, options.queue, options.hidden = 1, 32, "32"
-    for name in ("nodes", "seeds", "prompts", "outs", "batches", "visits", "hidden"):
-        setattr(options, name, [int(number) for number in getattr(options, name).split(",")])
-    options.paths, options.kinds = (
-        [one for one in text.split(by) if one] for text, by in ((options.paths, ";"), (options.kinds, ","))
-    )
+HEADERS = ["cell", "path", "TTFT, ms", "TPOT, ms", "end to end, ms", "tokens/s", "over fixed", "block calls",
+           "right: first / all tokens", "outputs as fixed"]  # fmt: skip
+
+
+@benchmark("device", "dtype", "repeats", "smoke", dtype="float32", repeats=5)
+@click.option("--out", type=FOLDER, required=True, help="Folder of trained models.")
+@click.option("--section", type=click.Choice(["decode"]), default="decode", show_default=True, help="Table.")
+@click.option("--kinds", type=Listed(among=KINDS), default=",".join(KINDS), show_default=True, help="Models.")
+@click.option("--batches", type=NUMBERS, default="1,8,16,64", show_default=True, help="Sequences side by side.")
+@click.option("--prompts", type=NUMBERS, default="64,128,256,512", show_default=True, help="Tokens of a prompt.")
+@click.option("--outs", type=NUMBERS, default="16,32,64", show_default=True, help="Tokens of an output.")
+@click.option("--hidden", type=NUMBERS, default="512", show_default=True, help="Widths of random models.")
+@click.option("--paths", default="", help="Paths beside `fixed` and `+ exits`, with ; between them.  [default: all]")
+@click.option("--nodes", type=NUMBERS, default="16,24", show_default=True, help="Nodes of trained models' graphs.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training.")
+@click.option("--steps", type=int, default=1500, show_default=True, help="Steps of the training.")
+def main(options: SimpleNamespace) -> dict[str, Any]:
+    options.paths = [path for path in options.paths.split(";") if path]
     if unknown := set(options.nodes) - set(TASKS):
-        parser.error(f"--nodes has {min(unknown)}; tasks have {', '.join(map(str, TASKS))} nodes")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, and PyTorch sees no GPU")
-    return options
-
-
-def short(options: argparse.Namespace) -> argparse.Namespace:
-    """Returns the options of the short grid: one seed, and the ends of what is long."""
-    less = {"seeds": options.seeds[:1], "batches": options.batches[-2:-1] or options.batches}
-    less |= {"prompts": options.prompts[:2], "outs": options.outs[:1], "visits": options.visits[-1:]}
-    return argparse.Namespace(**{**vars(options), **less})
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 3 where a stopping rule ended the run."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parse(given)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.cell:
-        options.even = False  # it may be of the short grid
-        cell = {name: one for section in SECTIONS.values() for name, one in section(options).items()}[options.cell]
-        write(options.out / f"{options.cell}.json", cell.run() | {"options": cell.options})
-        return 0
-    sections = [options.section] if options.section else list(SECTIONS)
-    if not options.report:
-        print(", ".join(f"{key} {value}" for key, value in machine().items()))
-        results: dict[str, dict[str, Any]] = {}
-        for grid in (short(options), options):
-            for section in sections:
-                for name, cell in SECTIONS[section](grid).items():
-                    results[name] = compute(name, cell, options, given)
-                    if "failed" in results[name]:
-                        print(f"{name}: {results[name]['failed']}")
-            if (weak := stops(results)) and not options.go_on:
-                looped_report.write(options.out, sections)
-                print("stopped: " + "; ".join(weak) + ". --go-on goes on.")
-                return 3
-    print(looped_report.write(options.out, sections))
-    write_json(options.json, benchmark="looped", cells=looped_report.read(options.out))
-    return 0
+        raise click.UsageError(f"--nodes has {min(unknown)}; use {', '.join(map(str, TASKS))}")
+    if options.smoke:
+        options.nodes, options.steps, options.repeats, options.hidden = [16], 3, 1, [32]
+        options.prompts, options.outs, options.batches = [16], [4], [2]
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in cells_of(options).items():
+        found[name] = run()
+        print(table(HEADERS, lines_of(name, found[name])), flush=True)
+        # After every cell: a later cell may fail.
+        write_json(options.json, benchmark="looped", cells=found)
+    shown = table(HEADERS, [line for name, cell in found.items() for line in lines_of(name, cell)])
+    print(shown)
+    return {"cells": found, "tables": {"decode": shown}}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

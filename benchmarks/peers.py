@@ -1,16 +1,15 @@
-"""Runs another system on the same prompts, in a process of its own that stays: `python peers.py SYSTEM JOB.json`.
+"""Runs another system on the same prompts, in its own process that stays: `python peers.py SYSTEM JOB.json`.
 
-Runs under any interpreter that has the system installed; imports nothing of prefold. Once ready the process prints
-{"version": "..."}. For every line that it then reads from standard input it runs once, with nothing left in its caches
-of the run before, and prints {"seconds": ..., "found": ...}. One JSON a line. Loading the model and a warm-up on a few
-prompts come before. JOB holds model (a Hugging Face folder), dtype ("bfloat16" | "float32"), threads, block (vLLM),
-max_model_len, and what is to be done, which is one of
+The script runs under any interpreter that has the system installed, and imports nothing of prefold. It loads the model,
+runs a few prompts as a warm-up and prints {"version": "..."}. For every line of standard input it then runs once, with
+empty caches, and prints {"seconds": ..., "found": ...}. An answer is one line of JSON. JOB holds model (a Hugging Face
+folder), dtype ("bfloat16" | "float32"), threads, block (vLLM), max_model_len, and either prompts or cases:
 
-    prompts   lists of token ids, which are scored; `found` is a value or a list of values a prompt. Either `ids`: the
-              log-probabilities of these ids (one list for all, or one a prompt) at the last position; or `targets`:
-              the summed log-probability of `targets[i]`, the last tokens of prompts[i]
+    prompts   lists of token ids, which are scored; `found` has a value or a list of values for each prompt. With `ids`:
+              the log-probabilities of these ids (one list for all prompts, or one for each) at the last position. With
+              `targets`: the summed log-probability of `targets[i]`, the last tokens of prompts[i]
     cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
-              prompts are continued greedily, past the end of text; `found` is the tokens of each output
+              prompts are continued greedily, past the end of text; `found` has the tokens of each output
 
 llama.cpp and OpenVINO take their weights from the file `gguf`.
 """
@@ -52,7 +51,7 @@ def load_vllm(job, **options):
 
 
 def padded(prompts, torch):
-    """Ids and mask of prompts padded on the left, so that the last position is the last token."""
+    """Return ids and mask of prompts padded on the left, so that the last position is the last token."""
     width = max(map(len, prompts))
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -63,7 +62,7 @@ def padded(prompts, torch):
 
 
 def batches(prompts, size):
-    """Numbers of prompts, `size` of about the same length at a time."""
+    """Return indices of prompts in batches of `size`, each of similar lengths."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     return [by_length[first : first + size] for first in range(0, len(by_length), size)]
 
@@ -98,7 +97,7 @@ def transformers_runner(job):
 
 
 def vllm_runner(job):
-    # Of the allowed ids only: the raw ones need not be among the best.
+    # Of the allowed ids only: others may be more likely.
     llm, version = load_vllm(job, max_logprobs=128, logprobs_mode="processed_logprobs")
     import vllm
 
@@ -166,8 +165,8 @@ def vllm_generator(job):
 
 
 def load_llama(job, room, sequences):
-    """Returns llama.cpp's module and memory of K/V, and what runs rows (token, position, sequence, whether it is read):
-    it returns the logits of those that are read. The model is the file `gguf`."""
+    """Return llama.cpp's module, its K/V memory, and a function that runs rows (token, position, sequence, is_read) and
+    returns the logits of the read rows. The model is the file `gguf`."""
     import llama_cpp as llama
     import numpy as np
 
@@ -192,16 +191,16 @@ def load_llama(job, room, sequences):
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
             batch.seq_id[i][0], batch.logits[i] = sequence, is_read
         if llama.llama_decode(context, batch):
-            raise RuntimeError("llama.cpp has no room for the batch")
+            raise RuntimeError("llama.cpp has no K/V memory for the batch")
         logits = [llama.llama_get_logits_ith(context, i) for i, row in enumerate(rows) if row[3]]
         return [np.ctypeslib.as_array(one, (vocabulary,)) for one in logits]
 
-    step.silent = silent  # which llama.cpp calls
+    step.silent = silent  # llama.cpp calls it
     return llama, llama.llama_get_memory(context), step
 
 
 def llama_runner(job):
-    """llama.cpp over sorted prompts, each of which goes on from what it shares with the one before, by `ids` alone."""
+    """Run llama.cpp over sorted prompts, by `ids` only. A prompt keeps the K/V that it shares with the last prompt."""
     import numpy as np
 
     room = max(map(len, job["prompts"]))
@@ -227,7 +226,7 @@ def llama_runner(job):
 
 
 def llama_generator(job):
-    """llama.cpp's own batches: all prompts, then a token of every sequence a step."""
+    """Run llama.cpp's own batches: all prompts, then a token of every sequence a step."""
     cases = job["cases"].values()
     most = max(len(case["prompts"]) for case in cases)
     room = max(sum(len(prompt) + case["max_tokens"] for prompt in case["prompts"]) for case in cases)
@@ -251,7 +250,7 @@ def llama_generator(job):
 
 
 def openvino_generator(job):
-    """OpenVINO GenAI's own batches. Where weights are in blocks of int8 or fewer bits, it multiplies in int8."""
+    """Run OpenVINO GenAI's own batches. If weights are in blocks of int8 or fewer bits, it multiplies in int8."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -260,7 +259,7 @@ def openvino_generator(job):
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size, scheduler.max_num_batched_tokens = job.get("kv_gib", 4), 4096
     scheduler.max_num_seqs = max(len(case["prompts"]) for case in cases)
-    scheduler.enable_prefix_caching = False  # a run has no prompts in common with the one before
+    scheduler.enable_prefix_caching = False  # runs share no prompts
     options = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": job["threads"]}
     pipeline = openvino_genai.LLMPipeline(job["gguf"], "CPU", **options)
     config = openvino_genai.GenerationConfig()
@@ -276,7 +275,7 @@ def openvino_generator(job):
 
 
 def scorer(system, job):
-    """Returns the run of the prompts of JOB, whatever the line says, and the version."""
+    """Return a function that runs the prompts of JOB for any line, and the version."""
     run, version = {"transformers": transformers_runner, "vllm": vllm_runner, "llama": llama_runner}[system](job)
     prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
     if ids is not None and not isinstance(ids[0], list):
@@ -286,7 +285,7 @@ def scorer(system, job):
 
 
 def generator(system, job):
-    """Returns the run of the case that a line names, and the version."""
+    """Return a function that runs the case that a line names, and the version."""
     systems = {
         "transformers": transformers_generator,
         "vllm": vllm_generator,
@@ -303,7 +302,7 @@ def main():
     system, job_file = sys.argv[1:]
     with open(job_file) as f:
         job = json.load(f)
-    # Libraries print what they like: to standard error, so that answers have standard output to themselves.
+    # Libraries print to standard error, so that standard output has only answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -1,78 +1,66 @@
-"""Measures the server: what HTTP adds to a call in this process, and how soon rows are free when a client leaves.
+"""Measures the server: overhead of HTTP, batches beside live requests, and prefold's server beside vLLM's.
 
-    python benchmarks/serve.py --case overhead [--rounds 10] [--json FILE]
-    python benchmarks/serve.py --case streamed [--rounds 10] [--pass-ms 10] [--json FILE]
-    python benchmarks/serve.py --case cancel [--count 1000]
-    python benchmarks/serve.py --case batches [--rounds 3] [--lines 200]
-    python benchmarks/serve.py --case inflight [--rounds 3]
-    python benchmarks/serve.py --case channel [--model tiny] [--guesses 400]
-    python benchmarks/serve.py --case overload [--model tiny] [--seconds 300]
-    python benchmarks/serve.py --case msmarco --data FOLDER [--vllm VENV] [--queries 24] [--concurrency 1 4 16]
-    python benchmarks/serve.py --case live --data FOLDER --vllm VENV [--workload tau_airline] [--requests 40]
-    python benchmarks/serve.py --case turns --data FOLDER [--conversations 12]
-    python benchmarks/serve.py --case nothing-shared [--requests 100]
-    python benchmarks/serve.py --case tenants [--nodes 100000] [--requests 100]
+    python benchmarks/serve.py --case overhead
+    python benchmarks/serve.py --case batches --lines 200
+    python benchmarks/serve.py --case msmarco --data FOLDER --vllm VENV --queries 24 --concurrency 1,4,16
+    python benchmarks/serve.py --case live --data FOLDER --vllm VENV --workload prefix_repetition --requests 40
 
-`--smoke` tries a case with a few requests. In the first seven cases the server runs in this process, beside the calls
-that it is compared with, on one LLM; the client is a process of its own, which speaks HTTP over sockets with the
-standard library only. Calls and requests take turns, so that a drift of the machine's speed hits both.
+In `overhead` and `batches` the server runs in this process, beside the calls with which it is compared, on one LLM. The
+client is another process, which speaks HTTP over sockets with the standard library only. Calls and requests take turns.
 
-overhead    P50 of requests of several kinds, one after the other, by HTTP and by a call in the process; the processor
-            time a request takes here and in the client; and the rate of many at once against one call of as many
-streamed    the time between two tokens of a streamed chat: at the client, in a loop over `LLM.stream` here, and of
-            `LLM.generate`; and the processor time of a token. With --pass-ms a forward pass of one row only waits so
-            long: a server adds less than passes differ by on a shared machine
-cancel      clients that close their connection at a random moment, beside others that stay: milliseconds and steps
-            until the engine has nothing of them any more
-batches     a batch alone against the same lines as a job of `prefold run` in this process; and requests of one token,
-            one after the other, with a batch beside them and without
-inflight    64 requests that share 2,000 tokens, and come while the first of them is being computed: rows that are
-            computed, also where the first one leaves
-channel     whether the time to the first token tells what others have asked, within a tenant and across two; and what a
-            tenant that floods the cache costs another
-overload    four times as many requests as can be answered: refusals, answers, memory; and 100 clients that read a byte
-            a second
+overhead  P50 of requests of each kind, one after the other, by HTTP and by a call in the process; the processor time of
+          a request here and in the client; and many requests at a time beside one call with as many prompts
+batches   a batch alone beside a job of `prefold run` with equal lines in this process; and requests of one token, one
+          after the other, with a batch beside them and without
 
-In the others servers are processes of their own, on free ports, and are stopped while another has its turn
-(`serve_systems.py`); the client is this process, or `vllm bench serve`.
+In `msmarco` and `live` each server is another process and is stopped while another server runs (`servers.py`). The
+client is this process, or `vllm bench serve`.
 
-msmarco     requests of all pairs of one query of MS MARCO in the reranker's prompt, as embeddings and as /rerank, at
-            several concurrencies: prefold's three modes, and vLLM's pooling; peak memory
-live        `vllm bench serve` as the client of both, all at once and at shares of vLLM's rate: prefix_repetition,
-            tau_airline (steps of agents), mooncake (conversations of a trace), or the lengths of trace_azure2023_conv
-turns       conversations of agents side by side: tokens from the cache against an unlimited trie's, with less and less
-            memory
-nothing-shared   prompts that share nothing, with a cache and without; the time in a cache of 100,000 nodes
-tenants     requests of many tenants, each with its key, while nothing is kept and with all they keep: the time in the
-            cache, and that of planning
+msmarco   requests with all pairs of one query of MS MARCO in the reranker's prompt, as embeddings and as /rerank, at
+          several concurrencies: prefold's modes, and vLLM's pooling; peak memory
+live      `vllm bench serve` as the client of both servers, with all requests at once and at shares of vLLM's rate:
+          prefix_repetition, tau_airline (steps of agents), mooncake (conversations of a trace), or the lengths of
+          trace_azure2023_conv
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import http.client
 import json
+import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from common import machine, table, write_json
-from serve_cases import MODES, live, msmarco, nothing_shared, turns
-from serve_load import channel, check_books, inflight, overload
-from serve_tenants import tenants
+import click
+from generate import airline
+from harness import NUMBERS, Listed, benchmark, clocked, export_folder, median, python_of, read_jsonl, table, timed
+from servers import KV_GIB, Clients, ServedModel, p, prefold_server, vllm_server
+
+from prefold import LLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
 
+# `vllm bench serve`. The command of the CPU build does not start it, because the package has another name.
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+SAME_HASHES = {"PYTHONHASHSEED": "0"}  # from which it makes the text of a trace's blocks
+MODES = ("full", "mlp", "off", "auto")
 QUERY = "how do prefix caches work"
 DOCUMENTS = [f"Document {i}: a prefix that many prompts share is computed once." for i in range(10)]
 PROMPT = "The quick brown fox"
@@ -88,7 +76,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def call(llm: Any, kind: str) -> Any:
-    """Does in this process what a request of that kind asks for."""
+    """Do in this process the work of a request of this kind."""
     path, body = KINDS[kind]
     if path == "/v1/completions":
         return llm.generate(body["prompt"], max_tokens=body["max_tokens"], ignore_eos=True)
@@ -99,47 +87,41 @@ def call(llm: Any, kind: str) -> Any:
 
 
 def client(port: int) -> None:
-    """Does what lines on standard input say, and answers each with a line: seconds of requests, processor time."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    """Send the requests that lines on standard input name, and answer each with their seconds and processor time."""
     for line in sys.stdin:
         order = json.loads(line)
+        # A new connection: the server closes a connection that is idle between two orders.
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.connect()
         path, body = order["path"], json.dumps(order["body"]).encode()
         before = time.process_time()
         if order["at_once"]:
             seconds = at_once(port, path, [json.dumps(one).encode() for one in order["body"]])
-        elif order["gaps"]:
-            seconds = gaps(connection, path, body)
         else:
             seconds = [ask(connection, path, body) for _ in range(order["count"])]
         print(json.dumps({"seconds": seconds, "cpu": time.process_time() - before}), flush=True)
+        connection.close()
 
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
-    """Returns the seconds that a request took, from its first byte to the last of its answer."""
-    started = time.perf_counter()
-    connection.request("POST", path, body, {"content-type": "application/json"})
-    response = connection.getresponse()
-    answer = response.read()
-    assert response.status == 200, answer
-    return time.perf_counter() - started
+    """Return the seconds of a request, from its first byte to the last byte of its answer."""
 
+    def once() -> None:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+        assert response.status == 200, answer
 
-def gaps(connection: http.client.HTTPConnection, path: str, body: bytes) -> list[float]:
-    """Returns the seconds between the events of a streamed answer."""
-    connection.request("POST", path, body, {"content-type": "application/json"})
-    at = [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
-    return [after - before for before, after in pairwise(at)]
+    return timed(once, 1)[0]
 
 
 def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
-    """Returns the seconds that all of these requests took together, as a list of one."""
+    """Return the seconds of all requests together, as a list of one element."""
     connections = [http.client.HTTPConnection("127.0.0.1", port) for _ in bodies]
     for connection in connections:
         connection.connect()
-    started = time.perf_counter()
     with ThreadPoolExecutor(len(bodies)) as pool:
-        list(pool.map(ask, connections, [path] * len(bodies), bodies))
-    seconds = [time.perf_counter() - started]
+        seconds = timed(lambda: list(pool.map(ask, connections, [path] * len(bodies), bodies)), 1)
     for connection in connections:
         connection.close()
     return seconds
@@ -152,11 +134,9 @@ class Client:
         command = [sys.executable, __file__, "--client", str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __call__(
-        self, path: str, body: Any, *, count: int = 1, at_once: bool = False, gaps: bool = False
-    ) -> dict[str, Any]:
+    def __call__(self, path: str, body: Any, *, count: int = 1, at_once: bool = False) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"path": path, "body": body, "count": count, "at_once": at_once, "gaps": gaps}
+        order = {"path": path, "body": body, "count": count, "at_once": at_once}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
@@ -165,28 +145,25 @@ class Client:
 # ------------------------------------------------------------------------------------------------------- the cases
 
 
-def overhead(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compares requests by HTTP with calls in this process."""
+def overhead(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]:
+    """Compare requests by HTTP with calls in this process."""
     ask_client, rows = Client(server.bound_at[1]), []
     for kind, (path, body) in KINDS.items():
         seconds: dict[str, list[float]] = {"http": [], "call": []}
         cpu = {"http": 0.0, "call": 0.0, "client": 0.0}
         count = arguments.each
         ask_client(path, body, count=3), call(llm, kind)
-        for _ in range(arguments.rounds):
+        for _ in range(arguments.repeats):
             before = time.process_time()
             found = ask_client(path, body, count=count)
             cpu["http"] += time.process_time() - before
             cpu["client"] += found["cpu"]
             seconds["http"] += found["seconds"]
             before = time.process_time()
-            for _ in range(count):
-                started = time.perf_counter()
-                call(llm, kind)
-                seconds["call"].append(time.perf_counter() - started)
+            seconds["call"] += timed(partial(call, llm, kind), count)
             cpu["call"] += time.process_time() - before
-        total = count * arguments.rounds
-        p50 = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+        total = count * arguments.repeats
+        p50 = {name: median(values) * 1e3 for name, values in seconds.items()}
         ms = {name: value / total * 1e3 for name, value in cpu.items()}
         rows.append({"kind": kind, "p50_ms": p50, "cpu_ms": ms})
     print(table(
@@ -198,112 +175,26 @@ def overhead(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, 
     return {"latency": rows, "saturated": saturated(llm, ask_client, arguments)}
 
 
-def streamed(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compares the time between two tokens at a client of the server with that in this process."""
-    from prefold import kernels
-
-    prompt, length = {"messages": [{"role": "user", "content": QUERY}]}, 64
-    body = prompt | {"max_tokens": length, "stream": True} | GREEDY
-    ask_client, options = Client(server.bound_at[1]), {"temperature": 0, "ignore_eos": True}
-    if arguments.pass_ms:
-        calls = kernels.load()._calls
-        run, wait = calls["run_program"], lambda: time.sleep(arguments.pass_ms / 1e3)
-        calls["run_program"] = lambda call: wait() if call._obj.rows == 1 and call._obj.ids else run(call)
-
-    def http() -> list[float]:
-        found = ask_client("/v1/chat/completions", body, gaps=True)
-        cpu["client"].append(found["cpu"] / length)
-        return found["seconds"]
-
-    def stream() -> list[float]:
-        at = [time.perf_counter() for _ in llm.stream(prompt, max_tokens=length, **options)]
-        return [after - before for before, after in pairwise(at)]
-
-    def generate() -> list[float]:
-        started = time.perf_counter()
-        llm.generate(prompt, max_tokens=length, **options)
-        return [(time.perf_counter() - started) / length]
-
-    ways = {"HTTP": http, "LLM.stream": stream, "LLM.generate": generate}
-    seconds, cpu = {way: list[float]() for way in ways}, {way: list[float]() for way in (*ways, "client")}
-    for _ in range(arguments.rounds):
-        for way, run_once in ways.items():
-            before = time.process_time()
-            seconds[way].append(statistics.median(run_once()))
-            cpu[way].append((time.process_time() - before) / length)
-    added = [with_server - here for with_server, here in zip(seconds["HTTP"], seconds["LLM.stream"], strict=True)]
-    columns = seconds | {"HTTP adds": added} | {f"{way}: processor": values for way, values in cpu.items()}
-    print(table(["ms a token", *columns], [["", *(f"{statistics.median(s) * 1e3:.3f}" for s in columns.values())]]))
-    return {"seconds": seconds, "processor": cpu}
-
-
-def saturated(llm: Any, ask_client: Client, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compares many requests at once with one call of as many prompts."""
+def saturated(llm: Any, ask_client: Client, arguments: SimpleNamespace) -> dict[str, Any]:
+    """Compare many requests at a time with one call with as many prompts."""
     prompts = [f"{PROMPT} number {i} jumps" for i in range(arguments.at_once)]
     bodies = [{"prompt": prompt, "max_tokens": 32} | GREEDY for prompt in prompts]
     seconds: dict[str, list[float]] = {"http": [], "call": []}
-    for _ in range(max(3, arguments.rounds // 2)):
+    for _ in range(max(3, arguments.repeats // 2)):
         llm.cache.clear()
         seconds["http"] += ask_client("/v1/completions", bodies, at_once=True)["seconds"]
         llm.cache.clear()
-        started = time.perf_counter()
-        llm.generate(prompts, max_tokens=32, ignore_eos=True)
-        seconds["call"].append(time.perf_counter() - started)
+        seconds["call"] += timed(lambda: llm.generate(prompts, max_tokens=32, ignore_eos=True), 1)
     ratios = [call / http for http, call in zip(seconds["http"], seconds["call"], strict=True)]
-    found = {name: statistics.median(values) for name, values in seconds.items()}
+    found = {name: median(values) for name, values in seconds.items()}
     print(f"\n{len(prompts)} prompts, 32 tokens each: {found['http']:.2f} s by HTTP at once,"
           f" {found['call']:.2f} s as one call;"
-          f" throughput ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
+          f" throughput ratio {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")  # fmt: skip
     return found | {"ratios": ratios}
 
 
-def cancel(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures how soon nothing is left of clients that leave, and that others get what they get alone."""
-    from serving import Raw
-
-    generator, draw = llm.engine.generator, random.Random(0)
-    stays = {"prompt": "One that stays", "max_tokens": 200} | GREEDY
-    expected = llm.generate(stays["prompt"], max_tokens=200, ignore_eos=True).text
-    texts, is_over = [], threading.Event()
-
-    def stay() -> None:
-        connection = http.client.HTTPConnection(*server.bound_at)
-        while not is_over.is_set():
-            connection.request("POST", "/v1/completions", json.dumps(stays))
-            texts.append(json.loads(connection.getresponse().read())["choices"][0]["text"])
-
-    staying = threading.Thread(target=stay)
-    staying.start()
-    milliseconds, steps = [], []
-    for number in range(arguments.count):
-        prompt = f"{number} " + "words and " * draw.randint(1, 200)
-        body = {"prompt": prompt, "max_tokens": 500, "stream": draw.random() < 0.5} | GREEDY
-        raw = Raw(server).send("/v1/completions", body, whole=draw.random() > 0.05)
-        time.sleep(draw.random() * arguments.wait)
-        before, started = llm.stats.steps, time.perf_counter()
-        raw.close()
-        while len(server.state.handler.backpressure.replies) > 1 or len(generator._open) > 1 or server.state.open > 1:
-            time.sleep(2e-4)
-        milliseconds.append((time.perf_counter() - started) * 1e3)
-        steps.append(llm.stats.steps - before)
-    is_over.set()
-    staying.join()
-    check_books(llm)
-    llm.cache.clear()
-    cut = [statistics.quantiles(values, n=100) for values in (milliseconds, steps)]
-    print(table(
-        ["clients that left", "P50", "P99", "largest"],
-        [["milliseconds until nothing is left", f"{cut[0][49]:.1f}", f"{cut[0][98]:.1f}", f"{max(milliseconds):.1f}"],
-         ["steps that ended meanwhile", f"{cut[1][49]:.0f}", f"{cut[1][98]:.0f}", max(steps)]],
-    ))  # fmt: skip
-    same = sum(text == expected for text in texts)
-    slots = generator.scheduler.pool.used_slots
-    print(f"{same} of {len(texts)} texts of others are those of a call alone; slots in use: {slots}")
-    return {"milliseconds": milliseconds, "steps": steps, "others": len(texts), "same": same}
-
-
 def lines_of(kind: str, count: int) -> list[str]:
-    """Returns the lines of a batch: completions of 32 tokens, or embeddings, of prompts with 60 tokens in common."""
+    """Return the lines of a batch: completions of 32 tokens, or embeddings, of prompts that share 60 tokens."""
     common = "All of these prompts begin with the same words, " * 6
     path, more = KINDS["completion, 16 tokens" if kind == "completions" else "embedding of a text"]
     name = "prompt" if kind == "completions" else "input"
@@ -314,7 +205,7 @@ def lines_of(kind: str, count: int) -> list[str]:
 
 
 def as_job(llm: Any, lines: list[str], folder: Path) -> float:
-    """Returns the seconds that lines take as a job in this process."""
+    """Return the seconds of lines as a job in this process."""
     from prefold.job import Job, OutputOptions, open_output, run_job
     from prefold.records.batch import OpenAIBatch
     from prefold.records.source import open_source
@@ -324,10 +215,9 @@ def as_job(llm: Any, lines: list[str], folder: Path) -> float:
     tasks = {name: llm.task(name) for name in ("generate", "embed")}
     output = open_output(OutputOptions(folder / "out.jsonl", overwrite=True), {})
     job = Job(open_source(str(folder / "in.jsonl")), OpenAIBatch("model"), tasks, lambda: Kept(llm), output)
-    started = time.perf_counter()
-    summary = run_job(job, Progress())
+    seconds, summary = clocked(lambda: run_job(job, Progress()))
     assert summary.records == len(lines) and not summary.errors
-    return time.perf_counter() - started
+    return seconds
 
 
 class Kept:
@@ -337,8 +227,8 @@ class Kept:
         self.engine, self.dtype = llm.engine, llm.dtype
 
 
-def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compares batches with jobs, and live requests beside a batch with the same alone."""
+def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]:
+    """Compare batches with jobs, and live requests beside a batch with live requests alone."""
     import openai
 
     from prefold.engine.step_policy import LATELY_SECONDS
@@ -352,7 +242,7 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
         url = json.loads(lines[0])["url"]
         return openai_client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id
 
-    # They are looked at in this process: asking for them over HTTP takes a tenth of a core.
+    # Read in this process: polling over HTTP takes a tenth of a core.
     def is_open(batch: str) -> bool:
         return batch in server.state.batches._open
 
@@ -361,21 +251,24 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
         return output is not None and output.count > 0
 
     def as_batch(lines: list[str]) -> float:
-        time.sleep(LATELY_SECONDS)  # for so long after a live request a batch's steps are short
-        started = time.perf_counter()
-        batch = begin(lines)
-        while is_open(batch):
-            time.sleep(0.005)
-        seconds = time.perf_counter() - started
+        time.sleep(LATELY_SECONDS)  # a batch's steps are short after a live request
+
+        def whole() -> str:
+            batch = begin(lines)
+            while is_open(batch):
+                time.sleep(0.005)
+            return batch
+
+        seconds, batch = clocked(whole)
         counts = openai_client.batches.retrieve(batch).request_counts
         assert counts is not None and counts.completed == len(lines), counts
         return seconds
 
     for kind in ("completions", "embeddings"):
         seconds: dict[str, list[float]] = {"job": [], "batch": [], "alone": [], "beside": []}
-        lines = lines_of(kind, arguments.lines * (8 if kind == "embeddings" else 1))  # which are so much shorter
+        lines = lines_of(kind, arguments.lines * (8 if kind == "embeddings" else 1))  # embeddings are so much shorter
         many = lines_of(kind, 20_000 if kind == "embeddings" else 5_000)
-        for number in range(arguments.rounds):
+        for number in range(arguments.repeats):
             for name in ("job", "batch") if number % 2 else ("batch", "job"):
                 llm.cache.clear()
                 seconds[name].append(as_batch(lines) if name == "batch" else as_job(llm, lines, folder))
@@ -394,87 +287,263 @@ def batches(llm: Any, server: Any, arguments: argparse.Namespace) -> dict[str, A
            for kind, s in found.items()}  # fmt: skip
     print(table(
         ["lines", "job, s", "batch, s", "ratio", "P50 alone, ms", "beside", "P99 alone, ms", "beside"],
-        [[kind, f"{statistics.median(s['job']):.2f}", f"{statistics.median(s['batch']):.2f}",
-          f"{statistics.median(a / b for a, b in zip(s['job'], s['batch'], strict=True)):.2f}",
+        [[kind, f"{median(s['job']):.2f}", f"{median(s['batch']):.2f}",
+          f"{median(a / b for a, b in zip(s['job'], s['batch'], strict=True)):.2f}",
           *(f"{cut[kind][name][place] * 1e3:.1f}" for place in (49, 98) for name in ("alone", "beside"))]
          for kind, s in found.items()],
     ))  # fmt: skip
     return found
 
 
-HERE = {"overhead": overhead, "streamed": streamed, "cancel": cancel, "batches": batches}
-SERVERS = {"msmarco": msmarco, "live": live, "turns": turns, "nothing-shared": nothing_shared, "tenants": tenants}
-# Those whose server is in this process too, with options of its own.
-OWN = {"inflight": inflight, "channel": channel, "overload": overload}
+def both(stack: ExitStack, arguments: SimpleNamespace, modes: dict[str, list[str]], *vllm: str) -> list[ServedModel]:
+    """Return the paused servers of a case: `prefold serve` with the options of each mode, and vLLM's if --vllm is
+    given."""
+    found = [
+        stack.enter_context(prefold_server(name, arguments.model, *options, dtype=arguments.dtype))
+        for name, options in modes.items()
+    ]
+    if arguments.vllm:
+        llm = LLM(arguments.model, dtype=arguments.dtype)
+        folder = str(export_folder(llm.checkpoint, stack.enter_context(tempfile.TemporaryDirectory()), llm.dtype))
+        options = ("--max-model-len", str(min(llm.config.max_positions, arguments.vllm_length)), *vllm)
+        server = vllm_server("vLLM", arguments.vllm, folder, "--served-model-name", "model", *options)
+        found.append(stack.enter_context(server))
+    return found
 
 
-def in_process(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs a case whose server is in this process."""
+# ------------------------------------------------------------------------------------------------------ msmarco
+
+
+def msmarco(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Rerank with all pairs of one query a request, at several concurrencies, all systems in turn."""
+    count = 4 if arguments.smoke else arguments.queries
+    llm = LLM(arguments.model, dtype=arguments.dtype)
+    task = llm.task("rerank")
+    lines = read_jsonl(Path(arguments.data, "msmarco_v11", "dev.jsonl.gz"))[:count]
+    bodies: dict[str, list[bytes]] = {"/v1/embeddings": [], "/rerank": []}
+    tokens = []
+    for line in lines:
+        texts = [one["text"] for one in line["passages"]]
+        works = task.prepare([(line["query"], text) for text in texts])
+        prompts = [work.requests[0].tokens.tolist() for work in works]
+        tokens.append(sum(map(len, prompts)))
+        bodies["/v1/embeddings"].append(json.dumps({"input": prompts}).encode())
+        bodies["/rerank"].append(json.dumps({"query": line["query"], "documents": texts}).encode())
+    print(f"{count} queries, {statistics.fmean(tokens):.0f} tokens each")
+    del llm, task
+    modes = {mode: ["--sharing", mode, "--cache", "off"] for mode in arguments.modes}
+    rows, at_once = [], [1] if arguments.smoke else arguments.concurrency
+    with ExitStack() as stack:
+        servers = both(stack, arguments, modes, "--runner", "pooling")
+        for path in arguments.paths:
+            for number in at_once:
+                for server in servers:
+                    if path == "/rerank" and server.name == "vLLM":
+                        continue  # vLLM does not rerank with this model
+                    server.go_on()
+                    with Clients(server.port, number) as clients:
+                        clients.ask_all(path, bodies[path][:1])
+                        if server.name == "vLLM":  # the other servers have no cache
+                            server.forget()
+                        begun = parts_of(server)
+                        before = time.process_time()
+                        whole, seconds, _ = clients.ask_all(path, bodies[path])
+                        plan, model = (now - then for now, then in zip(parts_of(server), begun, strict=True))
+                    row = {"path": path, "at once": number, "system": server.name, "rate": count / whole}
+                    row |= {"p50": p(seconds, 50), "p99": p(seconds, 99), "cpu": time.process_time() - before}
+                    rows.append(row | {"plan": plan / model if model else float("nan")})
+                    server.pause()
+        memory = {server.name: server.peak_mib for server in servers}
+    base = {(row["path"], row["at once"]): row for row in rows if row["system"] == "full"}
+    shown = table(
+        ["path", "at once", "system", "P50, s", "P50 over full's", "queries/s", "planning over model",
+         "client's CPU, ms a request"],
+        [[row["path"], row["at once"], row["system"], f"{row['p50']:.2f}",
+          f"{row['p50'] / base[row['path'], row['at once']]['p50']:.2f}", f"{row['rate']:.2f}",
+          f"{row['plan']:.2%}".replace("nan%", ""), f"{row['cpu'] / count * 1e3:.1f}"] for row in rows],
+    )  # fmt: skip
+    print(shown)
+    print("peak memory, MiB: " + ", ".join(f"{name} {value:.0f}" for name, value in memory.items()))
+    return {"rows": rows, "memory": memory, "queries": count, "tables": {"table": shown}}
+
+
+def parts_of(server: ServedModel) -> tuple[float, float]:
+    """Return the seconds of a server's planning and of its model; zeros if it does not report them."""
+    found = server.counted("prefold:engine_seconds_total")
+    return found.get('{part="plan"}', 0.0), found.get('{part="model"}', 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------- live
+
+
+def live(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Run `vllm bench serve` against both servers, with all requests at once, then at shares of vLLM's rate."""
+    if not arguments.vllm:
+        raise SystemExit("--case live needs --vllm, whose bench is the client of both servers")
+    found = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        modes = {"prefold": ["--served-model-name", "model", "--kv-memory", f"{KV_GIB}GiB"]}
+        servers = both(stack, arguments, modes, "--block-size", str(arguments.block), "--enable-prefix-caching")
+        for workload in arguments.workload:
+            found[workload] = live_workload(arguments, folder, servers, workload)
+    return found | {"tables": {workload: of.pop("table") for workload, of in found.items()}}
+
+
+def live_workload(
+    arguments: SimpleNamespace, folder: Path, servers: list[ServedModel], workload: str
+) -> dict[str, Any]:
+    """Run one workload against both servers, with empty caches each time."""
+    title, options = workload_of(arguments, folder, workload)
+    rows, saturation = [], 0.0
+    for share in [None, *(arguments.shares[:1] if arguments.smoke else arguments.shares)]:
+        rate = "inf" if share is None else f"{share * saturation:.3f}"
+        for server in servers[::-1]:  # vLLM first: its rate is the unit
+            server.go_on()
+            warm(server)
+            found = bench(arguments, folder, server, [*options, "--request-rate", rate])
+            server.pause()
+            if share is None and server.name == "vLLM":
+                saturation = found["request_throughput"]
+            rows.append({"share": share, "system": server.name} | found)
+    names = {"output_throughput": "output tokens/s", "p50_ttft_ms": "P50 TTFT, ms", "p99_ttft_ms": "P99",
+             "p50_itl_ms": "P50 inter-token, ms", "p99_itl_ms": "P99", "client_cpu": "client's CPU, s"}  # fmt: skip
+    print(f"{title}; of vLLM's rate when all come at once, {saturation:.2f} requests/s:")
+    shown = table(
+        ["of that rate", "system", *names.values()],
+        [["all at once" if row["share"] is None else row["share"], row["system"],
+          *(f"{row[name]:.1f}" for name in names)] for row in rows],
+    )  # fmt: skip
+    print(shown, flush=True)
+    return {"rows": rows, "workload": title, "table": shown}
+
+
+def warm(server: ServedModel) -> None:
+    """Warm a server up with a few prompts, and empty its cache."""
+    bodies = [{"model": "model", "prompt": [11 + i] * 200, "max_tokens": 8, "ignore_eos": True} for i in range(4)]
+    with Clients(server.port, 4) as clients:
+        clients.ask_all("/v1/completions", [json.dumps(body).encode() for body in bodies])
+    server.forget()
+
+
+def workload_of(arguments: SimpleNamespace, folder: Path, workload: str) -> tuple[str, list[str]]:
+    """Return a workload's name, and the options of `vllm bench serve` that make it."""
+    count = 4 if arguments.smoke else arguments.requests
+    llm = LLM(arguments.model, dtype=arguments.dtype)
+    same = ["--num-prompts", str(count), "--ignore-eos", "--temperature", "0", "--seed", "0"]
+    if workload == "prefix_repetition":
+        prefix = ["--prefix-repetition-prefix-len", "512", "--prefix-repetition-suffix-len", "128"]
+        prefix += ["--prefix-repetition-num-prefixes", "4", "--prefix-repetition-output-len", str(arguments.output)]
+        name = f"prefix_repetition, {count} requests, 4 prefixes of 512, 128 own, {arguments.output} out"
+        return name, ["--dataset-name", "prefix_repetition", *prefix, *same]
+    file = folder / "prompts.jsonl"
+    if workload == "mooncake":  # blocks of 512 tokens become blocks of 16
+        trace = read_jsonl(Path(arguments.data, "trace_mooncake_conversation", "dev.jsonl.gz"))[:count]
+        for one in trace:
+            one["input_length"] = max(1, one["input_length"] // 32)
+            one["output_length"] = max(1, min(one["output_length"] // 32, arguments.output))
+        file.write_text("\n".join(map(json.dumps, trace)))
+        replay = ["--dataset-name", "timed_trace", "--dataset-path", str(file), "--no-self-timed"]
+        sizes = [one["output_length"] for one in trace]
+        name = f"Mooncake's conversations, blocks of 16, {count} requests, {statistics.fmean(sizes):.0f} out"
+        return name, [*replay, "--timed-trace-chunk-hash-size", "16", *same]
+    if workload == "tau_airline":
+        texts = [llm.tokenizer.decode(ids) for ids in airline(Path(arguments.data), llm).prompts]
+        sizes = [arguments.output] * len(texts)
+    else:  # lengths of a trace, with text that is not shared
+        trace = read_jsonl(Path(arguments.data, workload, "trace.jsonl.gz"))
+        drawn = random.Random(0).sample(trace, count)
+        words, draw = [llm.tokenizer.decode([i]) for i in range(1000, 9000)], random.Random(1)
+        most = arguments.vllm_length // 2
+        texts = ["".join(draw.choices(words, k=min(one["input_length"], most))) for one in drawn]
+        sizes = [max(1, min(one["output_length"], arguments.output)) for one in drawn]
+    texts, sizes = texts[:count], sizes[:count]
+    same[1] = str(len(texts))
+    lines = [json.dumps({"prompt": text, "output_tokens": n}) for text, n in zip(texts, sizes, strict=True)]
+    file.write_text("\n".join(lines))
+    own = ["--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", "-1", "--skip-chat-template"]
+    return f"{workload}, {len(texts)} requests, {statistics.fmean(sizes):.0f} out", [*own, *same]
+
+
+def bench(arguments: SimpleNamespace, folder: Path, server: ServedModel, options: list[str]) -> dict[str, Any]:
+    """Return the results of `vllm bench serve` for a server, and the client's processor time."""
+    result = folder / "result.json"
+    command = [python_of(arguments.vllm), "-c", BENCH, "--backend", "openai"]
+    command += ["--base-url", f"http://127.0.0.1:{server.port}", "--endpoint", "/v1/completions", "--model", "model"]
+    command += [
+        "--tokenizer",
+        tokenizer_folder(arguments, folder),
+        "--disable-tqdm",
+        "--percentile-metrics",
+        "ttft,itl",
+    ]
+    command += ["--metric-percentiles", "50,99", "--save-result", "--result-filename", str(result), *options]
+    before = children_cpu()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | SAME_HASHES)
+    found = json.loads(result.read_text()) if result.exists() else {}
+    result.unlink(missing_ok=True)
+    if done.returncode or found.get("failed", 1):
+        said = f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}\n{server.log_end}"
+        raise RuntimeError(f"vllm bench serve: {found.get('failed')} requests failed at {server.name}:\n{said}")
+    return {k: v for k, v in found.items() if isinstance(v, int | float)} | {"client_cpu": children_cpu() - before}
+
+
+def children_cpu() -> float:
+    """Return the processor seconds of ended child processes."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def tokenizer_folder(arguments: SimpleNamespace, folder: Path) -> str:
+    """Return a folder with the tokenizer's files, for the client."""
+    made = folder / "tokenizer"
+    if not made.exists():
+        llm = LLM(arguments.model, dtype=arguments.dtype)
+        export_folder(llm.checkpoint, made, llm.dtype)
+        (made / "model.safetensors").unlink(missing_ok=True)
+    return str(made)
+
+
+IN_PROCESS = {"overhead": overhead, "batches": batches}
+SERVERS = {"msmarco": msmarco, "live": live}
+CASES = [*IN_PROCESS, *SERVERS]
+
+
+def in_process(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Run a case whose server is in this process."""
     from serving import serving
 
-    from prefold import LLM
-
-    sys.setswitchinterval(1e-3)  # as `prefold serve` does, and so is the garbage collector frozen
+    sys.setswitchinterval(1e-3)  # as `prefold serve`, which also freezes the garbage collector
     if arguments.smoke:
-        arguments.rounds, arguments.each, arguments.count, arguments.lines, arguments.at_once = 2, 2, 10, 10, 8
+        arguments.repeats, arguments.each, arguments.lines, arguments.at_once = 2, 2, 10, 8
     llm = LLM(arguments.model, dtype=arguments.dtype)
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory() as folder, serving(llm, data_dir=folder) as server:
-        return HERE[arguments.case](llm, server, arguments)
+        return IN_PROCESS[arguments.case](llm, server, arguments)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=(*HERE, *SERVERS, *OWN), default="overhead")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--each", type=int, default=10, help="overhead: requests of a kind and round")
-    parser.add_argument("--pass-ms", type=float, default=0, help="streamed: what a forward pass of one row takes")
-    parser.add_argument("--at-once", type=int, default=256, help="overhead: requests of the last part")
-    parser.add_argument("--count", type=int, default=1000, help="cancel: clients that leave")
-    parser.add_argument("--wait", type=float, default=0.2, help="cancel: they leave within so many seconds")
-    parser.add_argument("--lines", type=int, default=200, help="batches: of a batch")
-    parser.add_argument("--smoke", action="store_true", help="try a case with a few requests")
-    parser.add_argument("--data", default="data", help="the folder of the data sets")
-    parser.add_argument("--vllm", help="a virtual environment with vLLM in it")
-    parser.add_argument("--vllm-length", type=int, default=8192, help="vLLM's --max-model-len")
-    parser.add_argument("--block", type=int, default=32, help="live: vLLM's block size; on a CPU a multiple of 32")
-    parser.add_argument("--queries", type=int, default=120, help="msmarco")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16], help="msmarco")
-    parser.add_argument("--paths", nargs="+", default=["/v1/embeddings", "/rerank"], help="msmarco")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["full", "mlp", "off"], help="msmarco: of prefold")
-    parser.add_argument("--workload", nargs="+", default=["prefix_repetition"], help="live: see above")
-    parser.add_argument("--requests", type=int, default=100, help="live, nothing-shared, tenants")
-    parser.add_argument("--output", type=int, default=32, help="live, nothing-shared: tokens of an answer")
-    parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.8], help="live: of vLLM's rate")
-    parser.add_argument("--conversations", type=int, default=12, help="turns")
-    parser.add_argument("--most-turns", type=int, help="turns: of all conversations together")
-    parser.add_argument("--memory-shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.1], help="turns")
-    parser.add_argument("--nodes", type=int, default=100_000, help="nothing-shared, tenants: kept")
-    parser.add_argument("--small", help="nothing-shared: a model with few bytes a row, for the many nodes")
-    parser.add_argument(
-        "--row-bytes", type=int, default=1 << 12, help="nothing-shared: more than a row of --small takes"
-    )
-    parts = ["within", "across", "flood"]
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="channel: a tenant, two, or the flood")
-    parser.add_argument("--guesses", type=int, default=400, help="channel: of each kind")
-    parser.add_argument("--seconds", type=float, default=300, help="overload: for how long")
-    parser.add_argument("--kv-memory", type=int, help="inflight, channel, overload: bytes of K/V")
-    parser.add_argument("--json")
-    parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+@benchmark("data", "model", "dtype", "repeats", "smoke", "vllm", data="data", repeats=10)
+@click.option("--case", type=click.Choice(CASES), default="overhead", show_default=True, help="Case; see above.")
+@click.option("--each", type=int, default=10, show_default=True, help="overhead: requests of a kind and round.")
+@click.option("--at-once", type=int, default=256, show_default=True, help="overhead: requests at a time.")
+@click.option("--lines", type=int, default=200, show_default=True, help="batches: lines of a batch.")
+@click.option("--vllm-length", type=int, default=8192, show_default=True, help="vLLM's --max-model-len.")
+@click.option("--block", type=int, default=32, show_default=True, help="live: vLLM's block size.")
+@click.option("--queries", type=int, default=120, show_default=True, help="msmarco: queries.")
+@click.option("--concurrency", type=NUMBERS, default="1,4,16", show_default=True, help="msmarco: requests at a time.")
+@click.option("--paths", type=Listed(), default="/v1/embeddings,/rerank", show_default=True, help="msmarco: paths.")
+@click.option("--modes", type=Listed(among=MODES), default="full,mlp,off", show_default=True, help="msmarco: modes.")
+@click.option("--workload", type=Listed(), default="prefix_repetition", show_default=True, help="live: workloads.")
+@click.option("--requests", type=int, default=100, show_default=True, help="live: requests.")
+@click.option("--output", type=int, default=32, show_default=True, help="live: tokens of an answer.")
+@click.option("--shares", type=Listed(float), default="0.5,0.8", show_default=True, help="live: shares of vLLM's rate.")
+@click.option("--client", type=int, hidden=True)
+def main(arguments: SimpleNamespace) -> dict[str, Any] | None:
     if arguments.client:
-        client(arguments.client)
-        return
-    # Servers and clients of a case end with it, also where it is told to end.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    about = machine()
-    print(about)
-    found = (SERVERS | OWN).get(arguments.case, in_process)(arguments)
-    write_json(arguments.json, benchmark="serve", case=arguments.case, machine=about, **found)
+        return client(arguments.client)
+    found = SERVERS.get(arguments.case, in_process)(arguments)
+    return {"case": arguments.case} | found
 
 
 if __name__ == "__main__":

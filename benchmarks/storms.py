@@ -1,25 +1,25 @@
-"""Callers that leave at any moment, floods of requests, and workers that fail at any call, on tiny random models.
+"""Counts right, refused and wrong answers under storms: interrupts, cancels, disconnects, floods and failing workers.
 
-    python benchmarks/storms.py interrupts cancels disconnects floods --events 1250 --seed 1 [--json FILE]
+    python benchmarks/storms.py interrupts cancels disconnects floods --events 1250 --seed 1 --json FILE
     python benchmarks/storms.py failures
 
-interrupts   Ctrl-C into generate, stream, embed, classify and score, while other threads go on asking
-cancels      agenerate and astream that are cancelled, streams that are left, and handles that are cancelled
-disconnects  clients of a server that leave before they have sent all, before the first token, and in mid-stream
-floods       more requests at once than a server lets wait
-failures     each call of a worker raises in turn, of each kind of message, with each of some errors, when the step is
-             started or when its result is asked for, once or from then on until all have an answer; all of them,
-             whatever `--events` says
+All models are tiny and random.
 
-What counts is what the table says: an answer is right (as that of a model nobody disturbs), refused (an error that the
-storm is meant to make, or nothing, for a caller that left) or wrong; and at the end nobody waits, and no slot is in
-use. The status is 1 where it is not so. Jobs and servers are killed by tests/cli/test_kills.py and
-tests/serve/test_batch_kills.py.
+interrupts   Ctrl-C in generate, stream, embed, classify and score, while other threads run calls
+cancels      agenerate and astream that are cancelled, streams that are left, and handles that are cancelled
+disconnects  clients of a server that leave before they have sent a whole request, before the first token, and in
+             mid-stream
+floods       more requests at a time than a server lets wait
+failures     each call of a worker raises in turn: for each kind of message, with each of some errors, when the step
+             starts or when its result is read, once or from then on. Runs all failures, whatever `--events` says
+
+An answer is right (equal to an undisturbed model's answer), refused (an error that the storm provokes, or nothing for a
+caller that left) or wrong. At the end no request waits and no slot is in use. Otherwise the exit status is 1. Kills of
+jobs and servers are in tests/cli/test_kills.py and tests/serve/test_batch_kills.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import random
@@ -33,11 +33,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import httpx
 import numpy as np
-from common import table, write_json
+from harness import ROOT, benchmark, table, timed, write_json
 
 from prefold import LLM
 from prefold.cache import CacheOptions
@@ -47,7 +49,6 @@ from prefold.errors import PrefoldError
 from prefold.shifted.options import ShiftedReuse
 from prefold.types import Request, Sampling
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
 from books import check_books  # noqa: E402
 from looped_dense import LOOPED, looped_checkpoint  # noqa: E402
@@ -59,10 +60,10 @@ SMALL = {"num_hidden_layers": 1, "hidden_size": 12, "num_attention_heads": 2, "n
 HOW: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": 1 << 18, "threads": 1}
 TEXTS = [f"Question {i}: what is {i} and {i * i}? Answer:" for i in range(6)]
 GREEDY: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0}
-LONGEST = 60.0  # seconds that anybody may wait
+LONGEST = 60.0  # seconds that a call may wait
 
 
-# ------------------------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------------- calls
 
 
 def generate(llm: LLM) -> Any:
@@ -89,12 +90,12 @@ CALLS = (generate, stream, embed, classify, score)
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Returns whether two answers are the same; numbers as nearly as another batch leaves them."""
+    """Return whether two answers are equal; numbers up to the rounding of another batch."""
     return np.allclose(one, other, atol=1e-3) if isinstance(one, np.ndarray) else one == other
 
 
 class Watch:
-    """A Watch counts, and compares answers with those of a model that nobody disturbs."""
+    """Counts, and compares answers with the answers of an undisturbed model."""
 
     def __init__(self, llm: LLM, calls: tuple[Callable[[LLM], Any], ...] = CALLS):
         self.llm, self.counts = llm, Counter[str]()
@@ -104,7 +105,7 @@ class Watch:
         self.counts["right" if alike(answer, self.wanted[call]) else "wrong"] += 1
 
     def end(self) -> dict[str, int]:
-        """Returns what was counted, with those that wait at the end and the slots in use then."""
+        """Return the counts, with the requests that wait and the slots in use at the end."""
         engine = self.llm.engine
         until = time.monotonic() + LONGEST
         while (engine.generator.has_work or engine.handles) and time.monotonic() < until:
@@ -118,7 +119,7 @@ class Watch:
 
 @contextmanager
 def bystanders(watch: Watch, count: int = 2) -> Iterator[None]:
-    """Lets threads ask meanwhile, whose answers nothing may change."""
+    """Run calls in other threads meanwhile, whose answers must not change."""
     is_over = threading.Event()
 
     def ask(number: int) -> None:
@@ -149,12 +150,10 @@ def plain(folder: Path) -> LLM:
 
 
 def interrupts(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Ctrl-C wherever it falls; every fifth is followed by a whole call."""
+    """Send Ctrl-C at random moments. A whole call follows every fifth."""
     watch, seconds = Watch(plain(folder)), {}
     for call in CALLS:
-        started = time.perf_counter()
-        call(watch.llm)
-        seconds[call] = time.perf_counter() - started
+        seconds[call] = timed(partial(call, watch.llm), 1)[0]
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with bystanders(watch):
@@ -181,7 +180,7 @@ def interrupts(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 class Kept(Handle):
-    """A Kept handle keeps what comes."""
+    """A handle that keeps its events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +191,7 @@ class Kept(Handle):
 
 
 def cancels(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Tasks of an event loop, streams and handles that are cancelled after a random time, or end before."""
+    """Cancel tasks of an event loop, streams and handles after a random time; some end before."""
     watch = Watch(plain(folder))
     llm, counts = watch.llm, watch.counts
     prompt = llm.tokenizer.encode(TEXTS[0])
@@ -246,7 +245,7 @@ def cancels(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def disconnects(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Clients that close their connection at a random moment, beside one that stays."""
+    """Close connections of clients at random moments, beside a client that stays."""
     watch = Watch(plain(folder), (generate, embed))
     body = {"prompt": TEXTS[0], **GREEDY, "max_tokens": 100}
     chat = {"messages": [{"role": "user", "content": TEXTS[1]}], "max_tokens": 100, "ignore_eos": True}
@@ -278,7 +277,7 @@ def disconnects(folder: Path, events: int, rng: random.Random) -> dict[str, int]
 
 
 def floods(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Bursts of more requests than may wait: each is answered, with what it asked for or with 429."""
+    """Send bursts of more requests than may wait. Each gets its answer or 429."""
     watch = Watch(plain(folder), (generate, embed))
     text = watch.llm.generate(TEXTS[0], **GREEDY).text
 
@@ -304,7 +303,7 @@ def floods(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def server_is_idle(server: Any) -> int:
-    """Returns how many requests a server still has, after some time to end them."""
+    """Return how many requests a server has after a time to end them."""
     until = time.monotonic() + LONGEST
     left = lambda: len(server.state.handler.backpressure.replies) + server.state.open  # noqa: E731
     while left() and time.monotonic() < until:
@@ -344,7 +343,7 @@ def see_images(llm: LLM, number: int) -> Any:
 def shifted_text(llm: LLM, number: int) -> Any:
     chunk = "a chunk of text that stands in both prompts, behind other words"
     made = llm.generate([TEXTS[number] + chunk, TEXTS[number][3:] + chunk], max_tokens=3, ignore_eos=True)
-    return [len(one.tokens) for one in made]  # what is computed from copies is near, not equal
+    return [len(one.tokens) for one in made]  # rows that are copied are near, not equal
 
 
 def short(llm: LLM) -> Any:
@@ -362,11 +361,10 @@ METHODS = ("prepare", "kv_slots")  # of a worker, beside `start`
 
 
 class Failing:
-    """A Failing worker raises an error at the number-th call of a kind, or from that call on. It stands in for methods
-    of the engine's worker, which does the rest.
+    """Raises an error at the number-th call of a kind, or from that call on, in place of the worker's methods.
 
-    mode    "start": the call raises; "result": that of its ticket does; "lasting": all such calls do from then on
-    seen    how many calls of each kind there were
+    mode    "start": the call raises; "result": its ticket's result raises; "lasting": all later calls raise
+    seen    number of calls of each kind
     struck  whether the call came
     """
 
@@ -407,7 +405,7 @@ class _Raising:
 
 
 def disturbed(llm: LLM, calls: Any, wanted: list[Any], counts: Counter[str]) -> None:
-    """Two threads and an event loop ask at once; each gets what is right, or an error."""
+    """Call from two threads and an event loop at a time. Each gets a right answer or an error."""
 
     def ask(call: Any, right: Any) -> None:
         try:
@@ -440,7 +438,7 @@ def disturbed(llm: LLM, calls: Any, wanted: list[Any], counts: Counter[str]) -> 
 
 
 def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Each call of each kind fails once with each error, of a model that is made anew for it."""
+    """Let each call of each kind fail once with each error, in a new model."""
     total = Counter[str]()
     for name, (make, calls) in MODELS.items():
         llm = make(folder)
@@ -473,7 +471,7 @@ def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def given(llm: LLM) -> dict[str, Any]:
-    """Returns the options that an LLM was made with, so that another can be made."""
+    """Return the options of an LLM, for another LLM."""
     names = ("dtype", "device", "kv_memory", "threads", "cache", "max_batch_rows")
     options = {name: getattr(llm.options, name) for name in names}
     return options | {"looped": llm.options.looped, "images": llm.options.images}
@@ -489,13 +487,11 @@ STORMS = {
 BAD = ("wrong", "lost", "doubled", "stuck", "waiting", "slots")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("storms", nargs="+", choices=STORMS)
-    parser.add_argument("--events", type=int, default=100, help="of each storm")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+@benchmark(limits=False)
+@click.argument("storms", nargs=-1, required=True, type=click.Choice(list(STORMS)))
+@click.option("--events", type=int, default=100, show_default=True, help="Events of each storm.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random moments.")
+def main(arguments: SimpleNamespace) -> None:
     names = ["events", "right", "refused", *BAD]
     rows = []
     for name in arguments.storms:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes every published figure: the tables and plots of docs/figures.md, those of docs/batching.md and the README.
+"""Writes every published figure: the tables and plots of pages in docs/ (PAGES), and the README's plot.
 
     python scripts/figures.py [--check]
 
@@ -21,7 +21,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks/results", ROOT / "docs/plots"
-PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md"
+PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md", ROOT / "docs/simulate.md"
 OURS = "prefold"
 # Colours of text, lines, our bars, those of our other modes, those of others, and the limit.
 THEMES = {
@@ -171,7 +171,7 @@ def written(file: dict) -> list[str]:
     return "\n\n".join(file["tables"].values()).splitlines()
 
 
-TABLES = {"drift": drift, "serve": written, "harness": written}
+TABLES = {"drift": drift, "serve": written, "lmeval": written, "simulate": written}
 
 
 def panels(name: str) -> list[Panel]:

@@ -53,7 +53,7 @@ def pytest_addoption(parser):
 # process, and take few seconds a file: `scripts/check` runs them, and imports no other file.
 LAYERS = {
     "unit": """
-        api cache checkpoint job prefix records report schedule simulate stream tasks text
+        api cache checkpoint job prefix records report schedule stream tasks text
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py

@@ -21,13 +21,13 @@ LAYERS = [
     "errors", "plugins", "subprocesses", "files", "options", "model_options", "types", "container", "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
-    "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",
+    "train", "api", "records", "report", "job", "cluster", "integrations", "serve", "cli",
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
 ROOMS = ["experts", "hf", "hybrid", "images", "looped", "shifted"]
 WITHOUT_TORCH = [
     "prefix", "text", "experts", "hf", "hybrid", "images", "looped", "shifted", "checkpoint", "stream", "cache",
-    "schedule", "engine", "tasks", "api", "records", "report", "job", "serve", "cli", "cluster", "simulate", "model",
+    "schedule", "engine", "tasks", "api", "records", "report", "job", "serve", "cli", "cluster", "model",
 ]  # fmt: skip
 
 
@@ -124,8 +124,8 @@ def test_no_files_import_each_other_in_a_circle():
     assert not found, [[str(path.relative_to(PACKAGE.parent)) for path in group] for group in found]
 
 
-# Files with engines that are other people's, or simulated.
-OTHER_ENGINES = ("cluster/vllm_host.py", "simulate/engines.py", "simulate/fleet.py")
+# Files with engines of other systems.
+OTHER_ENGINES = ("cluster/vllm_host.py",)
 
 
 def test_nobody_uses_of_an_engine_what_is_not_in_its_protocol():

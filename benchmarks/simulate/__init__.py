@@ -1,1 +1,1 @@
-"""Other systems in the simulator, and tables that hold ours against them: `python -m benchmarks.simulate --help`."""
+"""The fleet simulator: `python -m benchmarks.simulate --help`."""

@@ -1,137 +1,147 @@
-"""Holds our fleet against other systems, in the simulator.
+"""Says how long a fleet would take, what it would cost and where its time would go; computes nothing.
 
-python -m benchmarks.simulate published                     the job of Daft's article, with the systems that it compares
-python -m benchmarks.simulate ablation --outputs TRACE      our rule beside the others on several sets
-python -m benchmarks.simulate internet                      ten million prompts on a thousand replicas
-python -m benchmarks.simulate others --engine vllm --feeder batches      prompts that repeat prefixes, on any parts
-python -m benchmarks.simulate steps -o steps.jsonl          the steps of this machine
-python -m benchmarks.simulate machine steps.jsonl -o mine.json      a machine that explains them
-python -m benchmarks.simulate router                        how fast the router is
+    python -m benchmarks.simulate published --json FILE
+    python -m benchmarks.simulate repetition --prefixes 512 --replicas 8 --replicas 32 --feeder segments --feeder stream
+    python -m benchmarks.simulate conversation_trace.jsonl --machine H100 --replicas 16 --policy prefix
+
+The simulator runs discrete events around the window, the router and the cache of a real fleet, with the rules of its
+scheduler. A roofline of a step's rows gives the step's time.
+
+published    the job of Daft's article on dynamic prefix bucketing: its systems, and ours
+repetition   prompts that repeat prefixes
+TRACE        a file with requests in Mooncake's or Azure's format
+
+--feeder  segments     all requests are known: sorted, and cut into a segment for each replica, with stealing
+          stream       the live window: requests leave in buckets when replicas have free slots (default)
+          routed       each request is routed when it arrives (default of a trace)
+--policy  prefix, round-robin, least-loaded
+--engine  prefold        the scheduler's rules on parts of prompts
+          prefold-steps  the real scheduler and cache, step by step
+          vllm           a block scheduler like vLLM's V1
+
+--replicas, --feeder, --policy and --engine may be repeated.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from prefold.cluster.router import POLICIES
-from prefold.simulate import cases
-from prefold.simulate.cases import ENGINES, FEEDERS, Outcome, Setup, run_setup
-from prefold.simulate.costs import machine_named, model_named
-from prefold.simulate.requests import prefix_repetition, read_trace
+import click
+from click.core import ParameterSource
 
-from ..common import write_json
-from . import measure, others  # noqa: F401  # the tables have other systems' parts too
-from .ablation import ablation
-from .internet import internet
-from .plot import plot
-from .published import PublishedOutcome, published
+from prefold.errors import InputError
 
+from ..harness import benchmark
+from . import cases
+from .cases import Outcome, Setup, run_setup
+from .costs import Machine, machine_named, model_named
+from .published import published, tables
+from .requests import SimRequest, prefix_repetition, read_trace
 
-def _expected(outcome: Outcome, place: int, form: str) -> str:
-    value = (outcome.expected or (None, None))[place] if isinstance(outcome, PublishedOutcome) else None
-    return "" if value is None else format(value, form)
-
-
-def _rate(outcome: Outcome, name: str) -> str:
-    rates = outcome.run.hits.rates()
-    return f"{rates[name]:.1%}" if name in rates else ""
+_SIZES = ("prefixes", "prefix", "suffix", "output", "seed", "skew")
+# {case: the options that it does not take}
+_OF_REPETITION, _OF_TRACE, _OF_PUBLISHED = {"prompts", *_SIZES}, {"limit"}, {"scale"}
+_COUNT = click.IntRange(1)
 
 
-_BEHIND = {
-    "seconds": [("published", 10, lambda o: _expected(o, 0, ",.0f"))],
-    "in-step": [
-        ("again", 7, lambda o: _rate(o, "recompute")),
-        ("vLLM", 7, lambda o: _rate(o, "vllm")),
-        ("published", 10, lambda o: _expected(o, 1, ".1%")),
-    ],
-}
-COLUMNS = [other for column in cases.COLUMNS for other in (column, *_BEHIND.get(column[0], ()))]
-
-
-def _outcomes(o: argparse.Namespace) -> Iterator[Outcome]:
-    """Yields the outcomes of a case."""
-    if o.case == "published":
-        yield from published(scale=o.scale)
-        return
-    count = o.replicas or (1024 if o.case == "internet" else 8)
-    setup = Setup(machine_named(o.machine), model_named(o.model), replicas=count, load=o.load)
-    if o.case == "internet":
-        yield from internet(setup, prompts=o.prompts or 10_000_000)
-    elif o.case == "ablation":
-        lengths = [request.output for request in read_trace(o.outputs)] if o.outputs else ()
-        yield from ablation(setup, outputs=lengths, prompts=o.prompts or 8192)
-    else:
-        requests = prefix_repetition(o.prompts or 10_000, prefixes=o.prefixes, prefix=256, suffix=256, output=128)
-        for engine, feeder, policy in product(o.engine, o.feeder, o.policy):
-            one = Setup(
-                setup.machine, setup.model, replicas=count, load=o.load, engine=engine, feeder=feeder, policy=policy
-            )
-            yield Outcome(one.name, one, run_setup(one, requests))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases = parser.add_subparsers(dest="case", required=True)
-    for name in ("published", "ablation", "internet", "others"):
-        case = cases.add_parser(name)
-        case.add_argument("--json", help="write the outcomes to this file")
-        case.add_argument("--plot", help="a picture of them, .svg, .png or .pdf; needs matplotlib")
-        if name == "published":
-            case.add_argument("--scale", type=int, default=1, help="so many times smaller")
-            continue
-        case.add_argument("--machine", default="L4")
-        case.add_argument("--model", default="Qwen3-8B")
-        case.add_argument("--replicas", type=int)
-        case.add_argument("--prompts", type=int)
-        case.add_argument("--load", type=float, default=0.0, help="seconds until a model is there")
-        if name == "ablation":
-            case.add_argument("--outputs", help="a trace, whose lengths of outputs are drawn from")
-        if name == "others":
-            case.add_argument("--prefixes", type=int, default=64)
-            for option, names in (("engine", ENGINES), ("feeder", FEEDERS), ("policy", POLICIES)):
-                case.add_argument(f"--{option}", nargs="+", choices=[*names], default=[next(iter(names))])
-    case = cases.add_parser("steps")
-    case.add_argument("-o", "--out", type=Path, default=Path("steps.jsonl"))
-    case.add_argument("--model", default="smollm2-135m")
-    case.add_argument("--prompts", type=int, default=64)
-    case = cases.add_parser("machine")
-    case.add_argument("steps", type=Path)
-    case.add_argument("-o", "--out", type=Path, default=Path("machine.json"))
-    case.add_argument("--like", default="cpu2", help="the machine of costs.json that it is like")
-    case.add_argument("--model", default="SmolLM2-135M", help="the model that was measured")
-    case = cases.add_parser("router")
-    case.add_argument("--prefixes", type=int, default=1_000_000)
-    case.add_argument("--replicas", type=int, default=128)
-    case.add_argument("--json", help="write the rates to this file")
-    o = parser.parse_args(arguments)
-    if o.case == "steps":
-        measure.steps(o.out, o.model, o.prompts)
-    elif o.case == "machine":
-        measure.machine(o.steps, o.out, like=o.like, model=o.model)
-    elif o.case == "router":
-        write_json(o.json, benchmark="simulate", case="router", rates=measure.router(o.prefixes, o.replicas))
-    else:
-        _show(o)
-
-
-def _show(o: argparse.Namespace) -> None:
-    """Prints the outcomes of a case, each as it is done."""
-    outcomes, found = [], []
-    for outcome in _outcomes(o):
+@benchmark(limits=False, called="simulate")
+@click.argument("what", metavar="published|repetition|TRACE")
+@click.option("-m", "--model", default="Qwen3-8B", show_default=True, help="A model of costs.json.")
+@click.option("--machine", default="L4", show_default=True, help="A machine of costs.json, or a JSON file.")
+@click.option("--replicas", multiple=True, type=_COUNT, default=(8,), show_default=True, help="Replicas.")
+@click.option("--feeder", multiple=True, help="How replicas get work; see above.")
+@click.option("--policy", multiple=True, default=("prefix",), show_default=True, help="Policy of stream and routed.")
+@click.option("--engine", multiple=True, default=("prefold",), show_default=True, help="Engine of a replica.")
+@click.option("--load", type=click.FloatRange(0), default=0.0, help="Seconds until a model is loaded.")
+@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests that arrive a second.")
+@click.option("--prompts", type=_COUNT, default=10_000, show_default=True, help="repetition: prompts.")
+@click.option("--prefixes", type=_COUNT, default=64, show_default=True, help="repetition: prefixes.")
+@click.option("--prefix", type=_COUNT, default=256, show_default=True, help="repetition: tokens of a prefix.")
+@click.option("--suffix", type=_COUNT, default=256, show_default=True, help="repetition: own tokens of a prompt.")
+@click.option("--output", type=_COUNT, default=128, show_default=True, help="repetition: tokens of an output.")
+@click.option("--skew", type=click.FloatRange(0), default=0.0, help="repetition: prefix i occurs as 1 / i ** SKEW.")
+@click.option("--seed", type=int, default=0, show_default=True, help="repetition: seed of the order of prompts.")
+@click.option("--limit", type=_COUNT, help="TRACE: the first N requests.")
+@click.option("--scale", type=_COUNT, default=1, show_default=True, help="published: divide the job by N.")
+@click.option("--max-batch-rows", type=_COUNT, help="Rows of a step (default: found by the engine, at most 8,192).")
+@click.option("--write-job", metavar="FILE", help="Write the requests as a job for `prefold run`.")
+def main(o: SimpleNamespace) -> dict[str, Any]:
+    _check_given(o.what)
+    outcomes: list[Outcome] = []
+    for outcome in published(scale=o.scale) if o.what == "published" else _outcomes(o):
         if not outcomes:
-            print(f"{cases.machine_line(outcome)}\n\n{cases.header(COLUMNS)}")
+            print(f"{cases.machine_line(outcome)} (--model and --machine name others)\n\n{cases.header()}")
         outcomes.append(outcome)
-        expected = getattr(outcome, "expected", None)
-        beside = {} if expected is None else {"published_seconds": expected[0]}
-        found.append(cases.as_json(outcome) | beside)
-        print(cases.line(outcome, COLUMNS), flush=True)
-    print(f"\n{cases.LEGEND}\nagain: there after a preemption. vLLM: the hit rate that vLLM would print.")
-    write_json(o.json, benchmark="simulate", case=o.case, outcomes=found)
-    if o.plot:
-        plot(outcomes, o.plot)
+        print(cases.line(outcome), flush=True)
+    print("\n" + cases.LEGEND)
+    found = {"case": o.what, "outcomes": [cases.as_json(outcome) for outcome in outcomes]}
+    if o.what != "published":
+        return found
+    shown = tables(outcomes)
+    print("\n" + "\n\n".join(shown.values()))
+    return found | {"tables": shown}
+
+
+def _check_given(what: str) -> None:
+    """Raise UsageError for a given option that does not belong to the requests."""
+    context = click.get_current_context()
+    given = {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    }
+    if what == "published":
+        wrong, owner = set(given) - {"what", "scale", "json"}, "`published`"
+    elif what == "repetition":
+        wrong, owner = set(given) & (_OF_TRACE | _OF_PUBLISHED), "`repetition`"
+    else:
+        wrong, owner = set(given) & (_OF_REPETITION | _OF_PUBLISHED), "a trace"
+    if wrong:
+        raise click.UsageError(f"{given[min(wrong)]} is no option of {owner}; leave it out")
+
+
+def _outcomes(o: SimpleNamespace) -> Iterator[Outcome]:
+    """Yield the outcome of each combination of the options that may be repeated."""
+    machine, model, requests = _machine(o.machine), model_named(o.model), _requests(o)
+    if o.write_job:
+        _write_job(requests, o.write_job, model.vocab)
+    feeders = o.feeder or (("routed",) if any(request.arrival for request in requests) else ("stream",))
+    for engine, feeder, policy, replicas in product(o.engine, feeders, o.policy, o.replicas):
+        setup = Setup(
+            machine, model, replicas=replicas, engine=engine, feeder=feeder, policy=policy, load=o.load, rate=o.rate,
+            max_batch_rows=o.max_batch_rows,
+        )  # fmt: skip
+        yield Outcome(setup.name, setup, run_setup(setup, requests))
+
+
+def _machine(name: str) -> Machine:
+    if not name.endswith(".json"):
+        return machine_named(name)
+    try:
+        return Machine(**json.loads(Path(name).read_text()))
+    except (ValueError, TypeError) as error:
+        remedy = "give name, flops, bandwidth, memory, overhead and dollars_per_hour"
+        raise InputError(f"{name} is no machine: {error}", field="machine", remedy=remedy) from None
+
+
+def _requests(o: SimpleNamespace) -> list[SimRequest]:
+    if o.what != "repetition":
+        return read_trace(o.what, limit=o.limit)
+    return prefix_repetition(o.prompts, **{name: getattr(o, name) for name in _SIZES})
+
+
+def _write_job(requests: Sequence[SimRequest], path: str, vocab: int) -> None:
+    """Write OpenAI batch lines with prompts as token ids, which share the prefixes of the requests."""
+    with open(path, "w") as file:
+        for request in requests:
+            body = {"prompt": request.drawn_tokens(vocab).tolist(), "max_tokens": request.output, "ignore_eos": True}
+            record = {"custom_id": str(request.key), "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from prefold.cache import CacheEvents
 from prefold.cache.events import EventLog, RowsRemoved, RowsStored
 from prefold.errors import InputError
-from prefold.simulate.costs import StepCost, StepRows
-from prefold.simulate.engines import MOST_ROWS, EndedRequest, Hits, Stretch
-from prefold.simulate.requests import SimRequest
+
+from .costs import StepCost, StepRows
+from .engines import MOST_ROWS, EndedRequest, Hits, Stretch
+from .requests import SimRequest
 
 __all__ = ["BlockEngine", "BlockHits"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator, Sequence
 
-from prefold.simulate.fleet import Feeder
-from prefold.simulate.requests import SimRequest, shared_rows
+from .fleet import Feeder
+from .requests import SimRequest, shared_rows
 
 __all__ = ["DaftProvider", "DaftRouter"]
 

@@ -1,25 +1,51 @@
-"""The published job of Daft's article on dynamic prefix bucketing: its systems, and ours with parts left out."""
+"""The job of Daft's article on dynamic prefix bucketing: the systems that it compares, and ours."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from prefold.simulate.cases import Outcome, Setup, run_setup
-from prefold.simulate.costs import WEIGHT_BYTES, StepCost, machine_named, model_named
-from prefold.simulate.fleet import Feeder, Replica, run_fleet
-from prefold.simulate.requests import SimRequest, prefix_repetition
-
+from ..harness import table
 from .blocks import BlockEngine
+from .cases import ENGINES, Outcome, Setup, run_setup
+from .costs import WEIGHT_BYTES, StepCost, machine_named, model_named
 from .daft import DaftProvider
-from .others import SharedQueue
+from .fleet import Feeder, Replica, run_fleet
+from .requests import SimRequest, prefix_repetition
+from .scheduled import ScheduledEngine
 
-__all__ = ["PUBLISHED", "PublishedOutcome", "balanced_rows", "published"]
+__all__ = ["PUBLISHED", "PublishedOutcome", "SharedQueue", "balanced_rows", "published", "tables"]
+
+
+class SharedQueue(Feeder):
+    """One queue: a replica takes the next `batch` requests whenever they fit into its `in_flight`. With `batch` =
+    `in_flight` this is naive batching: a batch starts when the last batch has ended.
+
+    nodes  number of queues, each with an equal part of the requests
+    """
+
+    def __init__(self, requests: Sequence[SimRequest], *, batch: int, in_flight: int, nodes: int = 1):
+        super().__init__()
+        size = len(requests)
+        self._left = [deque(requests[i * size // nodes : (i + 1) * size // nodes]) for i in range(nodes)]
+        self._batch, self._most = batch, in_flight
+
+    def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
+        given = []
+        for replica, count in self.in_flight.items():
+            left = self._left[replica % len(self._left)]
+            while left and count + self._batch <= self._most:
+                batch = [left.popleft() for _ in range(min(self._batch, len(left)))]
+                count += len(batch)
+                given.append((replica, batch))
+            self.in_flight[replica] = count
+        return given
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedOutcome(Outcome):
-    """An outcome beside the seconds and the hit rate that were published for it; None: nothing was."""
+    """An outcome beside its published seconds and hit rate (None: not published)."""
 
     expected: tuple[float, float | None] | None = None
 
@@ -37,41 +63,20 @@ PUBLISHED: dict[tuple[str, int], tuple[float, float | None]] = {
     ("bucketing", 32): (1682, None),
     ("Ray Data", 32): (2915, None),
 }
-# One set of constants for all of them, fitted by hand: an L4 at its 72 W, with vLLM's work between steps.
+# One set of constants for all systems, fitted by hand: an L4 at its 72 W, with vLLM's work between steps.
 L4 = {"flops": 42e12, "bandwidth": 240e9, "overhead": 0.018}
-LOAD = 65.0  # seconds until a model is there; the sort of half a gigabyte is done by then
-# What vLLM chooses where nothing is said: for its class LLM, and for its asynchronous engine.
+LOAD = 65.0  # seconds until a model is loaded; the sort of half a gigabyte takes less
+# vLLM's defaults: of its class LLM, and of its asynchronous engine.
 _LLM = {"max_batch_rows": 8192, "max_running": 256}
 _ASYNC = {"max_batch_rows": 2048, "max_running": 128}
-_CHAT = 9  # tokens that the chat template adds, which only Ray Data's script applies
+_CHAT = 9  # tokens of the chat template, which only Ray Data's script applies
 _BATCH = 512
 _NODE = 4  # replicas of a node
-_OWN = 1 << 30  # numbers of parts that nobody shares
-
-# What of ours is left out of each line, or put in its place: fields of Setup.
-_LEFT_OUT: tuple[dict[str, object], ...] = (
-    {"feeder": "segments", "max_batch_rows": None},
-    {"feeder": "segments", "max_batch_rows": 2048},
-    {"feeder": "segments", "max_batch_rows": 8192},
-    {"feeder": "segments", "steal": False},
-    {"feeder": "segments", "engine": "vllm"},
-    {"feeder": "static"},
-    {"feeder": "stream"},
-    {"feeder": "stream without runs"},
-    {"feeder": "stream without shares"},
-    {"feeder": "stream without copies"},
-    {"feeder": "stream", "reports": False},
-    {"feeder": "stream", "policy": "least-loaded"},
-    {"feeder": "stream", "engine": "vllm"},
-    {"feeder": "routed"},
-    {"feeder": "routed", "policy": "round-robin"},
-    {"feeder": "routed", "policy": "round-robin", "engine": "vllm"},
-)
+_OWN = 1 << 30  # numbers of parts that are not shared
 
 
 def balanced_rows(cost: StepCost) -> int:
-    """Returns how many rows a step computes while the weights are read: in a step of fewer, rows of prompts beside
-    those of outputs cost nothing."""
+    """Return how many rows a step computes while the weights are read. In a smaller step, rows of prompts are free."""
     model, machine = cost.model, cost.machine
     weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES / machine.bandwidth
     return max(1, int(weights * machine.flops / (2 * model.linear)))
@@ -80,9 +85,9 @@ def balanced_rows(cost: StepCost) -> int:
 def published(
     *, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, theirs: bool = True, ours: bool = True
 ) -> Iterator[Outcome]:
-    """Yields the published systems, and ours without loading, each as it is done.
+    """Yield the published systems, and ours without loading.
 
-    scale  so many times fewer prompts, prefixes and replicas
+    scale  divides the numbers of prompts, prefixes and replicas
     """
     machine = replace(machine_named("L4"), **L4)
     base = Setup(machine, model_named("Qwen3-8B"), load=LOAD)
@@ -92,7 +97,7 @@ def published(
     cost = StepCost(base.machine, base.model)
     small = {"max_batch_rows": balanced_rows(cost), "max_running": _ASYNC["max_running"]}
     systems = [(one, _LLM if one[0] == "naive" else _ASYNC, expected) for one, expected in PUBLISHED.items()]
-    # Theirs with steps as small as ours, which nobody published.
+    # Bucketing with steps as small as ours, which was not published.
     for (name, replicas), options, expected in [*systems, (("bucketing", 128), small, None)] if theirs else ():
         count = max(1, replicas // scale)
         blocks = vllm_blocks(cost, **options)
@@ -104,22 +109,14 @@ def published(
     if not ours:
         return
     base = replace(base, load=0.0, max_batch_rows=balanced_rows(cost))
-    for replicas in (32, 64, 128):
-        setup = replace(base, replicas=max(1, replicas // scale), feeder="segments")
-        yield Outcome(_named(setup), setup, run_setup(setup, requests))
-    for part in _LEFT_OUT:
-        setup = replace(base, replicas=max(1, 128 // scale), **part)  # type: ignore[arg-type]
-        yield Outcome(_named(setup), setup, run_setup(setup, requests))
-
-
-def _named(setup: Setup) -> str:
-    return f"{setup.name}, steps " + ("as found" if setup.max_batch_rows is None else f"of {setup.max_batch_rows:,}")
+    for replicas, feeder in ((32, "segments"), (64, "segments"), (128, "segments"), (128, "stream")):
+        setup = replace(base, replicas=max(1, replicas // scale), feeder=feeder)
+        yield Outcome(f"{setup.name}, steps of {setup.max_batch_rows}", setup, run_setup(setup, requests))
 
 
 def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int:
-    """Returns how many blocks vLLM's pool has: of 0.9 of the memory what weights, 0.6 GB of CUDA and the largest step
-    leave, which it tries out before. Of such a step these are most: what lies between the two halves of the MLP, and
-    logits, sorted, with their places."""
+    """Return the blocks of vLLM's pool: 0.9 of the memory less weights, 0.6 GB of CUDA and the largest step. The
+    largest tensors of this step lie between the two halves of the MLP, and are sorted logits with their places."""
     model = cost.model
     inner = (model.linear / model.layers - 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim) / (
         3 * model.hidden
@@ -130,7 +127,7 @@ def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int
 
 
 def _naive(requests: Sequence[SimRequest], replicas: int) -> Feeder:
-    """One part of the input for each node, in batches of 512, which its replicas take one after the other."""
+    """Return one part of the input for each node, in batches of 512, which the node's replicas take in turn."""
     return SharedQueue(requests, batch=_BATCH, in_flight=_BATCH, nodes=max(1, replicas // _NODE))
 
 
@@ -140,7 +137,7 @@ def _sorted(requests: Sequence[SimRequest], replicas: int) -> Feeder:
 
 
 def _ray_data(requests: Sequence[SimRequest], replicas: int) -> Feeder:
-    """Eight batches of 16 at a time, as conversations."""
+    """Return eight batches of 16 at a time, as conversations."""
     longer = [replace(request, path=(*request.path, (_OWN + request.key, _CHAT))) for request in requests]
     return SharedQueue(longer, batch=16, in_flight=128)
 
@@ -152,3 +149,31 @@ _FEEDERS: dict[str, Callable[[Sequence[SimRequest], int], Feeder]] = {
     "bucketing": lambda requests, replicas: DaftProvider(requests, replicas),
     "Ray Data": _ray_data,
 }
+
+
+ENGINES.update({"prefold-steps": ScheduledEngine, "vllm": BlockEngine})
+
+
+def tables(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return the published comparison as Markdown tables: their systems beside the article, then ours."""
+    theirs = [one for one in outcomes if isinstance(one, PublishedOutcome)]
+    ours = [one for one in outcomes if not isinstance(one, PublishedOutcome)]
+    unit = max(ours, key=lambda one: one.run.replicas)  # the first line with the most replicas
+    rows: list[list[object]] = []
+    for one in theirs:
+        seconds, rate = one.expected or (None, None)
+        rates = one.run.hits.rates()
+        row = [one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{seconds:,.0f}" if seconds else ""]
+        row += [f"{one.run.seconds / seconds - 1:+.1%}" if seconds else "", f"{rates['vllm']:.1%}"]
+        rows.append([*row, f"{rate:.1%}" if rate else "", f"{rates['first_admission'] + rates['in_step']:.1%}"])
+    headers = ["system", "L4s", "simulated s", "published s", "difference", "vLLM's hit rate", "published"]
+    found = {"theirs": table([*headers, "first admission + in-step"], rows)}
+    rows = [
+        [
+            one.name, one.run.replicas, f"{one.run.seconds:,.0f}", f"{one.run.seconds / unit.run.seconds:.2f}",
+            f"{one.run.hits.rows_computed / max(1, one.run.prompt_tokens):.1%}", f"{one.run.idle_share():.1%}",
+        ]
+        for one in ours
+    ]  # fmt: skip
+    headers = ["ours, without loading", "L4s", "simulated s", f"time, {unit.run.replicas} L4s = 1"]
+    return found | {"ours": table([*headers, "rows computed of tokens", "idle"], rows)}

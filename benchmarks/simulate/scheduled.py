@@ -1,6 +1,6 @@
 """Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker.
 
-What `prefold simulate` runs is held against it.
+A test compares `RowEngine` with it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import numpy as np
 from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.schedule.admission import StepLimits
 from prefold.schedule.generate import GenerateScheduler
-from prefold.simulate.costs import TILE, StepRows
-from prefold.simulate.engines import EndedRequest, Hits, RowEngine, Stretch
-from prefold.simulate.requests import SimRequest
-from prefold.types import GenerationStats
+
+from .costs import TILE, StepRows
+from .engines import EndedRequest, RowEngine, Stretch
+from .requests import SimRequest
 
 __all__ = ["ScheduledEngine"]
 
@@ -32,14 +32,6 @@ class ScheduledEngine(RowEngine):
         )
         self._reporter = CacheReporter(self.scheduler.tree) if self.reports else None
         self._requests: dict[int, SimRequest] = {}
-
-    def begin(self) -> ScheduledEngine:
-        """Begins another run with what the cache holds, which is told anew, as it is counted anew; returns itself."""
-        self.hits, self.scheduler.stats = Hits(), GenerationStats()
-        if self._reporter is not None:
-            self._reporter.close()
-            self._reporter = CacheReporter(self.scheduler.tree)
-        return self
 
     def submit(self, request: SimRequest) -> None:
         self.hits.tokens += request.rows

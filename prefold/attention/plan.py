@@ -1,7 +1,7 @@
 """What attention over rows and over slots have in common: heads, and which kernels take them, and plans.
 
-Kernels take everything they can, for they are faster than PyTorch's. benchmarks/attention.py and benchmarks/gpu.py
---sections kernels measure them beside others.
+Kernels take everything they can, for they are faster than PyTorch's. benchmarks/gpu.py --sections kernels measures
+them beside others.
 """
 
 from __future__ import annotations

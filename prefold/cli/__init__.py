@@ -16,7 +16,6 @@ from .options import plugin_option
 from .plan import plan
 from .process import StoppedBySignal, guarded, say
 from .serve import serve
-from .simulate import simulate
 from .tasks import classify, embed, generate, rerank, run, score
 from .verify import verify
 
@@ -139,5 +138,5 @@ def sections() -> list[tuple[str, list[str]]]:
     ]
 
 
-for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench, simulate):
+for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench):
     main.add_command(_command)

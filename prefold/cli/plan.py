@@ -22,7 +22,7 @@ _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longe
     number("--max-batch-rows", "Rows of a step, which is as far as sharing mlp reaches.", 4096),
     click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
                  help="Reckon the time at X GFLOP/s.  [default: the speed of a step of this job, measured here]"),
-    number("--replicas", "Cut the stream into segments for N equal replicas, and say what they would do."),
+    number("--replicas", "Cut the job into segments for N equal replicas: rows, rows computed twice, seconds."),
     click.option("--report", metavar="FILE", help="Write an HTML page with the trie."),
     tasks=TASKS,
 )  # fmt: skip
@@ -58,12 +58,15 @@ def plan(**o: Any) -> None:
     if o["as_json"]:
         counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
-        counts |= {"seconds": seconds} | ({"segments": [asdict(segment) for segment in segments]} if segments else {})
+        counts |= {"seconds": seconds}
+        if segments:
+            counts |= {"segments": [asdict(segment) for segment in segments]}
+            counts |= {"replicas": _fleet(segments, o["gflops"] and o["gflops"] * 1e9)}
         click.echo(json.dumps(counts))
     else:
         speed = _speed(input, job_plan, o) if job_plan.tokens else None
         lines = _lines(job_plan, costs, row_bytes, seconds, decode, speed)
-        click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments) if segments else [])]))
+        click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments, speed.flops) if speed else [])]))
     if o["report"]:
         _report(job_plan, input.checkpoint, input.source, decode, o)
 
@@ -115,21 +118,38 @@ def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:
     ]
 
 
-def _segment_lines(job_plan: Any, segments: list[Any]) -> list[str]:
-    """Returns the segments as a table, where they are few, and how even they are."""
-    lines = []
+def _fleet(segments: list[Any], rate: float | None) -> dict[str, Any]:
+    """Return what replicas do together: their rows, the rows computed twice, and the seconds of the costliest segment.
+
+    rate: operations a second of a replica; None: the seconds are left out
+    """
+    rows, twice = sum(segment.rows for segment in segments), sum(segment.again for segment in segments)
+    seconds = {} if rate is None else {"seconds": max(segment.flops for segment in segments) / rate}
+    return {"rows": rows, "rows_twice": twice} | seconds
+
+
+def _segment_lines(job_plan: Any, segments: list[Any], rate: float) -> list[str]:
+    """Return the segments as a table if they are few, their balance, and the seconds of all replicas together."""
+    from ..report.progress import format_seconds
+
+    if not segments:
+        return []
+    lines, fleet = [], _fleet(segments, rate)
     if len(segments) <= _SHOWN_SEGMENTS:
-        lines.append(f"\n{'replica':>8}{'prompts':>12}{'rows':>16}{'again':>10}{'TFLOP':>12}")
+        lines.append(f"\n{'replica':>8}{'prompts':>12}{'rows':>16}{'again':>10}{'TFLOP':>12}{'about':>16}")
         for number, segment in enumerate(segments, 1):
             counts = f"{segment.prompts:>12,}{segment.rows:>16,}{segment.again:>10,}"
-            lines.append(f"{number:>8}{counts}{segment.flops / 1e12:>12,.4g}")
+            about = format_seconds(segment.flops / rate)
+            lines.append(f"{number:>8}{counts}{segment.flops / 1e12:>12,.4g}{about:>16}")
     mean = sum(segment.flops for segment in segments) / len(segments)
-    worst, repeated_rows = max(segment.flops for segment in segments) / mean, sum(segment.again for segment in segments)
+    worst, twice = max(segment.flops for segment in segments) / mean, fleet["rows_twice"]
     outputs = ", outputs counted at their longest" if job_plan.outputs else ""
     return [
         *lines,
         f"\n{len(segments):,} segments: the costliest {worst:.3f} times the mean{outputs};"
-        f" {repeated_rows:,} rows ({repeated_rows / job_plan.rows:.2%}) computed twice",
+        f" {twice:,} rows ({twice / job_plan.rows:.2%}) computed twice",
+        f"{len(segments):,} replicas like this machine: {fleet['rows']:,} rows, about "
+        + format_seconds(fleet["seconds"]),
     ]
 
 

@@ -116,8 +116,20 @@ def test_plan_cuts_the_stream_for_replicas(prefold):
     found = json.loads(prefold(*arguments, "--json").stdout)
     assert sum(s["prompts"] for s in found["segments"]) == found["requests"]
     assert sum(s["rows"] - s["again"] for s in found["segments"]) == found["rows"]
+    assert found["replicas"] == {"rows": sum(s["rows"] for s in found["segments"]), "rows_twice": rows_twice(found)}
     text = prefold(*arguments, "--gflops", "100").stdout
     assert "3 segments: the costliest 1." in text and "computed twice" in text and text.count("\n       3 ") == 1
+    timed = json.loads(prefold(*arguments, "--json", "--gflops", "100").stdout)
+    costliest = max(segment["flops"] for segment in timed["segments"])
+    assert timed["replicas"]["seconds"] == costliest / 100e9
+    assert f"3 replicas like this machine: {timed['replicas']['rows']:,} rows, about" in text
+    one = json.loads(prefold(*arguments[:-1], "1", "--json", "--gflops", "100").stdout)
+    assert one["replicas"]["rows"] == one["rows"] and not one["replicas"]["rows_twice"]
+    assert timed["replicas"]["seconds"] < one["replicas"]["seconds"]
+
+
+def rows_twice(found) -> int:
+    return found["replicas"]["rows"] - found["rows"]
 
 
 def test_plan_downloads_no_weights(prefold, model, monkeypatch):

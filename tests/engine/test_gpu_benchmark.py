@@ -36,4 +36,4 @@ def test_every_section_runs(tmp_path):
 def test_an_unknown_section_is_an_error():
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--sections", "grids"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no section grids" in done.stderr
+    assert done.returncode == 2 and "there is no 'grids'" in done.stderr

@@ -37,7 +37,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def port():
-    return module(ROOT / "benchmarks" / "port.py")
+    return module(ROOT / "tests" / "support" / "image_port.py")
 
 
 class Seeing:
