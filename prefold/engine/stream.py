@@ -31,7 +31,7 @@ from ..worker.protocol import Ticket, Worker
 from .clock import Fit
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
-from .requests import adapter_number, check_first, no_readout, reads_last_rows
+from .requests import adapter_number, check_first, reads_last_rows
 
 T = TypeVar("T")
 
@@ -355,12 +355,12 @@ class SlotWindows:
                 continue
             fits = self._fits(window)
             if fits.all():
-                yield _with_tags(window)
+                yield with_tags(window)
                 continue
             self._was_split = bool(fits.any())
             self._next = window.take(np.flatnonzero(~fits)) if self._was_split else window
             if self._was_split:
-                yield _with_tags(window.take(np.flatnonzero(fits)))
+                yield with_tags(window.take(np.flatnonzero(fits)))
             return
 
     def put_off(self, window: Window, number: int) -> None:
@@ -397,20 +397,6 @@ class SlotWindows:
         return (np.diff(window.offsets) <= self._slots) & of_last_rows
 
 
-def _with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+def with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+    """Return the requests of a window, each tagged with (window, number in the window)."""
     return [((window, number), window.request(number)) for number in range(window.num_requests)]
-
-
-def last_rows(windows: Iterable[Window | None], readout: Readout) -> TaggedRequests:
-    """Yields the requests of windows, tagged as `SlotWindows.in_slots` does, for a model whose numbers are all read in
-    the slots.
-
-    Raises InputError for a read-out of other rows than last ones, which leave a looped model early.
-    """
-    for window in windows:
-        if window is None:
-            yield None
-            continue
-        if not reads_last_rows(readout, np.diff(window.target_offsets)):
-            raise no_readout(readout)
-        yield _with_tags(window)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import InputError
-from ..schedule.steps import SlotStep, StreamStep
+from ..schedule.steps import StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
 from .layers import recomputed, score_head
@@ -183,8 +183,8 @@ class CausalLM(nn.Module):
         """Returns the final norm of rows, [rows, hidden]."""
         return self.norm(rows.x, rows.delta, rows.ops)[1]
 
-    def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
-        """Returns the arguments of a call of the model that a step has beside its rows."""
+    def arguments(self, step: StreamStep) -> dict[str, Any]:
+        """Return the arguments of a call of the model that a step of a row stream has beside its rows."""
         return {}
 
     def weights_beside(self) -> Iterable[Any]:
