@@ -57,7 +57,6 @@ LAYERS = {
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_choice.py engine/test_learned_rows.py engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py
-        looped/test_outputs.py looped/test_visit_policy.py
         shifted/test_shifting.py test_errors.py test_figures.py test_pages.py
     """,
     "model": """

@@ -105,6 +105,8 @@ class LoopedPart(EnginePart):
         route, rule = filled.route, replace(filled, route=None)
         if self._asks(exits):
             asker = Asker(key, filled.min_visits, filled.max_visits or len(self._facts.order))
+        if not self._facts.routed and route == self._facts.order:
+            route = None
         way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
         if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
             way = replace(way, route=route, asker=None)
