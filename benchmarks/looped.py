@@ -8,13 +8,13 @@
     replay     ways through a routed model: soft, the router asked before each visit, plans and templates replayed; and
                a queue of 256 requests with 1, 4 and 16 templates
     kv         generating with K/V, and each token computed from the whole text before it
-    decode     generating: all visits; a given template; exits; exits without refill; of trained models, and of
+    decode     generating: all visits; a given template; exits; of trained models, and of
                random ones of two blocks of a layer and (oneblock) of one block of two
     routes     trains routers (examples/looped_router.py): right answers by threshold, routes and their frequencies, how
                well a planner foretells them, routes of rows
-    paths      every path of one routed model through a grid: fixed, soft, hard, by template, templates given, with
-               exits, and without K/V: times, K/V, block calls, right answers
-    once       rows that are computed once for each beginning of a route
+    paths      every path of one routed model through a grid: fixed, soft, hard, templates given, with exits, and
+               without K/V: times, K/V, block calls, right answers
+    once       rows that are computed once for each route
 
 Without --section all of them. The short grid comes first (one seed, few sizes), and then the whole one where the seed's
 stopping rules let it go on: templates are at least 1.20 times as fast as the generic router; K/V beats none from

@@ -5,8 +5,7 @@
     soft            every block in each visit, mixed: each token from the whole text before it, without K/V, for an LLM
                     does not serve it
     hard            the router is asked before each visit of a prompt, and rows go together by their next block
-    by template     the same, but only rows of one route and visit go together
-    template        the routes that the router takes are given, so that a step is all visits of one route
+    template        the routes that the router takes are given
     template exits  these routes, and rows of tokens leave by the gate
     no cache        as fixed, but each token from the whole text before it, without K/V
 
@@ -76,10 +75,10 @@ class Paths:
             return llm
 
         self.read, self.save = make(fixed), make(fixed, looped={"exits": "save"})
-        self.hard, self.grouped = make(hard), make(hard, looped={"group": "template"})
+        self.hard = make(hard)
         self.model, self.router = self.read.model, self.hard.model.loop.router
         self.order = tuple(self.model.loop.order)
-        self.llm_of = {"fixed": self.read, "exits": self.save, "hard": self.hard, "by template": self.grouped}
+        self.llm_of = {"fixed": self.read, "exits": self.save, "hard": self.hard}
         self.llm_of |= {"template": self.read, "template exits": self.save}
 
     def close(self) -> None:
@@ -172,9 +171,9 @@ def measured(
         one |= {} if name in whole_texts else paths.counts(name, way, out)
         one |= {"block calls": blocks[name]} if name in blocks else {}
         found["paths"][name] = one
-    for name in ("fixed", "hard", "by template", "template"):
+    for name in ("fixed", "hard", "template"):
         found["paths"][name]["drift"] = paths.drift(name, prompts, out)
-    same = {"no cache": "fixed", "by template": "hard", "template": "hard"}
+    same = {"no cache": "fixed", "template": "hard"}
     for name, other in same.items():
         pairs = zip(given[name, out], given[other, out], strict=True)
         found["paths"][name][f"as {other}"] = float(np.mean([one == two for one, two in pairs]))

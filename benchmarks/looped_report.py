@@ -133,7 +133,7 @@ def decode(cells: Cells) -> str:
             continue
         for path in [key for key in one if isinstance(one[key], dict) and "ttft" in one[key]]:
             row, fixed = one[path], one["fixed"]
-            calls = {"a visit a step": "block calls", "+ exits": "block calls with exits"}.get(path)
+            calls = {"fixed": "block calls", "+ exits": "block calls with exits"}.get(path)
             over = median(fixed["seconds"]) / median(row["seconds"])
             right = f"{row['first right']:.3f} / {row['right']:.3f}" if "right" in row else ""
             first = [name, path, f"{1e3 * row['ttft']:.1f}", f"{1e3 * row['tpot']:.2f}", ms(row["seconds"])]
@@ -189,7 +189,7 @@ def once(cells: Cells) -> str:
     if missing(one):
         return missing(one) or ""
     rows = [[name, row["block calls"], row["pairs"]] for name, row in one.items() if "pairs" in row]
-    return table(["16 queries of a graph, by", "block calls", "distinct (row, beginning of its route)"], rows)
+    return table(["16 queries of a graph, by", "block calls", "distinct (row, route, visit)"], rows)
 
 
 def headline(cells: Cells) -> str:
@@ -210,7 +210,6 @@ ROWS = {
     "no cache": "fixed loop, no K/V",
     "soft": "soft router, no K/V",
     "hard": "hard router",
-    "by template": "hard + template batching",
     "template": "hard + template + K/V",
     "exits": "fixed loop + exits",
     "template exits": "hard + template + K/V + exits",
@@ -324,7 +323,7 @@ def plots(cells: Cells) -> list[tuple[str, bytes]]:
     draw("K/V over none", "tokens of a prompt", "times as fast", lines, ".-")
     lines = {}
     for parts, one in of(cells, "decode"):
-        for path in ("template + KV", "+ exits", "+ exits, no refill"):
+        for path in ("template + KV", "+ exits"):
             if path in one:
                 at = [int(part) for part in parts[1:] if part.isdigit()]
                 x, y = lines.setdefault(f"{parts[0]} {at[0]}: {path}", ([], []))

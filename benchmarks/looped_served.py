@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,15 +27,6 @@ from prefold.worker.rows import StepAttend
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.9, 0.95, 0.98)
 LEAVING = (0.5, 0.9, 0.98)
-
-
-def rows_leave() -> bool:
-    """Returns whether the engine knows rows that leave, and routes of requests."""
-    return "exits" in inspect.signature(LLM.__init__).parameters
-
-
-def not_there(what: str) -> dict[str, Any]:
-    return {"not there": what}
 
 
 def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
@@ -67,16 +57,15 @@ def accuracy(folder: Path, nodes: int, device: str) -> dict[str, Any]:
     stats = llm.stats
     found["prompt"] = {"tokens": stats.tokens, "rows": stats.rows_computed, "visits of each": visits}
     llm.close()
-    if rows_leave():
-        # Rows of prompts leave by the same rule, the edges of a graph and the query; visits are then those of all rows.
-        llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, looped={"exits": "save"}, cache="off")
-        for threshold in LEAVING:
-            name = f"rows leave at {threshold:.2f}"
-            llm.engine.reset_stats()
-            ask(name, llm, threshold, exit_prompts=True)
-            stats = llm.engine.reset_stats()
-            found[name]["visits"] = stats.generation.block_calls / stats.unique_tokens
-        llm.close()
+    # Rows of prompts leave by the same rule, the edges of a graph and the query; visits are then those of all rows.
+    llm = LLM(str(folder), dtype="float32", device=device, kv_memory=1 << 28, looped={"exits": "save"}, cache="off")
+    for threshold in LEAVING:
+        name = f"rows leave at {threshold:.2f}"
+        llm.engine.reset_stats()
+        ask(name, llm, threshold, exit_prompts=True)
+        stats = llm.engine.reset_stats()
+        found[name]["visits"] = stats.generation.block_calls / stats.unique_tokens
+    llm.close()
     found["guess"] = 1 / task.chains
     return found
 
@@ -176,24 +165,18 @@ def kv(batch: int, prompt: int, out: int, visits: int, repeats: int, device: str
     }
 
 
-def kv_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
-    """Returns how many block calls a run makes with all visits and with exits, and the bytes of K/V not held."""
+def calls_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
+    """Returns how many block calls a run makes with all visits and with exits."""
     counts = []
     for run in (whole, leaving):
         llm.engine.reset_stats()
         run(out)
         counts.append(llm.engine.reset_stats().generation)
-    return {
-        "block calls": counts[0].block_calls,
-        "block calls with exits": counts[1].block_calls,
-        "kv bytes freed": counts[1].kv_bytes_freed,
-    }
+    return {"block calls": counts[0].block_calls, "block calls with exits": counts[1].block_calls}
 
 
 def once(device: str) -> dict[str, Any]:
-    """Counts the block calls of 16 queries of one graph: each row once for each beginning of a route."""
-    if not rows_leave():
-        return not_there("routes of requests")
+    """Counts the block calls of 16 queries of one graph: each row once for each route."""
     task, visits = example.Task(24, 4), 8
     rng = np.random.default_rng(0)
     points, _ = task.graph(rng)
@@ -210,7 +193,7 @@ def once(device: str) -> dict[str, Any]:
         llm = random_llm(64, visits, device, looped={"exits": "save"})
         tokens_of(llm, requests(prompts, [{"route": route} for route in routes], max_tokens=1))
         pairs = {
-            (tuple(prompt[: at + 1]), route[: visit + 1])
+            (tuple(prompt[: at + 1]), route, visit)
             for prompt, route in zip(prompts, routes, strict=True)
             for at in range(len(prompt))
             for visit in range(visits)
@@ -234,8 +217,7 @@ def decode(
     dtype: str = "float32",
     only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measures the paths of generation: all visits; a given template; a visit a step, where nobody leaves, and with
-    exits; several visits a step with exits; and these without refill.
+    """Measures the paths of generation: all visits; a given template; and rows that leave.
 
     folder  of a trained model, which is asked real queries, whose tokens are scored; None: random weights of the width
             `hidden`, whose rows leave after as many visits as those of a trained model do: a hop more than the 1 to 5
@@ -243,8 +225,6 @@ def decode(
     blocks, dtype   of the random model
     only    names of paths, beside "fixed" and "+ exits"; none: all
     """
-    if not rows_leave():
-        return not_there("rows that leave")
 
     def make(**options: Any) -> LLM:
         if folder is None:
@@ -252,8 +232,7 @@ def decode(
         settings = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
         return LLM(str(folder), **settings, max_running=max(256, batch), **options)
 
-    read, single = make(), make(looped={"exits": "save", "step_visits": 1})
-    save, no_refill = make(looped={"exits": "save"}), make(looped={"exits": "save", "refill": False})
+    read, save = make(), make(looped={"exits": "save"})
     order = tuple(read.config.loop.order)
     rng = np.random.default_rng(batch)
     if folder:
@@ -269,17 +248,16 @@ def decode(
     paths: dict[str, Callable[[int], list[list[int]]]] = {
         "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
         "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
-        "a visit a step": lambda many: tokens_of(single, requests(prompts, max_tokens=many)),
-        "+ exits, a visit a step": lambda many: tokens_of(single, requests(prompts, each, max_tokens=many)),
         "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
-        "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
     if only:
         paths = {name: path for name, path in paths.items() if name in ("fixed", "+ exits", *only)}
     ways = {(name, many): partial(path, many) for name, path in paths.items() for many in (1, out)}
     seconds, given = in_turn(ways, repeats)
     found: dict[str, Any] = {
-        "counts": kv_of(save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out)
+        "counts": calls_of(
+            save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out
+        )
     }
     for name in paths:
         first, whole = median(seconds[name, 1]), median(seconds[name, out])
@@ -295,6 +273,6 @@ def decode(
         if folder:
             found[name]["right"] = float((np.array(given[name, out]) == wanted[:, None]).mean())
             found[name]["first right"] = float((np.array(given[name, out])[:, 0] == wanted).mean())
-    for llm in (read, single, save, no_refill):
+    for llm in (read, save):
         llm.close()
     return found

@@ -380,10 +380,10 @@ class SlotPass:
         if (found := self._parts.get(rows.tobytes())) is not None:
             return found
         at, plans = send(rows, self._device), slot_plans(step, self._store, {plane.window for plane in planes}, rows)
-        read, read_plans = np.flatnonzero(np.isin(rows, step.read_rows)), plans
-        of_read = None
-        if len(read) < len(rows):
-            of_read, read_plans = read, slot_plans(step, self._store, {planes[-1].window}, rows[read])
+        of_read, read_plans = None, plans
+        if len(step.read_rows) < step.num_rows and not (is_read := np.isin(rows, step.read_rows)).all():
+            of_read = np.flatnonzero(is_read)
+            read_plans = slot_plans(step, self._store, {planes[-1].window}, rows[of_read])
         adapters = whole.adapters
         if adapters is not NO_ADAPTERS:
             adapters = RowAdapters(adapters.adapters, adapters.numbers[rows], of_read)

@@ -123,8 +123,7 @@ def test_every_path_of_a_routed_model(bench, tmp_path):
         torch.set_num_threads(torch_threads)
     paths = cell["paths"]
     assert cell["routes"] > 1 and sorted(paths) == sorted(bench.looped_report.ROWS)
-    assert [paths[name]["as hard"] for name in ("by template", "template")] == [1, 1]
-    assert paths["no cache"]["as fixed"] == 1
+    assert paths["template"]["as hard"] == paths["no cache"]["as fixed"] == 1
     assert max(one["drift"] for one in paths.values() if "drift" in one) < 1e-4
     calls = {name: one["block calls"] for name, one in paths.items()}
     assert calls["soft"] == 16 and {calls[name] for name in ("fixed", "no cache", "template", "hard")} == {8}
@@ -138,7 +137,7 @@ def test_every_path_of_a_routed_model(bench, tmp_path):
     text = bench.looped_report.write(tmp_path, ["paths"])
     assert "| batch 6" in text and "| random-8-6-12-5" in text
     table = (tmp_path / "report.md").read_text().split("## One table")[1].split("##")[0]
-    assert table.count("0.500 ± 0.000") == 8 and "6 queries at once" in table
+    assert table.count("0.500 ± 0.000") == 7 and "6 queries at once" in table
 
 
 def test_cells_of_an_even_grid(bench, tmp_path):
