@@ -91,7 +91,8 @@ class LoopedScheduler(GenerateScheduler):
         way = way_of(namespace)
         assert way.asker is not None
         sequences = list(self._requests.get(way.asker.key, ()))
-        if not sequences or not route:  # the request has ended, or ends because its numbers are not finite
+        # The request has ended, or waits again after it was on hold, or ends because its numbers are not finite.
+        if not sequences or sequences[0].leaf.num_pending or not route:
             return
         old = sequences[0].leaf
         tokens, own_slots = np.asarray(old.tokens), self.tree.drop(old)
@@ -123,6 +124,13 @@ class LoopedScheduler(GenerateScheduler):
             self.tree.stored(node)
             spare = np.concatenate((spare, pending))
         self.pool.free(spare)
+
+    def _let_go(self, node: Node) -> None:
+        if way_of(namespace_at(node)).asker is None:
+            super()._let_go(node)
+        else:  # no other request finds these rows
+            self.pool.free(self.tree.drop(node))
+            self.tree.detach(node)
 
     def _is_prompt_like(self, sequence: SequenceState) -> bool:
         exits = way_of(namespace_at(sequence.leaf)).exits
