@@ -121,3 +121,20 @@ def test_a_prompt_is_asked_about_once():
     part._remember(first["namespace"], prompt, (0, 1))
     for exits, tokens, route in ((None, prompt, (0, 1)), (Exits(min_visits=2), prompt, None), (None, prompt[:3], None)):
         assert way_of(part._namespace_of((None, ""), exits, tokens, 2)).route == route
+
+
+def test_a_request_that_was_on_hold_is_asked_about_with_all_of_its_rows():
+    """Its rows are computed anew: the router reads the states of all of them."""
+    part, prompt = LoopedPart(None, GenerateOptions(), FACTS), np.array([1, 2, 0, 1], np.int32)
+    hooks = {"namespace_of": part._namespace_of, "on_route": part._remember, "routed": True}
+    options = {"max_batch_rows": 20, "max_running": 4, "cache": CacheOptions(min_overlap=1)}
+    scheduler = LoopedScheduler(SlotPool(30), **hooks, **options)
+    for _ in range(2):
+        submit(scheduler, part, 1, prompt, None)
+        scheduler.admit()
+        step = scheduler.plan()
+        assert step.message.tokens.tolist() == prompt.tolist()
+        scheduler.begin(step)
+        scheduler.cancel(1)
+        scheduler.commit(step, [0], [False], PassResult(np.zeros(1), visits=np.ones(4, np.int64), routes=[(0, 1)]))
+        check_books(scheduler)
