@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -93,7 +93,6 @@ class OpenRequest:
     again               whether it is a further read of a prompt that an earlier request counts
     cached_tokens       how many of the prompt's rows were in the KV store when its first sample was admitted
     approximate_tokens  how many of the prompt's rows were copied from other positions
-    notes               values that the engine's parts attach to the request
     """
 
     key: int
@@ -107,7 +106,6 @@ class OpenRequest:
     again: bool = False
     cached_tokens: int = 0
     approximate_tokens: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> np.ndarray:

@@ -24,7 +24,8 @@ from .scheduler import LoopedScheduler, Namespace
 from .steps import MODEL_ORDER, NO_EXITS, Asker, Keys, LoopedFacts, Passage, Way, exits_row, may_leave, way_of
 
 NEVER = float("nan")
-STAYS = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after`: the row makes all visits
+Rule = tuple[float, float, float, float]
+STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after`: the row makes all visits
 MOST_ROUTES = 1 << 16  # of prompts that were routed, for twins of these prompts
 
 
@@ -160,8 +161,8 @@ class LoopedPart(EnginePart):
             if exits is None or node.parent.children.get(int(node.tokens[0])) is node:
                 continue  # rows that all stay, or of a prompt
             listed = exits.visits[node.num_computed : node.num_computed + count]
-            own = [(NEVER, NEVER, visits, visits) for visits in listed]
-            rules[stop - count : stop] = own + [_rule(exits)] * (count - len(own)) if len(own) < count else own
+            own: list[Rule] = [(NEVER, NEVER, visits, visits) for visits in listed]
+            rules[stop - count : stop] = own if len(own) == count else (own + [_rule(exits)] * count)[:count]
             has_lists = has_lists or bool(exits.visits)
         found = np.array(rules, np.float64)
         if not has_lists:
@@ -169,9 +170,9 @@ class LoopedPart(EnginePart):
         return found
 
 
-def _rule(exits: Exits) -> tuple[float, float, float, float]:
+def _rule(exits: Exits) -> Rule:
     """Return a row of `Passage.leave_after`."""
-    threshold = NEVER if exits.threshold in (None, 1) else float(exits.threshold)  # type: ignore[arg-type]
+    threshold = NEVER if exits.threshold in (None, 1) else float(exits.threshold)
     change = NEVER if exits.change is None else exits.change
     return threshold, change, exits.min_visits, exits.max_visits or np.inf
 

@@ -355,7 +355,7 @@ class SlotPass:
         batch, likes = self._batch_of(rows), [model.first[layer] for layer in layers]
         planes = {plane + at: config.planes[like] for at, like in enumerate(likes)}
         last = last and batch.read_rows is not None and config.planes[likes[-1]].window == config.planes[-1].window
-        attend = SlotAttend(self._store, batch, planes, config.scale)  # type: ignore[arg-type]
+        attend = SlotAttend(self._store, batch, planes, config.scale)
         state = VisitPass(
             x, None, {}, attend, batch.read_rows if last else None, batch.adapters, self._ops, plane, given
         )

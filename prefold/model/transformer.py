@@ -6,7 +6,7 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -57,7 +57,7 @@ class Pass:
 
     x, delta   their residual stream, x + delta [rows, hidden]; delta may be None
     plane      the plane they come to next
-    cos_sin    of their positions, one a plane
+    cos_sin    of their positions, by plane
     attend     computes attention
     read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
     adapters   which rows have which LoRA adapter
@@ -67,7 +67,7 @@ class Pass:
 
     x: Tensor
     delta: Tensor | None
-    cos_sin: Sequence[Tensor]
+    cos_sin: Sequence[Tensor] | Mapping[int, Tensor]
     attend: Attend
     read_rows: Tensor | None
     adapters: RowAdapters
