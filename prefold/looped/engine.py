@@ -158,8 +158,8 @@ class LoopedPart(EnginePart):
         for node, count in step.computed_rows:
             stop = step.last_row[node] + 1
             exits = ways[bisect_right(starts, stop - 1) - 1][0].exits
-            if exits is None or node.parent.children.get(int(node.tokens[0])) is node:
-                continue  # rows that all stay, or of a prompt
+            if exits is None or not isinstance(node.tokens, list):
+                continue  # the rows make all visits, or are of a prompt: tokens of a tail are a list that grows
             listed = exits.visits[node.num_computed : node.num_computed + count]
             own: list[Rule] = [(NEVER, NEVER, visits, visits) for visits in listed]
             rules[stop - count : stop] = own if len(own) == count else (own + [_rule(exits)] * count)[:count]
