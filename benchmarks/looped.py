@@ -10,12 +10,9 @@ A cell is a model, a number of sequences, and numbers of tokens of prompts and o
 
 Paths:
 
-    fixed                    all visits
-    template + KV            the route of all visits, given by the request
-    a visit a step           a step is one visit; no row leaves
-    + exits, a visit a step  a step is one visit; rows leave by the gate (trained) or after 2 to 6 of 8 visits (random)
-    + exits                  a step is more than one visit; rows leave
-    + exits, no refill       free places stay empty until all rows have left
+    fixed          all visits
+    template + KV  the route of all visits, given by the request
+    + exits        rows leave by the gate (trained) or after 2 to 6 of 8 visits (random)
 
 All paths of a cell take turns. TTFT is the time of a run with one token; TPOT is the rest of a whole run over its other
 tokens.
@@ -128,18 +125,14 @@ def random_llm(
     return LLM(Checkpoint.dummy(config), dtype=dtype, device=device, kv_memory=1 << 30, **options)
 
 
-def kv_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
-    """Return the block calls of a run with all visits and with exits, and the bytes of K/V that exits free."""
+def calls_of(llm: LLM, whole: Callable[[int], Any], leaving: Callable[[int], Any], out: int) -> dict[str, int]:
+    """Return the block calls of a run with all visits and with exits."""
     counts = []
     for run in (whole, leaving):
         llm.engine.reset_stats()
         run(out)
         counts.append(llm.engine.reset_stats().generation)
-    return {
-        "block calls": counts[0].block_calls,
-        "block calls with exits": counts[1].block_calls,
-        "kv bytes freed": counts[1].kv_bytes_freed,
-    }
+    return {"block calls": counts[0].block_calls, "block calls with exits": counts[1].block_calls}
 
 
 def decode(
@@ -170,8 +163,7 @@ def decode(
         settings = {"dtype": "float32", "device": device, "kv_memory": 1 << 30, "cache": "off"}
         return LLM(str(folder), **settings, max_running=max(256, batch), **options)
 
-    read, single = make(), make(looped={"exits": "save", "step_visits": 1})
-    save, no_refill = make(looped={"exits": "save"}), make(looped={"exits": "save", "refill": False})
+    read, save = make(), make(looped={"exits": "save"})
     order = tuple(read.config.loop.order)
     rng = np.random.default_rng(batch)
     if folder:
@@ -187,10 +179,7 @@ def decode(
     paths: dict[str, Callable[[int], list[list[int]]]] = {
         "fixed": lambda many: tokens_of(read, requests(prompts, max_tokens=many)),
         "template + KV": lambda many: tokens_of(read, requests(prompts, max_tokens=many, route=order)),
-        "a visit a step": lambda many: tokens_of(single, requests(prompts, max_tokens=many)),
-        "+ exits, a visit a step": lambda many: tokens_of(single, requests(prompts, each, max_tokens=many)),
         "+ exits": lambda many: tokens_of(save, requests(prompts, each, max_tokens=many)),
-        "+ exits, no refill": lambda many: tokens_of(no_refill, requests(prompts, each, max_tokens=many)),
     }
     if only:
         paths = {name: path for name, path in paths.items() if name in ("fixed", "+ exits", *only)}
@@ -198,7 +187,9 @@ def decode(
     rounds = take_turns(ways, repeats)
     seconds, given = rounds.seconds, rounds.found
     found: dict[str, Any] = {
-        "counts": kv_of(save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out)
+        "counts": calls_of(
+            save, lambda many: tokens_of(save, requests(prompts, max_tokens=many)), paths["+ exits"], out
+        )
     }
     for name in paths:
         first, whole = median(seconds[name, 1]), median(seconds[name, out])
@@ -214,7 +205,7 @@ def decode(
         if folder:
             found[name]["right"] = float((np.array(given[name, out]) == wanted[:, None]).mean())
             found[name]["first right"] = float((np.array(given[name, out])[:, 0] == wanted).mean())
-    for llm in (read, single, save, no_refill):
+    for llm in (read, save):
         llm.close()
     return found
 
@@ -244,7 +235,7 @@ def lines_of(name: str, cell: dict[str, Any]) -> list[list[object]]:
     lines = []
     for path in [key for key in cell if key != "counts"]:
         row, fixed = cell[path], cell["fixed"]
-        calls = {"a visit a step": "block calls", "+ exits": "block calls with exits"}.get(path)
+        calls = {"fixed": "block calls", "+ exits": "block calls with exits"}.get(path)
         right = f"{row['first right']:.3f} / {row['right']:.3f}" if "right" in row else ""
         lines.append([
             name, path, f"{1e3 * row['ttft']:.1f}", f"{1e3 * row['tpot']:.2f}",

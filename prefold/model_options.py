@@ -89,24 +89,14 @@ class CacheOptions(_CheckedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedSettings(_CheckedOptions):
-    """A LoopedSettings holds how the rows of a looped model go through its blocks: `LLM(looped=)`."""
+    """How the rows of a looped model go through its blocks: `LLM(looped=)`."""
 
     exits: Literal["read", "save", "project"] = option(
         "read",
-        "Of a looped model: its rows make all visits, whichever they are read after (read); or they leave, and compute"
-        " and store no more: deeper visits see the K/V of their last visit to a block (save), or K/V made of the state"
-        " that they left with (project), and requests may give routes.",
+        "Looped models: what an exit means. read: rows make all visits, and are read earlier. save, project: rows leave"
+        " for good; later visits see the K/V of the row's last visit to the block (save), or K/V computed from the"
+        " row's last state (project).",
         one_of=("read", "save", "project"), on="engine", journal=True,
-    )  # fmt: skip
-    refill: bool = option(True, "Where rows leave, others come into their places at once, else when all have left.")
-    group: Literal["block", "template"] = option(
-        "block", "Which rows make a step together then: those whose next block is the same, or whose template is.",
-        one_of=("block", "template"),
-    )  # fmt: skip
-    step_visits: int = option(
-        2, "The most visits that rows make one after another in a step then, where no prompt waits to be computed; it"
-        " changes no result.",
-        least=1,
     )  # fmt: skip
 
 
@@ -188,9 +178,7 @@ class SlotOptions(_CheckedOptions):
         "Set aside memory for a whole output where max_tokens is given. Otherwise an output may be interrupted when"
         " memory runs out, and is then computed again.",
     )
-    looped: LoopedSettings = option(
-        LoopedSettings(), "Of a looped model: how rows go through its blocks, as a mapping."
-    )
+    looped: LoopedSettings = option(LoopedSettings(), "Looped models: how rows go through the blocks, as a mapping.")
 
 
 @dataclass(frozen=True, kw_only=True)

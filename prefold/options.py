@@ -98,27 +98,26 @@ class LoopedOptions:
 
     exit_threshold: float | None = option(
         None,
-        "Of a looped model with a gate: read a row after the first visit at which its probability of having left is at"
-        " least this; 1: after its last visit. By default what the checkpoint says.",
+        "Looped models with an exit gate: read a row after the first visit at which its exit probability reaches this;"
+        " 1: after the last visit (default: from the checkpoint).",
         least=0, most=1, above=True,
     )  # fmt: skip
-    min_visits: int = option(1, "Of a looped model with a gate: read no row after fewer visits.", least=1)
+    min_visits: int = option(1, "Looped models with an exit gate: read no row after fewer visits.", least=1)
     max_visits: int | None = option(
-        None, "Of a looped model with a gate: read no row after more visits; by default all it makes.", least=1
-    )
+        None, "Looped models with an exit gate: read no row after more visits (default: all that the model makes).",
+        least=1,
+    )  # fmt: skip
     exit_change: float | None = option(
         None,
-        "Of a looped model whose rows leave: a row leaves after the first visit that changes its state by at most this"
-        " part of it.",
+        "Looped models whose rows leave: a row leaves after the first visit that changes its state by at most this"
+        " share.",
         least=0, above=True,
     )  # fmt: skip
-    exit_prompts: bool = option(
-        False, "Of a looped model whose rows leave: rows of prompts leave too, by the same rules."
-    )
+    exit_prompts: bool = option(False, "Looped models whose rows leave: rows of prompts leave too, by the same rules.")
     route: Sequence[int] | None = option(
         None,
-        "Of a looped model whose rows leave or take routes: the numbers of the blocks that rows visit, from 0; by"
-        " default as the checkpoint says.",
+        "Looped models: the numbers of the blocks that rows visit, from 0 (default: from the checkpoint, or chosen by"
+        " its router).",
     )
 
 
@@ -200,8 +199,8 @@ class SamplerOptions:
     )  # fmt: skip
     exit_visits: Sequence[int] = option(
         (),
-        "Of a looped model whose rows leave: after how many visits the row of each token of the answer leaves, in place"
-        " of other rules as far as the list goes.",
+        "Looped models whose rows leave: after how many visits the row of each generated token leaves. Tokens behind"
+        " the end of the list leave by the other rules.",
         None, http=None,
     )  # fmt: skip
     grammar: Grammar | Mapping[str, object] | None = option(

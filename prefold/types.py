@@ -53,11 +53,10 @@ class GenerationStats(Jsonable):
     steps                   forward passes
     running_peak            most sequences running in one step
 
-    of a looped model that is gone through a visit at a time:
+    of a looped model:
 
     block_calls             rows that went through a block, summed over visits
     block_calls_saved       visits that rows did not make because they had left
-    kv_bytes_freed          bytes of K/V that these visits would have held
     """
 
     generated_tokens: int = 0
@@ -77,7 +76,6 @@ class GenerationStats(Jsonable):
     running_peak: int = 0
     block_calls: int = 0
     block_calls_saved: int = 0
-    kv_bytes_freed: int = 0
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """Returns the counts of both: the larger one of each peak, the sum of all else."""

@@ -56,8 +56,7 @@ LAYERS = {
         api cache checkpoint job prefix records report schedule stream tasks text
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_handles.py
-        hybrid/test_state_books.py images/test_media_table.py
-        looped/test_outputs.py looped/test_visit_policy.py
+        hybrid/test_state_books.py images/test_media_table.py looped/test_routed_scheduler.py
         shifted/test_shifting.py test_errors.py test_figures.py test_pages.py
     """,
     "model": """

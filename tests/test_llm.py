@@ -134,7 +134,7 @@ def test_bad_items_name_themselves(llm):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"threads": 0}, {"max_running": 0}, {"kv_memory": 0}, {"exits": "early"}, {"group": "row"}, {"step_visits": 0},
+        {"threads": 0}, {"max_running": 0}, {"kv_memory": 0}, {"exits": "early"},
         {"cache": "mru"}, {"tensor_parallel": 0}, {"sharing": "some"},
     ],
     ids=lambda wrong: next(iter(wrong)),

@@ -116,6 +116,8 @@ def test_what_the_command_line_sets_reaches_the_model():
     [
         ({"exits": "save"}, "exits", 'give looped={"exits": ...}'), ({"looped": {"exit": 1}}, "exit", "mean exits?"),
         ({"looped": {"exits": "leave"}}, "exits", "'read', 'save', 'project'"), ({"images": 3}, "images", "a mapping"),
+        ({"looped": {"refill": False}}, "refill", "it has: exits"), ({"looped": {"group": "block"}}, "group", "exits"),
+        ({"looped": {"step_visits": 2}}, "step_visits", "it has: exits"),
         ({"images": {"allow_media_host": "a.org"}}, "allow_media_host", "a list of hosts"),
         ({"images": {"media_memory": -1}}, "media_memory", "0 or more"), ({"threads": "4"}, "threads", "a whole"),
         ({"cache": "mru"}, "cache", "lru, lfu"), ({"dtyp": "float32"}, "dtyp", "mean dtype?"),
@@ -150,10 +152,10 @@ def test_a_new_option_of_a_model_is_checked_as_it_is_declared(given, remedy):
 
 
 def test_a_model_takes_settings_as_mappings_and_as_objects():
-    options = model_options({"looped": {"refill": False}, "images": False, "cache": "lfu"})
+    options = model_options({"looped": {"exits": "save"}, "images": False, "cache": "lfu"})
     assert options == model_options(
         {
-            "looped": LoopedSettings(refill=False),
+            "looped": LoopedSettings(exits="save"),
             "images": ImageSettings(tower=False),
             "cache": CacheOptions(policy="lfu"),
         }

@@ -28,8 +28,8 @@ from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
-from .requests import LAST_ROW_KINDS, Answer, joint_readout
-from .stream import TaggedRequests, last_rows, run_stream
+from .requests import LAST_ROW_KINDS, Answer, check_exits, joint_readout
+from .stream import TaggedRequests, run_stream, with_tags
 
 P = TypeVar("P")
 _STEPS = 2  # of a live input, about what fills so many steps is submitted at a time
@@ -142,11 +142,10 @@ class ModelEngine(EngineLoop):
             slots["max_waiting"] = self.options.generation.max_running
             yield from serve(self, map(_by_tag, windows), tokenizer, **slots)  # type: ignore[misc]
             return
-        for part in self.parts:
-            part.check(readout.exits, sharing)
-        if self.all_in_slots:
+        check_exits(self.parts, readout.exits, sharing)
+        if any(part.in_slots(readout.exits) for part in self.parts):
             with self.meter.listening(on_step):
-                requests = last_rows(windows, readout)
+                requests = (None if window is None else with_tags(window) for window in windows)
                 yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
             return
         if sharing == "full" and (self.options.cache_prefill if cache_prefill is None else cache_prefill):
@@ -156,11 +155,6 @@ class ModelEngine(EngineLoop):
         options = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
         with self.meter.listening(on_step):
             yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
-
-    @property
-    def all_in_slots(self) -> bool:
-        """Returns whether all numbers are read in the slots of the KV store, those of jobs too; only last rows are."""
-        return any(part.in_slots for part in self.parts)
 
     def _run_live(
         self, source: LiveInput, readout: Readout, tokenizer: Any, stopping: Callable[[], bool], **run: Any
@@ -232,7 +226,7 @@ class ModelEngine(EngineLoop):
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests
         with these exits. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
         scheduler = self.generator.scheduler
-        namespace = scheduler.namespace_of((adapter, salt), exits)
+        namespace = scheduler.namespace_of((adapter, salt), exits, tokens)
         return sum(same for _, same in scheduler.tree.match(namespace, token_bytes(tokens)))
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ..errors import InputError
@@ -30,7 +31,7 @@ from ..worker.protocol import Worker
 from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
-from .requests import Answer, OpenRequest, Reader, RequestBuilder
+from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_exits
 from .samples import OnText
 from .step_policy import StepPace, StepPolicy
 
@@ -56,13 +57,10 @@ class Generator:
         self._on_submit, self._on_forget = hooks(parts, "submit"), hooks(parts, "forget")
         self._before_plan, self._after_plan = hooks(parts, "before_plan"), hooks(parts, "after_plan")
         self._on_message = hooks(parts, "message")
-        self.depth = worker.facts.slot_depth if self.scheduler.makes_passes else 1
+        self.depth = worker.facts.slot_depth
         self._budget, self._meter = budget, meter
-        self._keeps = self.scheduler.makes_passes
-        checks = hooks(parts, "check")
-        self._builder = RequestBuilder(
-            worker.facts, engine.eos_ids, reserve=options.reserve_output, checks=checks, keeps=self._keeps
-        )
+        check = partial(check_exits, parts)
+        self._builder = RequestBuilder(worker.facts, engine.eos_ids, reserve=options.reserve_output, check=check)
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()  # added by any thread, not yet submitted to the scheduler
         self._cancelled: deque[int] = deque()  # keys that any thread cancelled, not yet ended
@@ -225,20 +223,19 @@ class Generator:
             request.on_done(request.answer())
 
     def _submit(self, new: OpenRequest) -> None:
-        more: dict[str, Any] = {}
+        own: dict[str, Any] = {"namespace": new.namespace}
         for submit in self._on_submit:
-            more |= submit(new)
+            own |= submit(new)
         try:
             self.scheduler.submit(
                 new.key,
                 new.rows,
                 limit=new.limit,
                 reserve=new.reserve,
-                namespace=new.namespace,
                 priority=new.request.priority,
                 outputs={reader.number: reader.tokens for reader in new.readers if not reader.is_done},
                 owner=new.owner,
-                **more,
+                **own,
             )
         except InputError as error:
             self._answer(new, error)
@@ -308,7 +305,7 @@ class Generator:
 
     def _start_step(self, step: GenerateStep, started_at: float) -> None:
         readers = self._readers(step)
-        message = message_of(self.worker.facts, step, readers, self._on_message, keeps=self._keeps, before=self._last)
+        message = message_of(self.worker.facts, step, readers, self._on_message, before=self._last)
         planned_at = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
         if ticket is None:
@@ -366,7 +363,7 @@ class Generator:
 
     def _count(self, flight: InFlightStep, requests: int, tokens: int, repeated_rows: int) -> None:
         """Counts a step, and tells the listeners of it. repeated_rows: its rows that had been computed before."""
-        step, rows = flight.step, flight.step.first_rows
+        step, rows = flight.step, flight.step.num_rows
         spent = {"plan": flight.plan, "model": flight.model, "compile": self.worker.compile_seconds()}
         self._meter.add_step(rows, rows - repeated_rows, tokens, spent)
         # Steps in flight overlap: a step's seconds begin at the end of the step before it, if that is later.

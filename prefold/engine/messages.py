@@ -24,7 +24,6 @@ def message_of(
     readers: Sequence[Reader],
     hooks: Sequence[Callable[[GenerateStep, Sequence[Reader]], Mapping[str, Any]]] = (),
     *,
-    keeps: bool = True,
     before: InFlightStep | None = None,
 ) -> SlotStep:
     """Returns the message of a step: the scheduler's, with the drawing of tokens, the reads of numbers and the
@@ -32,7 +31,6 @@ def message_of(
 
     readers  the reader of each of the step's consumers
     hooks    functions of the engine's parts that return further fields of the message
-    keeps    whether hidden states may be kept
     before   a step before it; where that had the same readers, each of which got the most likely token, so has this one
     """
     drawing = None
@@ -45,7 +43,7 @@ def message_of(
         for namespace, first, stop in step.namespaces:
             adapters[first:stop] = adapter_of(facts, namespace)
     message, more = step.message, dict[str, Any]()
-    if keeps and not goes_on and (rows := kept_rows(step)):
+    if not goes_on and (rows := kept_rows(step)):
         message = _keeping(message, np.array([row for _, row in rows], np.int64))
     read_outs = () if goes_on else _read_outs_of(message, readers)
     for hook in hooks:
@@ -139,13 +137,11 @@ class InFlightStep:
                 assert isinstance(reader, ValueReader)
                 values = read_out.values[part].copy() if reader.has_rows else read_out.values[part.start].copy()
                 reader.result = Result(values, None if read_out.greedy is None else read_out.greedy[part].copy())
-        was_read, ended = result.was_read, list[bool]()
+        ended = list[bool]()
         failures: dict[Hashable, Exception] = {}
         for i, (sequence, reader, token) in enumerate(zip(self.step.consumers, self.readers, tokens, strict=True)):
             ends = True
-            if was_read is not None and not was_read[i]:
-                ends = False
-            elif sequence.state != "ended":
+            if sequence.state != "ended":
                 before = len(reader.tokens)
                 try:
                     ends = reader.take(None if token == -1 else token, result.logprobs.get(i))

@@ -18,8 +18,7 @@ from ..worker.protocol import Ticket, Worker
 class StepInfo:
     """A StepInfo describes one step, for progress and the report.
 
-    rows           how many rows went through the model; if a step is one visit of a looped model, the rows at their
-                   first visit
+    rows           how many rows went through the model
     path_rows      how many rows of earlier steps these attended to
     requests_done  how many requests ended with the step
     tokens_done    how many tokens the sequences of these requests had

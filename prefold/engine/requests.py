@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, no_lm_head
+from ..model.config import refuse_exits
+from ..schedule.parts import EnginePart, hooks
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Exits, Generated, Owner, Readout, Request, Result, TokenLogprobs
+from ..types import Exits, Generated, Owner, Readout, Request, Result, Sharing, TokenLogprobs
 from ..worker.protocol import Facts
 from .samples import OnText, Sample
 
@@ -92,7 +94,6 @@ class OpenRequest:
     again               whether it is a further read of a prompt that an earlier request counts
     cached_tokens       how many of the prompt's rows were in the KV store when its first sample was admitted
     approximate_tokens  how many of the prompt's rows were copied from other positions
-    notes               values that the engine's parts attach to the request
     """
 
     key: int
@@ -106,7 +107,6 @@ class OpenRequest:
     again: bool = False
     cached_tokens: int = 0
     approximate_tokens: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> np.ndarray:
@@ -159,12 +159,13 @@ def num_read_rows(readout: Readout, request: Request) -> int | None:
     return targets if readout.keeps or targets != 1 else None
 
 
-def no_readout(readout: Readout) -> InputError:
-    """Returns the error for a read-out of other rows than last ones of a looped model whose rows leave early."""
-    subject = "several targets of a prompt" if readout.kind == "logprobs" else f"{readout.kind!r}"
-    message = f"{subject} is read at rows that are not last, and only last rows are read where rows leave"
-    remedy = 'ask for one target or the last row, or give the LLM looped={"exits": "read"}'
-    return InputError(message, field="readout", remedy=remedy, code="no_readout")
+def check_exits(parts: Sequence[EnginePart], exits: Exits | None, sharing: Sharing = "full") -> None:
+    """Raise InputError for exits that no part of an engine can follow with this sharing."""
+    checks = hooks(parts, "check")
+    for check in checks:
+        check(exits, sharing)
+    if exits is not None and not checks:
+        refuse_exits(exits)
 
 
 def reads_last_rows(readout: Readout, num_targets: Iterable[int]) -> bool:
@@ -180,15 +181,12 @@ class RequestBuilder:
     """A RequestBuilder turns a Request into an OpenRequest. Any thread may call it.
 
     reserve  whether room for the whole output is set aside when the request limits its length
-    checks   functions that take the exits of a request, and raise InputError if the engine cannot follow them
-    keeps    whether hidden states may be kept, which rows need that are read and not last
+    check    takes the exits of a request, and raises InputError if the engine cannot follow them
     """
 
-    def __init__(
-        self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, checks: Iterable[Callable[..., None]], keeps: bool
-    ):
+    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, check: Callable[[Exits | None], None]):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
-        self._checks, self._keeps = checks, keeps
+        self._check = check
         self._texts: _TextMakers | None = None
 
     def build(
@@ -212,8 +210,7 @@ class RequestBuilder:
         adapter_number(self.facts, request.adapter)
         check_logits(self.facts, "tokens" if readout is None else readout.kind)
         with_exits = request.sampling or readout
-        for check in self._checks:
-            check(None if with_exits is None else with_exits.exits)
+        self._check(None if with_exits is None else with_exits.exits)
         # A request that shares no rows has a namespace of its own.
         namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
         if request.sampling is None:
@@ -237,8 +234,6 @@ class RequestBuilder:
 
     def _reader(self, readout: Readout, request: Request) -> ValueReader:
         count = num_read_rows(readout, request)
-        if not self._keeps and count is not None:
-            raise no_readout(readout)
         targets = NO_TARGETS if request.targets is None else request.targets
         return ValueReader(readout, targets, count)
 

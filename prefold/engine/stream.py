@@ -25,7 +25,7 @@ from ..types import Readout, Request, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
-from .requests import adapter_number, check_logits, no_readout, reads_last_rows
+from .requests import adapter_number, check_logits
 
 T = TypeVar("T")
 
@@ -240,20 +240,6 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
 TaggedRequests = Iterator[list[tuple[tuple[Window, int], Request]] | None]
 
 
-def _with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+def with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
+    """Return the requests of a window, each tagged with (window, number in the window)."""
     return [((window, number), window.request(number)) for number in range(window.num_requests)]
-
-
-def last_rows(windows: Iterable[Window | None], readout: Readout) -> TaggedRequests:
-    """Yields the requests of windows, tagged as `SlotWindows.in_slots` does, for a model whose numbers are all read in
-    the slots.
-
-    Raises InputError for a read-out of other rows than last ones, which leave a looped model early.
-    """
-    for window in windows:
-        if window is None:
-            yield None
-            continue
-        if not reads_last_rows(readout, np.diff(window.target_offsets)):
-            raise no_readout(readout)
-        yield _with_tags(window)

@@ -115,9 +115,6 @@ class LoopedKeywords(TypedDict, total=False):
     """Holds the options that `LLM(looped=)` takes."""
 
     exits: Literal["read", "save", "project"]
-    refill: bool
-    group: Literal["block", "template"]
-    step_visits: int
 
 
 class ImageKeywords(TypedDict, total=False):

@@ -30,7 +30,7 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 
 
 @add_engine_part
-def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart:
+def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
     from .engine import engine_part
 
     return engine_part(worker, options)

@@ -46,14 +46,11 @@ class Gate(Linear):
         super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
         self.reads = reads
 
-    def features(
-        self, hidden: Tensor, logits: Tensor, before: VisitOutputs | None, first: Tensor | None = None
-    ) -> tuple[Tensor, VisitOutputs]:
+    def features(self, hidden: Tensor, logits: Tensor, before: VisitOutputs | None) -> tuple[Tensor, VisitOutputs]:
         """Returns the four features, float32 [rows, 4], and the VisitOutputs of this visit for the next call.
 
         hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
         before  the VisitOutputs of the visit before; None after the first
-        first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         They have no gradients: a gate learns what the model says, and not the model to please its gate.
         """
@@ -65,26 +62,22 @@ class Gate(Linear):
         if before is not None:
             features[:, 1] = likely == before.likely
             features[:, 3] = F.cosine_similarity(hidden.float(), before.hidden.float(), dim=-1)
-            if first is not None:
-                features[:, 1::2].masked_fill_(first[:, None], 0.0)
         return features, VisitOutputs(hidden, likely)
 
 
 @dataclass(frozen=True, slots=True)
 class RowExits:
-    """A RowExits says when rows that are read may leave: each of the first three is a number, or a tensor [reads].
+    """When rows of a row stream are read: each of these is a number, or a tensor [rows].
 
     threshold  a row leaves after the first visit at which its probability of having left is at least this; at 1 only
                after the last one; nan: as the model's config says
     fewest     visits that it makes at least
     most       visits that it makes at most; it leaves after the last visit anyway
-    rows       int64 [reads]: which of the rows that are read each read is of; None: each row is read once
     """
 
     threshold: float | Tensor = float("nan")
     fewest: float | Tensor = 1
     most: float | Tensor = float("inf")
-    rows: Tensor | None = None
 
     @classmethod
     def of(cls, exits: Exits) -> RowExits:

@@ -7,23 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import send
 from ..errors import InputError
 from ..model.config import ModelConfig
 from ..model.layers import Linear, Weight, linear_weights
 from ..model.ops import Ops
 from ..model.parallel import ALONE, Alone
 from ..model.transformer import CausalLM, Pass
-from ..schedule.steps import SlotStep, StreamStep
+from ..schedule.steps import StreamStep
 from ..types import Exits
 from .config import LoopedConfig
 from .gates import Gate, Planner, Router, RowExits, VisitOutputs, visits_at_exit
-from .steps import CODA, PRELUDE
 
+# Parts of a model that are no blocks: the layers before the first block, and the layers after the last.
+PRELUDE, CODA = -1, -2
 _WORD = 2**32 - 1
 # The noise is cut off at so many standard deviations.
 _BOUND = 3.0
@@ -104,30 +103,23 @@ class LoopedLM(CausalLM):
         """Returns hidden states as a CausalLM does, from the same arguments: of each row those after the visit that it
         leaves after.
 
-        exits  when rows may leave, and which are read: there is a hidden state a read, [reads, hidden]; None: each row
-               once, as `config.loop` says
+        exits  after which visit rows are read; None: as `config.loop` says
         route  the blocks that all rows visit, at most as many as the order has; None: those of the order
         """
         if exits is None and self.loop.threshold < 1:
             exits = RowExits()
         if exits is not None:
             states = torch.stack(self.after_each_visit(self.start(*inputs, **options), route))
-            rows = torch.arange(states.shape[1], device=states.device) if exits.rows is None else exits.rows
-            return states[visits_at_exit(self.leaving(states)[:, rows], exits, self.loop.threshold), rows]
+            rows = torch.arange(states.shape[1], device=states.device)
+            return states[visits_at_exit(self.leaving(states), exits, self.loop.threshold), rows]
         rows = self.start(*inputs, **options)
         for block in self.loop.order if route is None else route:
             self.visit(rows, block)
         return self.finish(rows)
 
-    def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
+    def arguments(self, step: StreamStep) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
-        if isinstance(step, SlotStep):
-            if step.exits is not None:
-                at = send(np.concatenate((step.reads, step.state_reads)), self.device)
-                arguments["exits"] = RowExits(*send(step.exits, self.device).T, rows=at)
-            if step.route is not None:
-                arguments["route"] = step.route
-        elif (exits := step.read_out.readout.exits) is not None:
+        if (exits := step.read_out.readout.exits) is not None:
             arguments["route"] = exits.route
             if (rules := replace(exits, route=None)) != Exits():
                 arguments["exits"] = RowExits.of(rules)
@@ -171,14 +163,11 @@ class LoopedLM(CausalLM):
             logits.append(logit)
         return torch.stack(logits)
 
-    def leaves(
-        self, state: Tensor, before: VisitOutputs | None, first: Tensor | None = None
-    ) -> tuple[Tensor, VisitOutputs | None]:
+    def leaves(self, state: Tensor, before: VisitOutputs | None) -> tuple[Tensor, VisitOutputs | None]:
         """Returns the logits of leaving after a visit, float32 [rows], and its VisitOutputs for the next call.
 
         state   [rows, hidden] as it is read after the visit
         before  the VisitOutputs of the visit before; None after the first
-        first   bool [rows]: whether the visit is the row's first, where `before` does not count; None: of no row
 
         Raises InputError for a model without a gate.
         """
@@ -186,7 +175,7 @@ class LoopedLM(CausalLM):
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
         if self.gate.reads == "state":
             return self.gate(state.float())[:, 0], None
-        features, outputs = self.gate.features(state, self.logits(state), before, first)
+        features, outputs = self.gate.features(state, self.logits(state), before)
         return self.gate(features)[:, 0], outputs
 
     def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **options: Any) -> Pass:

@@ -1,350 +1,474 @@
-"""Rows that go through a looped model a visit at a time: a store of their K/V and states, and steps over it."""
+"""The part of a worker that takes the rows of a step through a looped model: block by block, by their routes, until
+each of them leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KVStore
 from ..device import send
 from ..errors import InputError, UnsupportedModelError
-from ..model import NO_ADAPTERS, Adapter, RowAdapters
+from ..model import NO_ADAPTERS, RowAdapters
 from ..model.decoder_layer import Layer
 from ..model.ops import choose_ops
-from ..schedule.steps import NOT_FINITE, NOTHING, Reads, SlotStep
+from ..schedule.steps import SlotStep
 from ..worker.local import LocalWorker
 from ..worker.program import Program, program_of
-from ..worker.protocol import DONE, Ticket, WorkerPart
-from ..worker.readouts import SlotTicket
-from ..worker.rows import heads_of
+from ..worker.protocol import Ticket, WorkerPart
 from ..worker.slots import SlotAttend, SlotBatch, slot_plans
-from .config import LoopedConfig
 from .gates import VisitOutputs, choose, summary
-from .model import LoopedLM, VisitPass
-from .steps import (
-    DECIDES,
-    LEAVES,
-    PRELUDE,
-    LoopedFacts,
-    MakeVisitStore,
-    Routing,
-    VisitOptions,
-    VisitResult,
-    VisitRounds,
-    VisitStep,
-)
+from .model import CODA, PRELUDE, LoopedLM, VisitPass
+from .steps import LoopedFacts, Passage, PassResult
 
 
 def looped_part(model: LoopedLM) -> WorkerPart:
-    """Returns the part of a worker that takes rows through a looped model a visit at a time."""
-    store: VisitStore | None = None
-
-    def make_store(worker: LocalWorker, message: MakeVisitStore) -> Ticket:
-        nonlocal store
-        store = VisitStore(model, message.slots, worker.adapters)
-        return DONE
-
-    def run(worker: LocalWorker, step: VisitStep) -> Ticket:
-        assert store is not None
-        return store.run(step)
-
-    visits = visit_options(model)
-    slot_bytes = 1 if visits is None else visit_slot_bytes(model)
-    facts = LoopedFacts(_blocks_alike(model.config), model.loop.gate, visits, slot_bytes)
-    return WorkerPart({MakeVisitStore: make_store, VisitStep: run}, facts)
-
-
-def _blocks_alike(config: LoopedConfig) -> bool:
-    """Returns whether any block of a model may come at any visit: a plane of K/V is that of a visit, so the blocks'
-    layers must have the same windows and rotary settings."""
-    size = config.loop.per_block(config.layers)
-    first = config.loop.prelude
-    planes = config.planes[first : first + len(config.loop.order) * size]
-    return all(plane == planes[number % size] for number, plane in enumerate(planes))
-
-
-def visit_options(model: LoopedLM) -> VisitOptions | None:
-    """Returns how rows go through a model a visit at a time; None where they cannot, for it is split over ranks. Raises
-    UnsupportedModelError for a router that steps cannot follow."""
-    loop = model.loop
-    routing = loop.router
-    if routing is not None and routing.kind != "fixed" and (routing.kind in ("soft", "top") or routing.reads == "row"):
+    """Return the part of a worker for a looped model. Raise UnsupportedModelError for a router that steps cannot
+    follow, and InputError for a gate or a router that cannot be split over ranks."""
+    loop, programs = model.loop, Programs(model)
+    routing = loop.router if loop.router is not None and loop.router.kind != "fixed" else None
+    if routing is not None and (routing.kind in ("soft", "top") or routing.reads == "row"):
         setting = f"kind is {routing.kind!r}" if routing.reads == "request" else 'reads is "row"'
         works = 'steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
         raise UnsupportedModelError(f"loop.router.{setting}; {works}")
-    routed = routing is not None and routing.kind != "fixed"
     if model.ranks.size > 1 and model.gate is not None and model.gate.reads == "features":
         message = "the gate reads what the model says after each visit, which the first rank alone knows"
         raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
-    if model.ranks.size > 1:
-        if routed:
-            message = "a router picks blocks for a model in one piece"
-            raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
-        return None
-    return VisitOptions(loop.order, loop.blocks, loop.has_prelude, loop.coda > 0, routed, threshold=loop.threshold)
+    if model.ranks.size > 1 and routing is not None:
+        message = "a router picks blocks for a model in one piece"
+        raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
 
+    def run(worker: LocalWorker, step: SlotStep) -> Ticket:
+        rows = SlotPass(worker, model, programs, step)
+        hidden, step = rows.run()
+        return PassTicket(worker.read_slots(step, hidden), rows.visits, rows.saved, rows.routes)
 
-def visit_slot_bytes(model: LoopedLM) -> int:
-    """Returns the bytes of a slot: a row's K/V of one block, its state, and the numbers that its gate reads."""
-    kv = KVStore.bytes_per_slot(_most_layers(model), heads_of(model), model.device)
-    return kv + model.config.hidden * model.dtype.itemsize + 12
-
-
-def _most_layers(model: LoopedLM) -> int:
-    return max(map(len, model.parts.values()))
-
-
-class VisitStore:
-    """A VisitStore holds the K/V and states of rows after their visits, and runs steps that read and write them.
-
-    states  [slots, hidden]: the residual stream after the visit
-    odds    float32 [slots, 2]: the probability of not having left before the next visit, and that of having left
-    likely  int32 [slots]: the likeliest token after the visit, where the gate reads it
-    """
-
-    def __init__(self, model: LoopedLM, slots: int, adapters: Mapping[str, Adapter] | None = None):
-        self.model, self.adapters = model, dict(adapters or {})
-        device = model.device
-        self.kv = KVStore(_most_layers(model), heads_of(model), slots, device)
-        shape = (slots, model.config.hidden)
-        if device.type == "cpu":  # a page takes memory when it is first written
-            memory = torch.from_numpy(np.zeros((slots, shape[1] * model.dtype.itemsize), np.uint8))
-            self.states = memory.view(model.dtype)
-        else:
-            self.states = torch.zeros(shape, dtype=model.dtype, device=device)
-        self.odds = torch.zeros(slots, 2, device=device)
-        self.likely = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._programs: dict[int, Program | None] = {}  # by block
-        self._reads_features = model.gate is not None and model.gate.reads == "features"
-
-    def run(self, step: VisitStep) -> VisitTicket:
-        """Runs a step, and returns the ticket of its result."""
-        if len(step.project_slots):
-            self._project(step)
-        if (rounds := step.rounds) is not None:
-            has_left, last, num_visits = self._run_rounds(step, rounds)
-            ends, slots = has_left | rounds.ends[last], step.slots[last[step.read_rows]]
-        else:
-            has_left = self._compute(step) if step.num_rows else np.zeros(0, bool)
-            ends, slots, num_visits = has_left, step.read_slots, NOTHING
-        taken_slots = step.read_rows < 0
-        if step.num_rows:
-            taken_slots |= ends[np.maximum(step.read_rows, 0)]
-        was_read = taken_slots[step.reads]
-        reads = self._read(step, slots[taken_slots], taken_slots, was_read) if was_read.any() else None
-        blocks = [self._route(routing) for routing in step.routings] or [NOTHING.reshape(0, 1)]
-        ids = np.full(len(was_read), -1, np.int64)
-        result = VisitResult(
-            ids, was_read=was_read, has_left=has_left, blocks=np.concatenate(blocks), num_visits=num_visits
-        )
-        return VisitTicket(result, reads)
-
-    def _run_rounds(self, step: VisitStep, rounds: VisitRounds) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Takes rows through several visits one after another, each as long as it has not left. Returns of each row
-        whether it left, the query of the last visit that it made, and how many it made."""
-        num_rows = int(rounds.offsets[1])
-        has_left, num_visits, last = np.zeros(num_rows, bool), np.zeros(num_rows, np.int64), np.arange(num_rows)
-        cos_sin = self.model.cos_sin(send(step.positions[:num_rows], self.model.device))
-        goes = np.zeros(step.num_rows, bool)  # which queries did not leave
-        for number, block in enumerate(rounds.blocks.tolist()):
-            first, stop = rounds.offsets[number : number + 2].tolist()
-            going = None
-            if number and not (goes_on := goes[rounds.before[first:stop]]).all():
-                going = np.flatnonzero(goes_on)
-            if (stop - first if going is None else going.size) < rounds.least[number]:
-                break
-            part = step.part(block, first, stop, slice(*rounds.runs[number : number + 2].tolist()), going)
-            queries = np.arange(first, stop) if going is None else first + going
-            rows = rounds.row[queries]
-            angles = cos_sin
-            if len(rows) < num_rows:
-                at = send(rows, self.model.device)
-                tables = {id(plane): plane.index_select(0, at) for plane in {id(p): p for p in cos_sin}.values()}
-                angles = [tables[id(plane)] for plane in cos_sin]
-            leaves = self._compute(part, angles)
-            goes[queries] = ~leaves
-            has_left[rows], last[rows] = leaves, queries
-            num_visits[rows] += 1
-        return has_left, last, num_visits
-
-    # ------------------------------------------------------------------------------------------------- rows
-
-    def _compute(self, step: VisitStep, cos_sin: list[Tensor] | None = None) -> np.ndarray:
-        """Takes the rows of a step through its block, and returns which of them left, bool [n]. cos_sin: of the rows'
-        positions, where it is known."""
-        model, device = self.model, self.model.device
-        arrays = (step.tokens, step.positions, step.slots, step.source)
-        tokens, positions, slots, source = (send(array, device) for array in arrays)
-        states = self._states(step, source, tokens, positions)
-        part = model.parts[step.block]
-        first = [model.first[layer] for layer in part]  # the plane that says each layer's window and angles
-        tables = model.cos_sin(positions) if cos_sin is None else cos_sin
-        planes = [model.config.planes[plane] for plane in first]
-        plans, adapters = slot_plans(step, self.kv, {plane.window for plane in planes}), self._adapted(step.adapters)
-        batch = SlotBatch(tokens, positions, slots, None, plans, plans, adapters)
-        attend = SlotAttend(self.kv, batch, planes, model.config.scale)
-        angles, ops = [tables[plane] for plane in first], choose_ops(model.dtype, device)
-        rows = VisitPass(states, None, angles, attend, None, adapters, ops)
-        if (program := self._program_of(step.block)) is not None:
-            rows.program = partial(program.through, batch=batch, store=self.kv)
-        if step.block < 0:
-            if step.block == PRELUDE:
-                self.odds[slots] = self.odds.new_tensor((1.0, 0.0))
-            elif model.inject is not None:
-                rows.x = model.normed(rows)
-            model.go_through(rows, part)
-            self.states[slots] = rows.stream
-            return step.leaves == LEAVES
-        if model.inject is not None:
-            rows.prelude = self.states[send(step.preludes, device)]
-        decides = step.leaves == DECIDES
-        changing = np.flatnonzero(decides & np.isfinite(step.criteria[:, 1]))
-        before = states.clone() if changing.size else states
-        model.visit(rows, step.block)
-        self.states[slots] = new_states = rows.stream
-        leaves = step.leaves == LEAVES
-        gated = np.flatnonzero(np.isfinite(step.criteria[:, 0]))
-        if gated.size:
-            at = send(gated, device)
-            leaves[gated] |= decides[gated] & self._gated(gated, step, source[at], slots[at], new_states[at])
-        if changing.size:
-            at = send(changing, device)
-            was, now = before[at].float(), new_states[at].float()
-            moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
-            leaves[changing] |= moved <= step.criteria[changing, 1].astype(np.float32)
-        return leaves
-
-    def _program_of(self, block: int) -> Program | None:
-        """Returns the program of a block's layers, or None."""
-        program = self._programs.get(block)
-        if block not in self._programs or (program is not None and not program.is_current):
-            layers = [(layer, self.model.first[layer]) for layer in self.model.parts[block]]
-            program = self._programs[block] = program_of(self.model, layers)
-        return program
-
-    def _adapted(self, numbers: np.ndarray | None) -> RowAdapters:
-        return NO_ADAPTERS if numbers is None else RowAdapters(list(self.adapters.values()), numbers, None)
-
-    def _states(self, step: VisitStep, source: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Returns the states with which rows come to the step's block."""
-        first = step.source == 0
-        if self.model.inject is not None and step.block >= 0:
-            first = step.source == step.preludes  # from the prelude
-        if not first.any():
-            return self.states[source]
-        begins = step.block >= 0 and self.model.inject is not None
-        at = send(np.flatnonzero(first), source.device)
-        fresh = self.model.noise(positions[at]) if begins else self.model.embed(tokens[at], positions[at])
-        return fresh if first.all() else self.states[source].index_copy_(0, at, fresh)
-
-    def _gated(self, gated: np.ndarray, step: VisitStep, source: Tensor, slots: Tensor, states: Tensor) -> np.ndarray:
-        """Returns which rows have left by the gate's sum, bool. A row whose gate gives no number leaves with a state
-        of NaN, so that the request that reads it gets an error."""
-        # A row comes from the prelude, or from nowhere, and so has made no visit to a block.
-        is_first = (step.source == step.preludes)[gated]
-        hidden, before, first = self._hidden(states), None, send(is_first, slots.device) > 0
-        if self._reads_features and not is_first.all():
-            before = VisitOutputs(self._hidden(self.states[source]), self.likely[source].long())
-        logit, outputs = self.model.leaves(hidden, before, first if is_first.any() else None)
-        if outputs is not None:
-            self.likely[slots] = outputs.likely.to(torch.int32)
-        share = torch.sigmoid(logit)
-        stays, leaves = self.odds[source].T
-        stays, leaves = stays.masked_fill(first, 1.0), leaves.masked_fill(first, 0.0)
-        now = leaves + share * stays
-        self.odds[slots] = torch.stack((stays * (1 - share), now), -1)
-        share_left = now.cpu().numpy()
-        wrong = np.flatnonzero(np.isnan(share_left))
-        if wrong.size:
-            self.states[slots[send(wrong, slots.device)]] = torch.nan
-        return ~(share_left < step.criteria[gated, 0].astype(np.float32))
-
-    def _project(self, step: VisitStep) -> None:
-        """Makes K/V of the step's block of the states of rows that have left."""
-        device = self.model.device
-        slots, sources, positions, preludes = (
-            send(array, device)
-            for array in (step.project_slots, step.project_sources, step.project_positions, step.project_preludes)
-        )
-        adapters, model = self._adapted(step.project_adapters), self.model
-        states = model.injected(self.states[sources], None if model.inject is None else self.states[preludes])
-        ops, planes = choose_ops(model.dtype, device), model.cos_sin(positions)
-        for number, layer in enumerate(model.parts[step.block]):
-            module = model.layers[layer]
-            assert isinstance(module, Layer)
-            k, v = module.keys_values(states.clone(), planes[model.first[layer]], ops, adapters)
-            self.kv.write(number, slots, k, v)
-
-    # ------------------------------------------------------------------------------------------ reads and routes
-
-    def _hidden(self, states: Tensor) -> Tensor:
-        """Returns hidden states as they are read, of rows after the coda, or after any visit where there is none."""
-        model, ops = self.model, choose_ops(self.model.dtype, self.model.device)
-        if self.model.loop.coda:
-            return model.norm(states.clone(), None, ops)[1]
-        return model.read(states.clone(), None, ops)
-
-    def _read(self, step: VisitStep, slots: np.ndarray, taken_slots: np.ndarray, was_read: np.ndarray) -> SlotTicket:
-        """Returns the ticket of those reads that are made, of the states in `slots`."""
-        hidden = self._hidden(self.states[send(slots, self.model.device)])
-        reads = (np.cumsum(taken_slots) - 1)[step.reads[was_read]]
-        order, drawing, read_outs = np.cumsum(was_read) - 1, step.drawing, []
-        if drawing is not None:
-            drawing = drawing.pick(np.flatnonzero(was_read[drawing.reads]))
-            drawing = replace(drawing, reads=order[drawing.reads]) if len(drawing.reads) else None
-        for part in step.read_outs:
-            is_made = was_read[part.consumers]
-            targets = part.targets[is_made] if len(part.targets) else part.targets
-            consumers = order[part.consumers[is_made]]
-            read_outs.append(Reads(part.readout, reads[consumers], targets, None, consumers))
-        return SlotTicket(self.model, hidden, SlotStep(*(NOTHING,) * 9, reads, drawing, tuple(read_outs)))
-
-    def _route(self, routing: Routing) -> np.ndarray:
-        """Returns the blocks that the router chooses for each request of a Routing, int64 [n, visits]."""
-        model, summaries, rules = self.model, [], self.model.loop.router
-        assert model.router is not None and rules is not None
-        for first, stop in zip(routing.offsets[:-1].tolist(), routing.offsets[1:].tolist(), strict=True):
-            if len(routing.tokens):
-                tokens = send(routing.tokens[first:stop], model.device)
-                states = model.embed(tokens, torch.arange(stop - first, device=model.device))
-            else:
-                states = self.states[send(routing.slots[first:stop], model.device)]
-            # One request at a time: the sum does not depend on the other requests.
-            summaries.append(summary(states[-1:], states.float().mean(0, keepdim=True)))
-        if rules.kind == "planned":
-            assert model.planner is not None
-            logits = torch.cat([model.planner(states) for states in summaries], 1)
-        else:
-            logits = torch.cat([model.router(states, routing.step) for states in summaries])[None]
-        wrong = logits[..., :-1].isnan().any(-1) | logits[..., -1].isnan()
-        number = torch.arange(len(logits), device=logits.device)[:, None] + routing.step
-        too_early = number < send(routing.fewest, logits.device)
-        logits[..., -1].masked_fill_(too_early, -torch.inf)
-        blocks = choose(logits.flatten(0, 1), rules.threshold).view(wrong.shape)
-        return torch.where(wrong, NOT_FINITE, blocks).T.cpu().numpy()
+    facts = LoopedFacts(loop.order, loop.gate, loop.threshold, routing is not None, model.ranks.size == 1)
+    return WorkerPart({SlotStep: run}, facts)
 
 
 @dataclass(frozen=True, slots=True)
-class VisitTicket:
-    """A VisitTicket is the ticket of a VisitStep, of whose result only the reads of logits are still on their way.
+class PassTicket:
+    """The ticket of a SlotStep of a looped model. reads: what is read of it; the other fields are those of a
+    PassResult."""
 
-    ready  the result without its reads, with an id for each read
-    reads  the ticket of the reads; None: there are none
+    reads: Ticket
+    visits: np.ndarray
+    saved: int
+    routes: Sequence[tuple[int, ...]]
+
+    def result(self) -> PassResult:
+        read = self.reads.result()
+        return PassResult(read.ids, read.logprobs, read.values, self.visits, self.saved, self.routes)
+
+
+class Programs:
+    """The compiled programs of a looped model's parts, each made when it is first needed."""
+
+    def __init__(self, model: LoopedLM):
+        self._model = model
+        self._made: dict[tuple[int, int], Program | None] = {}
+
+    def of(self, part: int, first: int) -> Program | None:
+        """Return the program of a part; None: its layers run as modules.
+
+        first  the plane of the part's first layer, if the part ends with the model's last plane and leaves only the
+               rows that are read; else 0
+        """
+        program = self._made.get((part, first))
+        if (part, first) not in self._made or (program is not None and not program.is_current):
+            layers = [(layer, self._model.first[layer]) for layer in self._model.parts[part]]
+            program = self._made[part, first] = program_of(self._model, layers, first)
+        return program
+
+
+class ExitRules:
+    """The rules by which m rows of a step leave, or are read.
+
+    rows  int64 [m]: the row of each rule
     """
 
-    ready: VisitResult
-    reads: SlotTicket | None
+    def __init__(self, model: LoopedLM, rows: np.ndarray, rules: np.ndarray, *, leave: bool):
+        """rules: float64 [m, 4], as of `Passage.leave_after`. leave: whether rows leave, and are not only read"""
+        self.rows, self._model, self._leave = rows, model, leave
+        threshold, self._change, self._fewest, self._most = rules.T
+        self._threshold = np.where(threshold < 1, threshold, np.nan).astype(np.float32)
+        self._is_gated = ~np.isnan(self._threshold)
+        self._is_open = np.ones(len(rows), bool)
+        # Of each row the probability of not having left before the next visit, and of having left.
+        self._stays = torch.ones(len(rows), device=model.device)
+        self._share_left = torch.zeros(len(rows), device=model.device)
+        self._before: VisitOutputs | None = None
 
-    def result(self) -> VisitResult:
-        if self.reads is None:
-            return self.ready
-        assert self.ready.was_read is not None
-        result, at = self.reads.result(), np.flatnonzero(self.ready.was_read)
-        self.ready.ids[at] = result.ids
-        logprobs = {int(at[read]): values for read, values in result.logprobs.items()}
-        return replace(self.ready, logprobs=logprobs, values=result.values)
+    @property
+    def compares(self) -> bool:
+        """Whether states before and after a visit are compared."""
+        return bool(np.isfinite(self._change).any())
+
+    @property
+    def open(self) -> np.ndarray:
+        """The numbers of the rules whose row has not left, or has not been read."""
+        return np.flatnonzero(self._is_open)
+
+    def after(self, visits: int, place: np.ndarray, x: Tensor, before: Tensor) -> np.ndarray:
+        """Return the numbers of the rules whose row leaves, or is read, after so many visits.
+
+        place      int64 [rows of the step]: where each row's state is in x; -1: the row makes no visit any more
+        x, before  the states of rows after and before the visit
+        """
+        at = place[self.rows]
+        some = np.flatnonzero(self._is_open & (at >= 0))
+        leaves = self._most[some] <= visits
+        decides = ~leaves & (self._fewest[some] <= visits)
+        gated = np.flatnonzero(~leaves & self._is_gated[some])
+        if gated.size:
+            share = self._gated(some[gated], send(at[some[gated]], x.device), x)
+            leaves[gated] = decides[gated] & (share >= self._threshold[some[gated]])
+            wrong = gated[np.isnan(share)]
+            if self._leave and wrong.size:  # the request that reads this state gets an error
+                x[send(at[some[wrong]], x.device)] = torch.nan
+                leaves[wrong] = True
+        changing = np.flatnonzero(decides & ~leaves & np.isfinite(self._change[some]))
+        if changing.size:
+            places = send(at[some[changing]], x.device)
+            was, now = before[places].float(), x[places].float()
+            moved = ((now - was).norm(dim=-1) / was.norm(dim=-1).clamp(min=1e-30)).cpu().numpy()
+            leaves[changing] = moved <= self._change[some[changing]].astype(np.float32)
+        left = some[leaves]
+        self._is_open[left] = False
+        return left
+
+    def _gated(self, some: np.ndarray, places: Tensor, x: Tensor) -> np.ndarray:
+        """Return the probability of having left of some rows, float32, by the gate's sum (see `visits_at_exit`)."""
+        numbers = send(some, x.device)
+        hidden = self._model.read(x[places], None, choose_ops(self._model.dtype, x.device))
+        before = self._before
+        if before is not None:
+            before = VisitOutputs(before.hidden[numbers], before.likely[numbers])
+        logit, outputs = self._model.leaves(hidden, before)
+        if outputs is not None:
+            if self._before is None:
+                rows = len(self.rows)
+                self._before = VisitOutputs(
+                    outputs.hidden.new_zeros(rows, hidden.shape[1]), outputs.likely.new_zeros(rows)
+                )
+            self._before.hidden[numbers], self._before.likely[numbers] = outputs.hidden, outputs.likely
+        share, stays = torch.sigmoid(logit), self._stays[numbers]
+        has_left = self._share_left[numbers] + share * stays
+        self._share_left[numbers], self._stays[numbers] = has_left, stays * (1 - share)
+        return has_left.cpu().numpy()
+
+
+class SlotPass:
+    """One pass of a step's rows through a looped model, over the slots of the KV store.
+
+    visits  int64 [n]: how many visits each row made
+    saved   how many visits rows did not make because they had left
+    routes  the blocks that the router chose for each of `Passage.asks`
+    """
+
+    def __init__(self, worker: LocalWorker, model: LoopedLM, programs: Programs, step: SlotStep):
+        assert worker.store is not None
+        passage = step.feature if isinstance(step.feature, Passage) else Passage((model.loop.order,))
+        self._model, self._step, self._passage, self._programs = model, step, passage, programs
+        self._store, self._device, self._ops = worker.store, model.device, choose_ops(model.dtype, model.device)
+        self._batch, self._parts = worker.prepare_slots(step), dict[bytes, SlotBatch]()
+        self._angles: dict[int, list[Tensor]] = {}  # by the identity of a batch
+        asked, count = len(passage.asks), len(passage.routes)
+        self.visits, self.saved = np.zeros(step.num_rows, np.int64), 0
+        self.routes: list[tuple[int, ...]] = [()] * asked
+        # The block of each visit of each route; -1: the route has ended. Routes that the router chooses come last.
+        self._blocks = np.full((count + asked, len(model.loop.order)), -1)
+        for number, route in enumerate(passage.routes):
+            self._blocks[number, : len(route)] = route
+        self._route = np.zeros(step.num_rows, np.int64) if passage.route is None else passage.route.copy()
+        for number, (first, stop) in enumerate(passage.asks[:, :2].tolist(), count):
+            self._route[first:stop] = number
+        self._ended: list[tuple[np.ndarray, Tensor]] = []  # rows that make no visit any more, and their states
+        self._unfilled: list[tuple[np.ndarray, Tensor]] = []  # those of them whose K/V of deeper visits is missing
+
+    def run(self) -> tuple[Tensor, SlotStep]:
+        """Return the hidden states of the rows that are read, and the step, whose `reads` count in these."""
+        model, step, loop = self._model, self._step, self._model.loop
+        rows, leaving, reading = np.arange(step.num_rows), self._leaving(), self._reading()
+        at_once = leaving is not None and self._see_each_other()
+        x = self._through(model.embed(self._batch.tokens, self._batch.positions), rows, PRELUDE, 0)
+        self._given: Tensor | None = None
+        if model.inject is not None:
+            self._given, x = x, model.noise(self._batch.positions)
+        states: Tensor | None = None  # of `reading`
+        for visit in range(len(loop.order)):
+            self._ask(visit, rows, x)
+            blocks = self._blocks[self._route[rows], visit]
+            if (blocks < 0).any():
+                self._end(rows[blocks < 0], x[send(np.flatnonzero(blocks < 0), self._device)])
+                rows, x = self._keep(np.flatnonzero(blocks >= 0), rows, x)
+                blocks = blocks[blocks >= 0]
+            if not len(rows):
+                break
+            before = x.clone() if leaving is not None and leaving.compares else x
+            self.visits[rows] += 1
+            rows, x = self._visit(visit, blocks, rows, x)
+            if visit == len(loop.order) - 1:
+                break
+            place = np.full(step.num_rows, -1)
+            place[rows] = np.arange(len(rows))
+            if reading is not None and len(read := reading.after(visit + 1, place, x, before)):
+                states = x.new_empty(len(reading.rows), x.shape[1]) if states is None else states
+                states[send(read, self._device)] = x[send(place[reading.rows[read]], self._device)]
+            if leaving is not None and len(left := leaving.after(visit + 1, place, x, before)):
+                left = place[leaving.rows[left]]
+                self._leave(rows[left], x[send(left, self._device)], at_once)
+                rows, x = self._keep(np.delete(np.arange(len(rows)), left), rows, x)
+        self._end(rows, x)
+        if self._unfilled:
+            parts, of_parts = zip(*self._unfilled, strict=True)
+            self._fill(np.concatenate(parts), torch.cat(of_parts))
+        if reading is None:
+            return self._hidden(step.read_rows), step
+        hidden = self._hidden(reading.rows)
+        if states is not None:
+            read = np.delete(np.arange(len(reading.rows)), reading.open)
+            at = send(read, self._device)
+            hidden[at] = model.read(states[at], None, self._ops)
+        places, kept = np.split(np.arange(len(reading.rows)), [len(step.reads)])
+        read_outs = tuple(replace(reads, rows=reads.consumers) for reads in step.read_outs)
+        return hidden, replace(step, read_rows=reading.rows, reads=places, state_reads=kept, read_outs=read_outs)
+
+    # ------------------------------------------------------------------------------------------- rows and rules
+
+    def _leaving(self) -> ExitRules | None:
+        rules = self._passage.leave_after
+        if rules is None:
+            return None
+        rows = np.flatnonzero(~np.isnan(rules[:, :2]).all(1) | np.isfinite(rules[:, 3]))
+        return ExitRules(self._model, rows, rules[rows], leave=True) if len(rows) else None
+
+    def _reading(self) -> ExitRules | None:
+        if (limits := self._passage.read_after) is None:
+            return None
+        step = self._step
+        rows = step.read_rows[np.concatenate((step.reads, step.state_reads))]
+        threshold = np.where(np.isnan(limits[:, 0]), self._model.loop.threshold, limits[:, 0])
+        rules = np.column_stack((threshold, np.full(len(rows), np.nan), limits[:, 1:]))
+        return ExitRules(self._model, rows, rules, leave=False)
+
+    def _see_each_other(self) -> bool:
+        """Return whether any row of the step sees another row of the step."""
+        step = self._step
+        several = step.run_last - step.run_first > 1
+        start, slots = step.run_start[several], np.sort(step.slots)
+        stop = start + step.run_count[several]
+        return bool((np.searchsorted(slots, start) < np.searchsorted(slots, stop)).any())
+
+    def _keep(self, kept: np.ndarray, rows: np.ndarray, x: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Return the rows at these places alone, and their states."""
+        return rows[kept], x[send(kept, self._device)]
+
+    def _end(self, rows: np.ndarray, x: Tensor) -> None:
+        if len(rows):
+            self._ended.append((rows, x))
+
+    def _leave(self, rows: np.ndarray, x: Tensor, at_once: bool) -> None:
+        """Let rows leave. at_once: whether rows that go on need the K/V of their deeper visits"""
+        self._end(rows, x)
+        lengths = (self._blocks[self._route[rows]] >= 0).sum(1)
+        self.saved += int((lengths - self.visits[rows]).sum())
+        if at_once:
+            self._fill(rows, x)
+        else:
+            self._unfilled.append((rows, x))
+
+    # ------------------------------------------------------------------------------------------- the router
+
+    def _ask(self, visit: int, rows: np.ndarray, x: Tensor) -> None:
+        """Ask the router, or once the planner, where prompts go next."""
+        model, asks, count = self._model, [], len(self._passage.routes)
+        rules = model.loop.router
+        for number, (first, stop, _, most) in enumerate(self._passage.asks.tolist()):
+            at = int(np.searchsorted(rows, first))
+            if visit < most and at < len(rows) and rows[at] == first:
+                asks.append((number, at, at + stop - first))
+        if not asks or (visit and rules is not None and rules.kind == "planned"):
+            return
+        assert rules is not None and model.router is not None
+        # One request at a time: the sum does not depend on the other requests.
+        parts = [x[first:stop] for _, first, stop in asks]
+        states = torch.cat([summary(part[-1:], part.float().mean(0, keepdim=True)) for part in parts])
+        if rules.kind == "planned":
+            assert model.planner is not None
+            logits = model.planner(states)
+        else:
+            logits = model.router(states, visit)[None]
+        wrong = (logits[..., :-1].isnan().any(-1) | logits[..., -1].isnan()).any(0).tolist()
+        fewest = send(self._passage.asks[[number for number, _, _ in asks], 2], self._device)
+        too_early = torch.arange(len(logits), device=self._device)[:, None] + visit < fewest
+        logits[..., -1].masked_fill_(too_early, -torch.inf)
+        blocks = choose(logits.flatten(0, 1), rules.threshold).view(logits.shape[:2]).T.tolist()
+        for (number, first, stop), chosen, is_wrong in zip(asks, blocks, wrong, strict=True):
+            if is_wrong:  # the request that reads these states gets an error
+                x[first:stop] = torch.nan
+                chosen = [model.loop.blocks]
+            most = int(self._passage.asks[number, 3])
+            route = [*self.routes[number], *takewhile(lambda block: block < model.loop.blocks, chosen)][:most]
+            self.routes[number] = tuple(route)
+            self._blocks[count + number, : len(route)] = route
+
+    # ------------------------------------------------------------------------------------------- layers
+
+    def _visit(self, visit: int, blocks: np.ndarray, rows: np.ndarray, x: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Take each row through its block. Return the rows that are left, and their states: after the last visit of a
+        model without a coda these may be the rows that are read alone."""
+        model, loop = self._model, self._model.loop
+        plane = loop.prelude + visit * loop.per_block(model.config.layers)
+        last = visit == len(loop.order) - 1 and not loop.coda
+        given = None if self._given is None else self._given[send(rows, self._device)]
+        if (blocks == blocks[0]).all():
+            x = self._through(x, rows, int(blocks[0]), plane, given, last=last)
+            return rows if len(x) == len(rows) else rows[np.isin(rows, self._step.read_rows)], x
+        found = []
+        for block in np.unique(blocks).tolist():
+            at = np.flatnonzero(blocks == block)
+            some = send(at, self._device)
+            own = self._through(x[some], rows[at], block, plane, None if given is None else given[some], last=last)
+            found.append((rows[at] if len(own) == len(at) else rows[at][np.isin(rows[at], self._step.read_rows)], own))
+        rows = np.concatenate([some for some, _ in found])
+        order = np.argsort(rows)
+        return rows[order], torch.cat([x for _, x in found])[send(order, self._device)]
+
+    def _through(
+        self, x: Tensor, rows: np.ndarray, part: int, plane: int, given: Tensor | None = None, *, last: bool = False
+    ) -> Tensor:
+        """Return the states of rows after the layers of a part; may write into x.
+
+        plane  of the part's first layer
+        given  what the prelude gave, if it is put in before each visit
+        last   whether only the states of rows that are read are needed; then others may be missing
+        """
+        model, config, layers = self._model, self._model.config, self._model.parts[part]
+        if not len(layers):
+            return x
+        batch, likes = self._batch_of(rows), [model.first[layer] for layer in layers]
+        planes = {plane + at: config.planes[like] for at, like in enumerate(likes)}
+        last = last and batch.read_rows is not None and config.planes[likes[-1]].window == config.planes[-1].window
+        attend = SlotAttend(self._store, batch, planes, config.scale)
+        state = VisitPass(
+            x, None, {}, attend, batch.read_rows if last else None, batch.adapters, self._ops, plane, given
+        )
+        if (program := self._programs.of(part, plane if last else 0)) is not None:
+            state.program = partial(program.through, batch=batch, store=self._store, first=plane)
+        else:
+            tables = self._angles.get(id(batch))
+            if tables is None:
+                tables = self._angles[id(batch)] = model.cos_sin(batch.positions)
+            state.cos_sin = {plane + at: tables[like] for at, like in enumerate(likes)}
+        if part < 0:
+            model.go_through(state, layers)
+        else:
+            model.visit(state, part)
+        return state.stream
+
+    def _batch_of(self, rows: np.ndarray) -> SlotBatch:
+        """Return the batch of some rows of the step."""
+        step, whole, planes = self._step, self._batch, self._model.config.planes
+        if len(rows) == step.num_rows:
+            return whole
+        if (found := self._parts.get(rows.tobytes())) is not None:
+            return found
+        at, plans = send(rows, self._device), slot_plans(step, self._store, {plane.window for plane in planes}, rows)
+        of_read, read_plans = None, plans
+        if len(step.read_rows) < step.num_rows and not (is_read := np.isin(rows, step.read_rows)).all():
+            of_read = np.flatnonzero(is_read)
+            read_plans = slot_plans(step, self._store, {planes[-1].window}, rows[of_read])
+        adapters = whole.adapters
+        if adapters is not NO_ADAPTERS:
+            adapters = RowAdapters(adapters.adapters, adapters.numbers[rows], of_read)
+        part = SlotBatch(
+            whole.tokens[at], whole.positions[at], whole.slots[at],
+            None if of_read is None else send(of_read, self._device), plans, read_plans, adapters,
+        )  # fmt: skip
+        self._parts[rows.tobytes()] = part
+        return part
+
+    # ------------------------------------------------------------------------------------------- K/V and states
+
+    def _fill(self, rows: np.ndarray, states: Tensor) -> None:
+        """Write the K/V that deeper visits see of rows that have left. states: with which they left"""
+        size, of_route = self._model.loop.per_block(self._model.config.layers), self._route[rows]
+        for number in np.unique(of_route).tolist():
+            at = np.flatnonzero(of_route == number)
+            route, made = self._blocks[number], self.visits[rows[at]]
+            for block in np.unique(route[route >= 0]).tolist():
+                visits = np.flatnonzero(route == block)
+                # The visit whose K/V is copied to each row's deeper visits; -1: K/V are made of its state.
+                source = np.concatenate(([-1], visits))[np.searchsorted(visits, made)]
+                if self._passage.keys == "project":
+                    source[:] = -1
+                deeper = [(visit, np.flatnonzero(made <= visit)) for visit in visits[visits >= made.min()].tolist()]
+                needed = np.flatnonzero(made <= visits[-1])
+                for layer in range(size) if deeper else ():
+                    kv = self._kv_of(rows[at[needed]], states, at[needed], source[needed], block, layer)
+                    for visit, some in deeper:
+                        own = send(np.searchsorted(needed, some), self._device)
+                        plane, slots = self._plane(visit, layer), self._batch.slots[send(rows[at[some]], self._device)]
+                        self._store.write(plane, slots, *(part[own] for part in kv))
+
+    def _plane(self, visit: int, layer: int) -> int:
+        loop = self._model.loop
+        return loop.prelude + visit * loop.per_block(self._model.config.layers) + layer
+
+    def _kv_of(
+        self, rows: np.ndarray, states: Tensor, at: np.ndarray, source: np.ndarray, block: int, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that deeper visits to a block see of rows, in one of its layers: those of the
+        visits in `source`, or made of the states at these places."""
+        parts, order = [], []
+        for visit in np.unique(source).tolist():
+            some = np.flatnonzero(source == visit)
+            order.append(some)
+            if visit >= 0:
+                slots = self._batch.slots[send(rows[some], self._device)]
+                parts.append(self._store.read(self._plane(visit, layer), slots))
+            else:
+                parts.append(self._projected(rows[some], states[send(at[some], self._device)], block, layer))
+        if len(parts) == 1:
+            return parts[0]
+        back = send(np.argsort(np.concatenate(order)), self._device)
+        k, v = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
+        return k, v
+
+    def _projected(self, rows: np.ndarray, states: Tensor, block: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that a layer of a block makes of states with which rows left."""
+        model, number = self._model, self._model.parts[block][layer]
+        at, adapters = send(rows, self._device), self._batch.adapters
+        states = model.injected(states, None if self._given is None else self._given[at])
+        if adapters is not NO_ADAPTERS:
+            adapters = RowAdapters(adapters.adapters, adapters.numbers[rows], None)
+        module, cos_sin = model.layers[number], model.cos_sin(self._batch.positions[at])[model.first[number]]
+        assert isinstance(module, Layer)
+        return module.keys_values(states.clone(), cos_sin, self._ops, adapters)
+
+    def _hidden(self, rows: np.ndarray) -> Tensor:
+        """Return hidden states of rows, [rows, hidden], as they are read after their last visit."""
+        model, loop = self._model, self._model.loop
+        wanted = np.arange(self._step.num_rows) if loop.coda else rows
+        if not len(wanted):
+            return model.embedding.new_empty(0, model.config.hidden)
+        ended, x = np.concatenate([some for some, _ in self._ended]), torch.cat([x for _, x in self._ended])
+        if len(ended) != len(wanted) or (ended != wanted).any():
+            place = np.full(self._step.num_rows, -1)
+            place[ended] = np.arange(len(ended))
+            x = x[send(place[wanted], self._device)]
+        if not loop.coda:
+            return model.read(x, None, self._ops)
+        if model.inject is not None:
+            x = model.norm(x, None, self._ops)[1]
+        x = self._through(x, wanted, CODA, len(model.config.planes) - loop.coda, last=True)
+        if len(x) != len(rows):
+            x = x[send(rows, self._device)]
+        return model.norm(x, None, self._ops)[1]

@@ -6,7 +6,7 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import InputError, no_lm_head
-from ..schedule.steps import SlotStep, StreamStep
+from ..schedule.steps import StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
 from .layers import recomputed, score_head
@@ -57,7 +57,7 @@ class Pass:
 
     x, delta   their residual stream, x + delta [rows, hidden]; delta may be None
     plane      the plane they come to next
-    cos_sin    of their positions, one a plane
+    cos_sin    of their positions, by plane
     attend     computes attention
     read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
     adapters   which rows have which LoRA adapter
@@ -67,7 +67,7 @@ class Pass:
 
     x: Tensor
     delta: Tensor | None
-    cos_sin: Sequence[Tensor]
+    cos_sin: Sequence[Tensor] | Mapping[int, Tensor]
     attend: Attend
     read_rows: Tensor | None
     adapters: RowAdapters
@@ -183,8 +183,8 @@ class CausalLM(nn.Module):
         """Returns the final norm of rows, [rows, hidden]."""
         return self.norm(rows.x, rows.delta, rows.ops)[1]
 
-    def arguments(self, step: StreamStep | SlotStep) -> dict[str, Any]:
-        """Returns the arguments of a call of the model that a step has beside its rows."""
+    def arguments(self, step: StreamStep) -> dict[str, Any]:
+        """Return the arguments of a call of the model that a step of a row stream has beside its rows."""
         return {}
 
     def weights_beside(self) -> Iterable[Any]:

@@ -44,7 +44,6 @@ class Capacity(Protocol):
     pool: SlotPool
     cache: RadixCache | None
     max_running: int
-    slots_per_row: int
 
     @property
     def running(self) -> Collection[SequenceState]: ...

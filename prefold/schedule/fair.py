@@ -298,7 +298,7 @@ class FairAdmission:
         evictable = 0 if scheduler.cache is None else scheduler.cache.rows
         rows = sequence.leaf.stop + (sequence.limit if sequence.reserve else 0)
         pool = scheduler.pool
-        slots = pool.free_slots + (evictable - rows) * scheduler.slots_per_row
+        slots = pool.free_slots + evictable - rows
         return slots >= RESERVED_SHARE * pool.num_slots
 
     def _last_of_batch(self, running: Collection[SequenceState]) -> SequenceState | None:

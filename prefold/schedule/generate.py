@@ -16,19 +16,16 @@ cannot be trusted: `clear` empties them, and requests are submitted again with t
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RowTrie
 from ..errors import InputError
-from ..types import Exits, Owner
+from ..types import Owner
 from .admission import NO_LIMITS, StepLimits
 from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
 from .sequences import SequenceScheduler
@@ -38,7 +35,7 @@ from .steps import SlotResult
 TAIL_SLOTS = 16
 
 
-class GenerateScheduler(SequenceScheduler[SequenceState]):
+class GenerateScheduler(SequenceScheduler):
     """A GenerateScheduler decides what each step of continuous batching over one trie computes.
 
     pool, max_batch_rows, max_running   as of SequenceScheduler
@@ -72,38 +69,15 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         self._in_flight: deque[GenerateStep] = deque()
         self._before: GenerateStep | None = None  # the step that was begun last, if no sequence was admitted since
         self._in_use = 0  # slots that sequences held when that step began
-        self._has_routes = False  # whether a request came with a route
-        self._last_steps: dict[tuple[int, ...] | None, int] = {}  # when each route had its last step
-        self._numbers = itertools.count()
         self._holds_rows = holds_rows
 
     # ----------------------------------------------------------------------------- requests that come and go
-
-    def _sequence_kind(
-        self, namespace: tuple[Hashable, ...], route: tuple[int, ...] | None = None
-    ) -> tuple[int, tuple[Hashable, ...], Callable[..., SequenceState]]:
-        """route: the blocks of a looped model that the rows of a request visit; None: the model's own order. Rows are
-        shared only within a route, and a step has rows of one route."""
-        if not self._requests:
-            self._forget_routes()
-        self._has_routes |= route is not None
-        exits = None if route is None else Exits(route=route)
-        return 1, self.namespace_of(namespace, exits), partial(SequenceState, route=route)
-
-    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
-        route = None if exits is None else exits.route
-        return namespace if route is None else (*namespace, "route", route)
 
     def clear(self) -> None:
         super().clear()
         self._ending.clear()
         self._in_flight.clear()
         self._before = None
-        self._forget_routes()
-
-    def _forget_routes(self) -> None:
-        self._has_routes = False
-        self._last_steps.clear()
 
     def _admitted(self) -> Iterable[SequenceState]:
         return (*self.running, *self._ending)
@@ -133,17 +107,13 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         Returns None if no sequence runs, or none may have rows now, or one gets no slot for its next row until a step
         in flight is committed.
         """
-        before = None if self._has_routes else self._before
+        before = self._before
         if before is not None and self._all_go_on(before, limits) and (step := following(before)) is not None:
             return step
         if not self.running or not self._has_room():
             return None
-        for running in self._by_route() if self._has_routes else (self.running,):
-            plan = self.waiting.fill(self._new_plan(limits), running, limits)
-            if plan.computed_rows or plan.rereads or plan.repeats:
-                step, route = self._lay_out(plan), next(iter(running)).route
-                return step if route is None else replace(step, message=replace(step.message, route=route))
-        return None
+        plan = self.waiting.fill(self._new_plan(limits), self.running, limits)
+        return self._lay_out(plan) if plan.computed_rows or plan.rereads or plan.repeats else None
 
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
         """Returns whether the next step has a row of each running sequence, as the step before it had. In a step that
@@ -161,11 +131,6 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         """Books a step as started: the next step can be planned before the tokens of this one are there."""
         self._in_flight.append(step)
         self._before = step
-        if self._has_routes:
-            self._last_steps[step.message.route] = next(self._numbers)
-            if len(self._last_steps) > 2 * self.max_running:  # clients may send ever new routes
-                running = {sequence.route for sequence in self.running}
-                self._last_steps = {route: last for route, last in self._last_steps.items() if route in running}
         stats = self.stats
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
         if in_use != self._in_use or not step.message.follows or not stats.steps:
@@ -225,13 +190,6 @@ class GenerateScheduler(SequenceScheduler[SequenceState]):
         return finished
 
     # ------------------------------------------------------------------------------------- running sequences
-
-    def _by_route(self) -> list[Collection[SequenceState]]:
-        """Returns the running sequences of each route; the route without a step for the longest time is first."""
-        routes: dict[tuple[int, ...] | None, list[SequenceState]] = {}
-        for sequence in self.running:
-            routes.setdefault(sequence.route, []).append(sequence)
-        return [routes[route] for route in sorted(routes, key=lambda route: self._last_steps.get(route, -1))]
 
     def _has_room(self) -> bool:
         """Returns whether there is a slot for the next row of every running sequence."""

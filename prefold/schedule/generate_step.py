@@ -5,7 +5,7 @@ A StepPlan collects rows for the sequences that the scheduler has admitted; `lay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -33,7 +33,6 @@ class SequenceState:
     reserve        whether room for all of these is set aside at admission
     priority       the priority of its rows in the cache
     owner          the tenant and the class that it runs for
-    route          the blocks of a looped model that its rows visit; None: the model's own order
     state          "waiting" for admission, "running", "ending" (its last token is in flight), or "ended"
     leaf           the node that ends with the prompt's last token
     tail           the node of the tokens that the sequence makes
@@ -44,8 +43,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "cached_tokens", "key", "leaf", "limit", "num_known", "owner", "priority", "ready", "reserve", "route",
-        "sample", "state", "tail",
+        "cached_tokens", "key", "leaf", "limit", "num_known", "owner", "priority", "ready", "reserve", "sample",
+        "state", "tail",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +57,6 @@ class SequenceState:
         reserve: bool,
         priority: int,
         owner: Owner = NO_OWNER,
-        route: tuple[int, ...] | None = None,
     ):
         self.key = key
         self.sample = sample
@@ -67,7 +65,6 @@ class SequenceState:
         self.reserve = reserve
         self.priority = priority
         self.owner = owner
-        self.route = route
         self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
         self.cached_tokens: int | None = None
         self.ready = False
@@ -96,6 +93,7 @@ class GenerateStep:
     consumers        the sequence that takes the token, or the numbers, of each of the message's reads
     namespaces       (namespace, its first query, the query behind its last) of each namespace
     computed_rows    (node, how many of its rows are computed)
+    last_row         the last row in the step of each node that has any
     decode_rows      how many of the step's rows are the last token of a sequence
     recomputed_rows  how many of the step's rows had been computed before
     ahead            positions, slots and counts of the runs of steps that may follow (`following`), for each of them
@@ -107,6 +105,7 @@ class GenerateStep:
     consumers: list[SequenceState]
     namespaces: list[tuple[tuple[Hashable, ...], int, int]]
     computed_rows: list[tuple[Node, int]]
+    last_row: Mapping[Node, int]
     decode_rows: int
     recomputed_rows: int
     ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
@@ -117,8 +116,6 @@ class GenerateStep:
     def num_rows(self) -> int:
         """Returns how many rows go through the model."""
         return len(self.message.tokens)
-
-    first_rows = num_rows  # all of them enter the model with this step
 
 
 @dataclass(slots=True)
@@ -334,6 +331,7 @@ def lay_out(plan: StepPlan) -> GenerateStep:
         consumers=[reads[i][0] for i in order.tolist()],
         namespaces=namespaces,
         computed_rows=list(plan.computed_rows.items()),
+        last_row=last_row,
         decode_rows=plan.decode_rows,
         recomputed_rows=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
     )
@@ -359,7 +357,9 @@ def following(before: GenerateStep) -> GenerateStep | None:
         tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
         last.read_rows, last.reads, state_reads=last.state_reads, follows=True,
     )  # fmt: skip
-    return GenerateStep(message, sequences, before.namespaces, before.computed_rows, len(sequences), 0, ahead, at + 1)
+    return GenerateStep(
+        message, sequences, before.namespaces, before.computed_rows, before.last_row, len(sequences), 0, ahead, at + 1
+    )
 
 
 def join_runs(

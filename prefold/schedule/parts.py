@@ -28,17 +28,19 @@ class EnginePart:
     """An EnginePart is what a feature adds to one engine. Its hooks do nothing; an engine calls those that a feature
     overrides. The engine's thread calls them, except `check`, which any thread calls.
 
-    in_slots    whether all numbers are read in the slots of the KV store
     holds_rows  says which rows of images can be in a step; None: the feature has no such rows
     is_waiting  whether a request waits for work that the feature does after a step is planned (`after_plan`)
     """
 
-    in_slots = False
     holds_rows: HoldsRows | None = None
     is_waiting = False
 
     def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
-        """Raises InputError for exits that the engine cannot follow with this sharing."""
+        """Raise InputError for exits that the engine cannot follow with this sharing."""
+
+    def in_slots(self, exits: Exits | None) -> bool:
+        """Return whether read-outs with these exits run in the slots of the KV store, those of jobs too."""
+        return False
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
         """Returns the feature's own scheduler of generation, or None. Arguments: those of GenerateScheduler."""
@@ -51,7 +53,7 @@ class EnginePart:
         """Sets the function that returns the tenant of a namespace (adapter, salt)."""
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        """Returns further arguments of the scheduler's `submit` for an OpenRequest."""
+        """Return arguments of the scheduler's `submit` that differ from those of the OpenRequest."""
         return {}
 
     def forget(self, key: Hashable) -> None:

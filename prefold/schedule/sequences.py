@@ -4,7 +4,6 @@ use."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from ..types import Exits, GenerationStats, Owner
 from .admission import Admission, InOrder, StepLimits
 from .generate_step import NO_OWNER, SequenceState
 
-S = TypeVar("S", bound=SequenceState)
 
-
-class SequenceScheduler(Generic[S]):
+class SequenceScheduler:
     """A SequenceScheduler takes requests, and keeps their sequences while these wait and run.
 
     pool            the slots of the KV store
@@ -27,14 +24,10 @@ class SequenceScheduler(Generic[S]):
     cache           keeps rows of ended sequences; None: they are freed at once
     max_batch_rows  the most rows of a step whose limits say nothing of them
     max_running     the most sequences that run at once; never more than the rows of a step
-    slots_per_row   the most slots that a row may need
-    makes_passes    whether a step takes its rows through the whole model, so that the next can be planned ahead
     stats           the counters
     running         the sequences that run, in the order of their admission
     waiting         the sequences that wait, in an admission policy
     """
-
-    makes_passes = True
 
     def __init__(
         self,
@@ -45,16 +38,14 @@ class SequenceScheduler(Generic[S]):
         max_batch_rows: int,
         max_running: int,
         slot_bytes: int,
-        slots_per_row: int = 1,
     ):
         self.pool, self.tree, self.cache = pool, tree, cache
         self.max_batch_rows = max_batch_rows
         self.max_running = min(max_running, max_batch_rows)
-        self.slots_per_row = slots_per_row
         self.stats = GenerationStats()
-        self.running: dict[S, None] = {}
+        self.running: dict[SequenceState, None] = {}
         self.waiting: Admission = InOrder()
-        self._requests: dict[Hashable, dict[S, None]] = {}  # by key, the sequences that have not ended
+        self._requests: dict[Hashable, dict[SequenceState, None]] = {}  # by key, the sequences that have not ended
         self._slot_bytes = slot_bytes
         if cache is not None:
             cache.namespace_of = self.namespace_of
@@ -73,7 +64,6 @@ class SequenceScheduler(Generic[S]):
         priority: int = 0,
         outputs: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NO_OWNER,
-        **options: Any,
     ) -> None:
         """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
 
@@ -83,32 +73,23 @@ class SequenceScheduler(Generic[S]):
         priority   the priority of its rows in the cache
         outputs    for a request that was submitted before: {number of a sample that has not ended: its tokens}
         owner      the tenant and the class that it runs for
-        options    further arguments of the scheduler's class
 
         Raises InputError if the KV store could not hold this request even alone.
         """
         rows = len(tokens) + (limit - 1 if reserve else 0)
-        visits, namespace, kind = self._sequence_kind(namespace, **options)
-        if rows * visits > self.pool.num_slots:
-            each = f" at {visits} visits, {rows * visits} slots," if self.slots_per_row > 1 else ","
+        if rows > self.pool.num_slots:
             raise InputError(
-                f"the request needs the K/V of {rows} rows{each} the KV store holds {self.pool.num_slots}",
+                f"the request needs the K/V of {rows} rows, the KV store holds {self.pool.num_slots}",
                 field="max_tokens" if rows > len(tokens) else "prompt",
                 remedy="give a larger kv_memory (--kv-memory), or ask for fewer tokens",
                 code="kv_memory",
             )
 
-        def make(sample: int, leaf: Node, tokens: list[int]) -> S:
-            return kind(key, sample, leaf, tokens, limit, reserve, priority, owner)
+        def make(sample: int, leaf: Node, tokens: list[int]) -> SequenceState:
+            return SequenceState(key, sample, leaf, tokens, limit, reserve, priority, owner)
 
         outputs = dict.fromkeys(range(samples), ()) if outputs is None else outputs
         self._enter(key, namespace, tokens, outputs, priority, make)
-
-    def _sequence_kind(
-        self, namespace: tuple[Hashable, ...], **options: Any
-    ) -> tuple[int, tuple[Hashable, ...], Callable[..., S]]:
-        """Returns how many slots a row of a request needs, its rows' namespace, and its sequences' class."""
-        raise NotImplementedError
 
     def _enter(
         self,
@@ -117,7 +98,7 @@ class SequenceScheduler(Generic[S]):
         tokens: np.ndarray,
         outputs: Mapping[int, Sequence[int]],
         priority: int,
-        make: Callable[[int, Node, list[int]], S],
+        make: Callable[[int, Node, list[int]], SequenceState],
     ) -> None:
         """Enters a prompt into the trie, and its sequences into the queue.
 
@@ -137,9 +118,11 @@ class SequenceScheduler(Generic[S]):
         self._requests[key] = dict.fromkeys(sequences)
         self.waiting.add(sequences)
 
-    def namespace_of(self, namespace: tuple[Hashable, ...], exits: Exits | None) -> tuple[Hashable, ...]:
-        """Returns the namespace of the rows of a request that is submitted with `namespace` and `exits`."""
-        raise NotImplementedError
+    def namespace_of(
+        self, namespace: tuple[Hashable, ...], exits: Exits | None, tokens: np.ndarray
+    ) -> tuple[Hashable, ...]:
+        """Return the namespace of the rows of a prompt with this adapter, salt and these exits."""
+        return namespace
 
     def cancel(self, key: Hashable) -> None:
         """Ends all sequences of a request; does nothing if the request has ended."""
@@ -163,7 +146,7 @@ class SequenceScheduler(Generic[S]):
         policy.take_over(self.waiting, tuple(self._admitted()))
         self.waiting = policy
 
-    def _admitted(self) -> Iterable[S]:
+    def _admitted(self) -> Iterable[SequenceState]:
         """Returns the sequences that were admitted and have not ended."""
         return self.running
 
@@ -192,14 +175,14 @@ class SequenceScheduler(Generic[S]):
     def _max_rows(self, limits: StepLimits) -> int:
         return self.max_batch_rows if limits.rows is None else limits.rows
 
-    def _make_way(self, sequence: S) -> bool:
+    def _make_way(self, sequence: SequenceState) -> bool:
         """Preempts a running sequence for a waiting one if the policy says so; returns whether it did."""
         victim = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
         if victim is not None:
-            self._preempt(victim)  # type: ignore[arg-type]
+            self._preempt(victim)
         return victim is not None
 
-    def _preempt(self, sequence: S) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. The rows of its
         prompt stay while there is room."""
         del self.running[sequence]
@@ -211,7 +194,7 @@ class SequenceScheduler(Generic[S]):
         if not self.pool.free_slots:
             self._release_waiting(*self.running)
 
-    def _release_waiting(self, *keep: S) -> bool:
+    def _release_waiting(self, *keep: SequenceState) -> bool:
         """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. The
         rows that the sequences in `keep` need are not given up."""
         needed = {node for sequence in keep for node in sequence.leaf.path()}
@@ -223,7 +206,7 @@ class SequenceScheduler(Generic[S]):
                 self.pool.free(self.tree.drop(node))
         return has_released
 
-    def _too_small(self, holds: str, needs: str, sequence: S) -> tuple[Hashable, InputError]:
+    def _too_small(self, holds: str, needs: str, sequence: SequenceState) -> tuple[Hashable, InputError]:
         """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
         and that the sequence needs, in words."""
         pinned = sum(node.num_slots for node in self._nodes() if node.pins)
@@ -237,7 +220,7 @@ class SequenceScheduler(Generic[S]):
         self.cancel(sequence.key)
         return sequence.key, error
 
-    def _end(self, sequence: S) -> None:
+    def _end(self, sequence: SequenceState) -> None:
         if sequence.state == "waiting":
             self.waiting.remove(sequence)
         else:
@@ -256,7 +239,6 @@ class SequenceScheduler(Generic[S]):
         while node is not None and node.parent is not None:
             parent = node.parent
             node.users -= 1
-            self._leave(sequence, node)
             if not node.users:
                 self._let_go(node)
             node = parent
@@ -273,13 +255,10 @@ class SequenceScheduler(Generic[S]):
         """Yields all nodes of prompts; tails are no such nodes."""
         return self.tree.nodes()
 
-    def _runs_no_more(self, sequence: S) -> None:
+    def _runs_no_more(self, sequence: SequenceState) -> None:
         """Removes an admitted sequence from those that run."""
         del self.running[sequence]
 
-    def _is_prompt_like(self, sequence: S) -> bool:
+    def _is_prompt_like(self, sequence: SequenceState) -> bool:
         """Returns whether the rows of the sequence's tokens equal those of a prompt with the same tokens."""
         return True
-
-    def _leave(self, sequence: S, node: Node) -> None:
-        """Books that an ending sequence no longer needs a node of its prompt."""

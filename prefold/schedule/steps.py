@@ -232,10 +232,7 @@ class SlotStep(Message):
     read_outs          the values of the reads that give no token, a Reads for each readout
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: no row has an adapter
-    exits              float64 [p + k, 3], for a looped model: for each of `reads` and then of `state_reads`, the
-                       threshold at which its row leaves (nan for the checkpoint's), and the fewest and the most
-                       visits that it makes; None: as the checkpoint says
-    route              the blocks of a looped model that all rows visit; None: the model's own order
+    feature            what a feature's part of the engine tells the feature's part of the worker about these rows
     follows            whether its rows are those of the SlotStep before, each one position and one slot further, so
                        that each sees the keys of the row before, and itself
 
@@ -255,8 +252,7 @@ class SlotStep(Message):
     drawing: Drawing | None = None
     read_outs: tuple[Reads, ...] = ()
     adapters: np.ndarray | None = None
-    exits: np.ndarray | None = None
-    route: tuple[int, ...] | None = None
+    feature: object = None
     state_reads: np.ndarray = field(default_factory=lambda: NOTHING)
     follows: bool = False
 
@@ -286,11 +282,8 @@ class SlotResult:
               array may be that of the next step's result too
     logprobs  the wanted log-probabilities, by the number of the read
     values    a StepResult for each of the step's `read_outs`
-    was_read  bool [p]: whether each read was made, which a row that leaves a looped model later is not; the ids of
-              other reads are -1. None: all were
     """
 
     ids: np.ndarray
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     values: tuple[StepResult, ...] = ()
-    was_read: np.ndarray | None = None

@@ -226,16 +226,21 @@ class LocalWorker(Worker):
                 return CompletedTicket(SlotResult(ids))  # each row is read, in order
         return None
 
+    def prepare_slots(self, step: SlotStep) -> SlotBatch:
+        """Return a step over slots as tensors."""
+        assert self.store is not None
+        return prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
+
     def run_slots(self, step: SlotStep, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. call_arguments: further ones of the model's call"""
         assert self.store is not None
-        arguments = {**self.model.arguments(step), **call_arguments}
+        arguments = dict(call_arguments)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
         before, self._last_run = self._last_run, None
         if before is None or arguments or not step.follows or not before[1].follow(before[0], step):
-            batch = prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
+            batch = self.prepare_slots(step)
             program = self._program_for(arguments)
         else:
             batch, program = before
@@ -246,12 +251,10 @@ class LocalWorker(Worker):
             if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **arguments)) is not None:
                 return CompletedTicket(SlotResult(ids[step.reads]))
             hidden = program.over_slots(batch, self.store, **arguments)
-        if step.exits is not None:  # there is a hidden state for each of these
-            read_places = np.concatenate((step.reads, step.state_reads))
-            places, states = np.split(np.arange(len(read_places)), [len(step.reads)])
-            read_outs = tuple(replace(reads, rows=reads.consumers) for reads in step.read_outs)
-            own = {"read_rows": step.read_rows[read_places], "read_outs": read_outs}
-            step = replace(step, reads=places, state_reads=states, **own)
+        return self.read_slots(step, hidden)
+
+    def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:
+        """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:

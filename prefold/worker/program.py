@@ -14,7 +14,18 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..attention import KVStore, RowPlan, SlotPlan
-from ..kernels import COLUMNS, Activation, Kind, LowRank, Operation, PathPlane, ProgramCall, RowLow, TileCall
+from ..kernels import (
+    COLUMNS,
+    Activation,
+    Kind,
+    LowRank,
+    Operation,
+    PathPlane,
+    ProgramCall,
+    RowLow,
+    SlotPlane,
+    TileCall,
+)
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
 from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
@@ -69,8 +80,10 @@ class NamedLinear:
 class Program:
     """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it."""
 
-    def __init__(self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None):
-        self._model, self._kernels = model, compiled
+    def __init__(
+        self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None, first: int = 0
+    ):
+        self._model, self._kernels, self._first = model, compiled, first
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
         # Planes that are turned alike have one table; a model whose positions are learned has none.
@@ -91,8 +104,9 @@ class Program:
             Kind.EMBED, out=X, **embedding, bias=self._address(learned), at=vocab.start, columns=len(model.embedding),
             dim=config.vocab_size, eps=scale, positions=0 if learned is None else len(learned), summed=self._is_split,
         )  # fmt: skip
+        self._picks = False  # whether rows that are not read are left out on the way
         delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
-        for plane, (number, like) in enumerate(whole if part is None else part):
+        for plane, (number, like) in enumerate(whole if part is None else part, first):
             delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
         if part is None:
             self._add_norm(model.norm, X, OUT, delta)
@@ -116,11 +130,20 @@ class Program:
         """Returns what `worker.slots.forward` returns."""
         return self._run(self._over(batch, store, self._embedded(batch, media)))
 
-    def through(self, x: Tensor, batch: SlotBatch, store: KVStore) -> Tensor:
-        """Returns the residual stream x [rows, hidden] after a program's part of the layers, written into x."""
+    def through(self, x: Tensor, batch: SlotBatch, store: KVStore, first: int) -> Tensor:
+        """Return the residual stream x [rows, hidden] after the program's part of the layers, written into x. Behind
+        the model's last plane only the rows that are read are left.
+
+        first: the plane of the store that has the K/V of the part's first layer
+        """
         x = x.contiguous()
-        self._run(self._over(batch, store, x))
-        return x
+        step = self._last
+        if step is None or step.batch is not batch:
+            self._last = step = self._prepared(batch, x, slots=batch.slots.data_ptr(), none=NOT_FINITE)
+        step.buffers[X] = x.data_ptr()
+        step.call.planes = addressof(store.structs) + (first - self._first) * sizeof(SlotPlane)
+        self._call(step)
+        return x[: step.call.picked] if self._picks else x
 
     def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
         """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits, in memory
@@ -363,6 +386,7 @@ class Program:
             self._add_linear(layer, "kv", h, KV)
             self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
             if plane == len(config.planes) - 1:
+                self._picks = True
                 if h != X:
                     self._add(Kind.PICK, source=X, beside=False)
                 self._add(Kind.PICK, source=h, beside=True)
@@ -453,16 +477,16 @@ def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Ten
     return kernels.pack_words(delta.a), b[inside], torch.stack((first, stop, begins), 1)
 
 
-def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None) -> Program | None:
-    """Returns the program of a model, or of some of its layers; None where one of its operations has no compiled form.
+def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None, first: int = 0) -> Program | None:
+    """Return the program of a model, or of some of its layers; None: one of its operations has no compiled form.
 
-    part: layers, with the plane of the model whose window and rotation each has; their K/V is in the planes of a store
-    from the first on
+    part   layers, with the plane of the model whose window and rotation each has
+    first  the plane of the part's first layer; with the model's last plane the part leaves only the rows that are read
     """
     compiled = heads_of(model).compiled(model.device)
     if not model.ranks.agree(compiled is not None and missing(model, part is None) is None) or compiled is None:
         return None
-    return Program(model, compiled, part)
+    return Program(model, compiled, part, first)
 
 
 def missing(model: CausalLM, whole: bool = True) -> str | None:

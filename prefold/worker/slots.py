@@ -103,7 +103,7 @@ class SlotAttend:
 
     store: KVStore
     batch: SlotBatch
-    planes: Sequence[Plane]
+    planes: Sequence[Plane] | Mapping[int, Plane]
     scale: float
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:

@@ -14,8 +14,8 @@ from running import as_request, prompts, run
 
 from prefold import LLM, InputError
 from prefold.cli.job import RESULT_OPTIONS
+from prefold.engine.requests import check_exits
 from prefold.face.streams import ResponseStream
-from prefold.looped.engine import UnloopedPart
 from prefold.types import Exits, Readout
 
 GATED = LOOPED["loop"] | {"gate": True}
@@ -138,8 +138,8 @@ def test_exits_that_cannot_be(model, tmp_path):
 def test_an_engine_refuses_exits_of_a_model_that_does_not_loop():
     """Also where a request comes with no task that has looked at it."""
     with pytest.raises(InputError, match="exit_threshold is given, and the model is not looped"):
-        UnloopedPart().check(Exits(threshold=0.5))
-    UnloopedPart().check(Exits())
+        check_exits((), Exits(threshold=0.5))
+    check_exits((), Exits())
 
 
 def test_rows_that_are_kept_are_read_after_the_visit_that_is_asked_for(model):

@@ -15,7 +15,7 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.looped.config import Routing
-from prefold.looped.gates import Gate, VisitOutputs, choose, mixture
+from prefold.looped.gates import choose, mixture
 from prefold.looped.model import LoopedLM
 from prefold.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
@@ -154,19 +154,6 @@ def test_a_gate_that_reads_features(tmp_path, threshold):
         visits.add(visit)
         torch.testing.assert_close(torch.from_numpy(result.values), states[visit][-1], rtol=1e-4, atol=1e-4)
     assert len(visits) > 1
-
-
-def test_a_gate_at_rows_whose_first_visit_it_is_among_others():
-    """What is known of a visit before does not count for them."""
-    torch.manual_seed(0)
-    gate = Gate(8, "features", device=torch.device("cpu"))
-    hidden, logits = torch.randn(6, 8), torch.randn(6, 30)
-    before = VisitOutputs(torch.randn(6, 8), logits.argmax(-1))
-    first = torch.tensor([True, False, False, True, False, True])
-    found, seen = gate.features(hidden, logits, before, first)
-    alone, others = gate.features(hidden, logits, None)[0], gate.features(hidden, logits, before)[0]
-    assert torch.equal(found, torch.where(first[:, None], alone, others)) and not torch.equal(alone, others)
-    assert torch.equal(found[:, 1], (~first).float()) and torch.equal(seen.likely, logits.argmax(-1))
 
 
 def loop(**changes):

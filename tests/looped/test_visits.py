@@ -71,7 +71,7 @@ def gated(tmp_path_factory):
 
 
 def test_routes_of_requests(gated):
-    """Requests with other routes share what their routes have in common, and nothing else."""
+    """Requests with other routes share nothing, and requests of one route share their rows."""
     _, dense = gated
     llm = gated[0]
     routes = [(0, 1, 1, 0, 1), (0, 1, 0), (0, 1, 0, 1), (1, 1, 0), (1,), None]
@@ -80,10 +80,11 @@ def test_routes_of_requests(gated):
     for route, made in zip(routes, found, strict=True):
         check(dense, "last", tokens, made, Exits(route=route))
     assert len({tuple(made) for made in found}) == 5  # the checkpoint's own order is the first
-    prefixes = {route[: t + 1] for route in routes if route for t in range(len(route))}
-    # Each sequence has four rows of its own at each of its visits.
+    # The prompt's rows once for each route, and four rows of each sequence's own; they take the same steps.
+    once = sum(len(route) for route in set(filter(None, routes)))
     tails = 4 * sum(len(route or routes[0]) for route in routes)
-    assert engine.stats.generation.block_calls == len(tokens) * len(prefixes) + tails
+    assert engine.stats.generation.block_calls == len(tokens) * once + tails
+    assert engine.stats.generation.steps == 5
 
 
 @pytest.mark.parametrize("family", ["looped", "normed", "inject", "fed"])
@@ -114,55 +115,36 @@ def test_exits_that_are_given(gated):
     assert check(dense, "last", tokens, made, exits)[len(tokens) :] == [3, 1, 5, 5]
 
 
-def test_several_visits_a_step_change_nothing(gated):
-    """Rows go on within a step as their rules say; only steps become fewer."""
+def test_company_changes_nothing(gated):
+    """Rows of other rules and routes go through the same steps."""
     llm, dense = gated
-    rules = (Exits(0.5), Exits(0.8, 2), Exits(change=0.9), Exits(), Exits(route=(0, 1, 0)))
+    rules = (Exits(0.5), Exits(0.8, 2), Exits(change=0.9), Exits(), Exits(route=(0, 1, 0)), Exits(0.6, prompts=True))
     cases = [(tokens, exits) for tokens in prompts(5, count=4)[::2] for exits in rules]  # one twice, and a part of one
     asked = [request_of(*case, max_tokens=12) for case in cases]
-    found, steps, calls = {}, {}, {}
-    for most in (1, 2, 8):
-        engine = engine_of(llm, step_visits=most)
-        found[most] = tokens_of(generate(engine, asked))
-        steps[most], calls[most] = (getattr(engine.stats.generation, name) for name in ("steps", "block_calls"))
-    assert found[1] == found[2] == found[8]
-    assert calls[1] == calls[2] == calls[8] and steps[8] <= steps[2] < steps[1]
-    for (tokens, exits), made in zip(cases, found[8], strict=True):
+    engine = engine_of(llm, cache=CacheOptions(min_overlap=1))
+    together = tokens_of(generate(engine, asked))
+    steps = engine.stats.generation.steps
+    apart, calls = [], 0
+    for request in asked:
+        alone = engine_of(llm)
+        apart += tokens_of(generate(alone, [request]))
+        calls += alone.stats.generation.block_calls
+    assert together == apart and engine.stats.generation.block_calls < calls
+    assert steps == 12  # one with the prompts, and one for each further token
+    for (tokens, exits), made in zip(cases, together, strict=True):
         check(dense, "last", tokens, made, exits)
 
 
-def test_few_rows_wait_for_others(gated):
-    """A step ends where few would go on, if the places of the others can be taken."""
-    llm, _ = gated
-    rules = [Exits(1.0, visits=(2 if number < 4 else 5,) * 20) for number in range(6)]
-    asked = [request_of([number, 5, 6], exits, max_tokens=20) for number, exits in enumerate(rules)]
-    found, steps = {}, {}
-    for refill in (True, False):
-        engine = engine_of(llm, refill=refill, step_visits=8)
-        found[refill] = tokens_of(generate(engine, asked))
-        steps[refill] = engine.stats.generation.steps
-    assert found[True] == found[False] and steps[True] > steps[False] + 5
-
-
-def test_rows_that_stay_are_read_within_the_step(gated):
-    engine = engine_of(gated[0], step_visits=8)
-    generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=20) for number in range(3)])
-    assert engine.stats.generation.steps <= 5 + 19 + 1  # of the prompts, and one a token
-
-
-def test_few_sequences_make_all_visits_in_a_step(gated):
-    """Where more than a few run, a step has as many visits as it was told."""
-    steps = {}
-    for count in (3, 12):
-        engine = engine_of(gated[0], step_visits=2)
-        generate(engine, [request_of([number, 5, 6], Exits(), max_tokens=10) for number in range(count)])
-        steps[count] = engine.stats.generation.steps
-    assert steps[3] <= 5 + 9 + 1 and steps[12] >= 2 * 9
+def test_visits_are_counted(gated):
+    engine, tokens = engine_of(gated[0]), prompts(7, count=3)[2]
+    generate(engine, [request_of(tokens, Exits(1.0, visits=(3, 1, 5)), max_tokens=4)])
+    stats = engine.stats.generation
+    assert (stats.block_calls, stats.block_calls_saved) == (5 * len(tokens) + 3 + 1 + 5, 2 + 4)
 
 
 def test_a_second_call_finds_rows_of_the_first(gated):
-    """Kept rows serve prompts that go on from them, with another route from where the routes part, and with the tokens
-    of an answer; what is found gives the same as what is computed."""
+    """Kept rows serve prompts that go on from them, and from the tokens of an answer, by the same rule. What is found
+    gives the same as what is computed."""
     llm, dense = gated
     engine = engine_of(llm, cache=CacheOptions(min_overlap=1))
     tokens = prompts(7, count=3)[2]
@@ -175,7 +157,8 @@ def test_a_second_call_finds_rows_of_the_first(gated):
     assert engine.stats.generation.cross_window_hits >= len(tokens) + 2
     twin = engine.stats.generation.block_calls
     assert tokens_of(generate(engine, [request_of(tokens, exits, max_tokens=1)])) == [first[:1]]
-    assert engine.stats.generation.block_calls == twin > calls  # its last row's state was there
+    assert twin < engine.stats.generation.block_calls <= twin + 5  # its last row once more, for its result
+    assert twin > calls
     (other,) = tokens_of(generate(engine, [request_of(tokens, replace(exits, threshold=0.9))]))
     check(dense, "last", tokens, other, replace(exits, threshold=0.9))
 
@@ -223,39 +206,104 @@ def test_adapters(tmp_path):
                 check(models[name], "last" if keys == "save" else "project", tokens, made, exits)
 
 
-def test_numbers_are_read_at_last_rows(gated):
+@pytest.mark.parametrize("given", [{"exit_threshold": 0.5, "exit_prompts": True}, {"exit_threshold": 0.5}, {}], ids=str)
+def test_numbers_are_read_at_every_row(gated, given):
+    """Of rows of prompts, which make all visits unless their request lets them leave."""
     llm, dense = gated
-    tokens = prompts(5)[0]
-    exits = Exits(0.5, prompts=True)
-    oracle = RowByRow(dense).run(tokens, len(tokens), exits)
-    (vector,) = llm.embed([tokens], normalize=False, exit_threshold=0.5, exit_prompts=True)
-    np.testing.assert_allclose(vector, oracle.hidden[-1], rtol=1e-4, atol=1e-4)
-    found = llm.score([tokens], [[17]], route=[1, 0])[0].logprobs[0]
-    scores = dense.logits(RowByRow(dense).run(tokens, len(tokens), Exits(1.0), (1, 0)).hidden[-1])
-    assert found == pytest.approx(float(scores.log_softmax(-1)[17]), abs=1e-3)
-    with pytest.raises(InputError, match="several targets of a prompt"):
-        llm.score([tokens], [[17, 18]])
-    with pytest.raises(InputError, match="'mean'"):
-        llm.embed([tokens], pooling="mean")
+    tokens, targets, route = prompts(5)[0], [17, 18, 3], (1, 0)
+    for some in (given, given | {"route": route}):
+        exits = Exits(given.get("exit_threshold", 1.0), prompts="exit_prompts" in given)
+        oracle = RowByRow(dense).run([*tokens, *targets[:-1]], len(tokens) + 2, exits, some.get("route"))
+        rows = torch.stack(oracle.hidden[: len(tokens)])
+        (last,) = llm.embed([tokens], normalize=False, **some)
+        np.testing.assert_allclose(last, rows[-1], rtol=1e-4, atol=1e-4)
+        (mean,) = llm.embed([tokens], normalize=False, pooling="mean", **some)
+        np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-4, atol=1e-4)
+        found = llm.score([tokens], [targets], **some)[0].logprobs
+        for logprob, target, hidden in zip(found, targets, oracle.hidden[len(tokens) - 1 :], strict=True):
+            assert logprob == pytest.approx(float(dense.logits(hidden).log_softmax(-1)[target]), abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["hard", "planned"])
-def test_a_router_says_the_route(tmp_path, kind):
-    loop = LOOPED["loop"] | {"router": {"kind": kind, "planner": kind == "planned", "threshold": 0.35}}
-    folder = looped_checkpoint(tmp_path, "looped", loop=loop, seed=3)
-    llm, dense = LLM(str(folder), dtype="float32", device="cpu"), Dense(folder)
-    token_lists, routes = prompts(11, count=8), set()
+def test_rows_that_leave_share_all_or_nothing(tmp_path):
+    folder = looped_checkpoint(tmp_path, "looped", loop=GATED)
+    llm = LLM(str(folder), dtype="float32", device="cpu", sharing="mlp", looped={"exits": "save"})
+    llm.embed([[5, 6]])  # rows make all visits
+    with pytest.raises(InputError, match="rows that leave share all or nothing; use full or off"):
+        llm.embed([[5, 6]], max_visits=2)
+
+
+@pytest.fixture(scope="module", params=["hard", "planned"])
+def routed(request, tmp_path_factory):
+    router = {"kind": request.param, "planner": request.param == "planned", "threshold": 0.35}
+    loop = LOOPED["loop"] | {"router": router, "gate": True}
+    folder = looped_checkpoint(tmp_path_factory.mktemp("routed"), "looped", loop=loop, seed=3)
+    return LLM(str(folder), dtype="float32", device="cpu"), Dense(folder)
+
+
+def route_of(dense: Dense, tokens: list[int]) -> tuple[int, ...]:
+    weights = [weight[0] for weight in dense.routed(tokens)[1]]
+    return tuple(int(weight.argmax()) for weight in weights if weight[-1] < 1)
+
+
+def test_a_router_says_the_route(routed):
+    llm, dense = routed
+    token_lists, routes = prompts(11, count=8), []
     engine = engine_of(llm, exits="read", rows=5, cache=CacheOptions(min_overlap=1))
     found = tokens_of(generate(engine, [request_of(tokens, Exits()) for tokens in token_lists]))
     for tokens, made in zip(token_lists, found, strict=True):
-        weights = [weight[0] for weight in dense.routed(tokens)[1]]
-        route = tuple(int(weight.argmax()) for weight in weights if weight[-1] < 1)
-        routes.add(route)
-        check(dense, "last", tokens, made, Exits(route=route))
-    assert len(routes) > 1
+        routes.append(route_of(dense, tokens))
+        check(dense, "last", tokens, made, Exits(route=routes[-1]))
+    assert len(set(routes)) > 1
+    # Each prompt was asked about once, with all of its rows, and each token has a row in it.
     calls = engine.stats.generation.block_calls
-    again = tokens_of(generate(engine, [request_of(tokens, Exits(), max_tokens=1) for tokens in token_lists]))
-    assert again == [made[:1] for made in found] and engine.stats.generation.block_calls == calls
+    assert calls == sum(len(route) * (len(tokens) + 4) for route, tokens in zip(routes, token_lists, strict=True))
+    # What was computed is found again, and by requests that give the route.
+    for given in ([None] * len(routes), routes):
+        asked = [request_of(*one, max_tokens=1) for one in zip(token_lists, map(given_route, given), strict=True)]
+        assert tokens_of(generate(engine, asked)) == [made[:1] for made in found]
+        before, calls = calls, engine.stats.generation.block_calls
+        assert calls - before <= sum(map(len, routes))  # the last row of each, for its result
+
+
+def given_route(route: tuple[int, ...] | None) -> Exits:
+    return Exits(route=route)
+
+
+def test_numbers_of_routed_prompts(routed):
+    """They run in the slots, where the rows of a prompt go by its route."""
+    llm, dense = routed
+    token_lists = prompts(11, count=6)
+    vectors = llm.embed(token_lists, normalize=False, pooling="mean")
+    found = llm.score(token_lists, [[17, 18]] * len(token_lists))
+    for tokens, vector, score in zip(token_lists, vectors, found, strict=True):
+        oracle = RowByRow(dense).run(tokens, len(tokens), Exits(1.0), route_of(dense, tokens))
+        np.testing.assert_allclose(vector, torch.stack(oracle.hidden).mean(0), rtol=1e-4, atol=1e-4)
+        # The router reads the prompt with its first target.
+        route = route_of(dense, [*tokens, 17])
+        oracle = RowByRow(dense).run([*tokens, 17], len(tokens) + 1, Exits(1.0), route)
+        wanted = [float(dense.logits(oracle.hidden[at]).log_softmax(-1)[target]) for at, target in ((-2, 17), (-1, 18))]
+        assert score.logprobs == pytest.approx(wanted, abs=1e-3)
+
+
+def test_routed_prompts_with_little_memory(routed):
+    """Samples of a prompt take one route, also after they were preempted; their rows may leave."""
+    llm, dense = routed
+    token_lists = prompts(9, count=4)
+    slots = max(map(len, token_lists)) + 38
+    engine = engine_of(llm, exits="read", slots=slots, reserve_output=False, rows=7, cache=CacheOptions(min_overlap=1))
+    exits = Exits(0.8, max_visits=4)
+    asked = [request_of(tokens, exits, max_tokens=24, n=2, temperature=0.5, seed=1) for tokens in token_lists]
+    found = generate(engine, asked)
+    assert engine.stats.generation.preemptions > 0
+    plenty = generate(engine_of(llm, exits="read"), asked)
+    for tokens, samples, others in zip(token_lists, found, plenty, strict=True):
+        assert [one.tokens for one in samples] == [one.tokens for one in others]
+        route = route_of(dense, tokens)[:4]
+        for sample in samples:
+            oracle = RowByRow(dense).run([*tokens, *sample.tokens[:-1]], len(tokens), exits, route)
+            for step in range(24):  # drawn at a low temperature: each is among the likeliest
+                scores = dense.logits(oracle.hidden[len(tokens) - 1 + step])
+                assert scores[sample.tokens[step]] > scores.max() - 12
 
 
 def test_numbers_that_are_none_name_the_request(tmp_path):
@@ -268,7 +316,7 @@ def test_numbers_that_are_none_name_the_request(tmp_path):
     with torch.no_grad():
         llm.model.router.outer.bias.fill_(torch.nan)
     (wrong, right) = generate(engine_of(llm), [request_of([5, 6], Exits()), request_of([5, 6], Exits(route=(1, 0)))])
-    assert isinstance(wrong, InputError) and "the router's logits after 0 visits" in str(wrong)
+    assert isinstance(wrong, InputError) and "the logits after 0 tokens are not finite" in str(wrong)
     assert len(right[0].tokens) == 5
 
 

@@ -10,7 +10,6 @@ from visit_dense import RowByRow
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.looped.steps import LoopedFacts
 from prefold.model_options import model_keywords
 from prefold.types import Exits
 from prefold.worker.local import LocalWorker
@@ -21,7 +20,7 @@ NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "vi
 
 def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options) -> ModelEngine:
     if slots is not None:
-        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.of(LoopedFacts).visit_bytes
+        options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation = GenerateOptions(**model_keywords({"exits": "save"} | options))
     return ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
 

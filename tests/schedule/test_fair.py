@@ -147,16 +147,6 @@ def test_rows_of_a_batch_come_first_where_they_are_due_and_the_others_fill_the_s
     assert one_step(scheduler, batch_rows=3)[0] == (8, 0)
 
 
-def test_a_route_whose_sequences_may_have_no_rows_does_not_keep_others_waiting():
-    scheduler = scheduler_of()
-    submit(scheduler, "batch", limit=9, owner=BATCH, route=(0, 1))
-    one_step(scheduler)
-    submit(scheduler, "live", limit=5, route=(1, 0))
-    assert run(scheduler, 5, batch_rows=0) == ["live"]
-    assert one_step(scheduler, batch_rows=0) == ((0, 0), [])
-    assert run(scheduler, 8) == ["batch"]
-
-
 def test_one_that_gave_way_is_next_of_its_owner(monkeypatch):
     monkeypatch.setattr(fair, "_rows_missing", lambda sequence: sequence.leaf.stop)  # as where its rows are gone
     scheduler = scheduler_of(running=4, rows=256)

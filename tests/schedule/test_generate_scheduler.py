@@ -255,22 +255,6 @@ def test_what_waited_for_its_time_to_live_is_gone_for_who_comes_then():
         assert scheduler.stats.prefill_rows - before == 50
 
 
-def test_routes_that_nobody_runs_are_forgotten():
-    scheduler = scheduler_of(running=4)
-    for key in range(40):
-        scheduler.submit(key, np.array([1, 2, 3], np.int32), limit=3, route=(0, key))
-    most = 0
-
-    def see(step):
-        nonlocal most
-        most = max(most, len(scheduler._last_steps))
-
-    run_to_end(scheduler, on_step=see)
-    assert most <= 9
-    scheduler.submit("plain", np.array([1, 2, 3], np.int32), limit=3)
-    assert not scheduler._last_steps and not scheduler._has_routes
-
-
 def test_namespaces_share_nothing():
     scheduler = scheduler_of(slots=100)
     prompt = np.array([0, 1, 2], np.int32)

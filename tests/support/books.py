@@ -14,8 +14,6 @@ from prefold.cache import RadixCache
 from prefold.cache.accounts import Account, Accounts
 from prefold.cache.tree import Node
 from prefold.hybrid.scheduler import ZERO, StateScheduler
-from prefold.looped.cache import VisitCache, VisitNode
-from prefold.looped.scheduler import VisitScheduler
 from prefold.prefix import MEDIA_BASE, RadixTrie, Trie, clear_of_span, span_starts
 from prefold.schedule.admission import Admission
 from prefold.schedule.fair import FairAdmission
@@ -95,13 +93,6 @@ def _check_shifting(scheduler: ShiftingScheduler) -> None:
         assert not node.children
 
 
-@check_books.register(VisitScheduler)
-def _check_visits(scheduler: VisitScheduler) -> None:
-    from visit_books import check_visits
-
-    check_visits(scheduler)
-
-
 def check_admission(admission: Admission, running: Collection[SequenceState]) -> None:
     """Queues, counts and running sequences agree; where sequences are admitted in their order there is one queue."""
     if not isinstance(admission, FairAdmission):
@@ -149,16 +140,6 @@ def _check_cache(cache: RadixCache) -> None:
     _check_accounts(cache.accounts)
     pinned = [(node.num_pending, node.parent) for node in cache._tree.nodes() if node.pins]
     assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)
-
-
-@check_books.register(VisitCache)
-def _check_visit_cache(cache: VisitCache) -> None:
-    _check_cache(cache)
-    for node in cache._tree.nodes():
-        assert isinstance(node, VisitNode)
-        assert node.kept or node in cache.untaken or all(visit.users for visit in node.visits.values())
-    assert all(node.users for node in cache.untaken)
-    assert cache.num_slots == sum(node.num_slots for node in cache._kept if not node.pins)
 
 
 def _check_accounts(accounts: Accounts) -> None:
