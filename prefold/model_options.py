@@ -210,13 +210,12 @@ class ModelOptions(StepOptions, SlotOptions):
         " weights int8 is made. Layers that it changes too much keep the dtype, as do embedding, LM head and experts.",
         one_of=("float", "int8"), on="machine", journal=True,
     )  # fmt: skip
-    weights: Literal["auto", "file", "dtype", "int8"] = option(
+    weights: Literal["auto", "file", "fast", "dtype", "int8"] = option(
         "auto",
         "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
-        " dtype: in the dtype that is computed in; auto: as in the file in float32, and where memory is short. Results"
-        " do not depend on it. int8: quantised when they are loaded, with a scale for 128 numbers or so; for int8"
-        " arithmetic alone, which has such weights by itself where the file has none of whole numbers.",
-        one_of=("auto", "file", "dtype", "int8"), on="machine",
+        " dtype: in the compute dtype, which takes more memory; fast: what is faster for many rows if memory is plenty;"
+        " auto: fast for jobs, else file. int8: quantise to 8 bits at load, only with --arithmetic int8.",
+        one_of=("auto", "file", "fast", "dtype", "int8"), on="machine",
     )  # fmt: skip
     kv_dtype: Literal["auto", "bfloat16"] = option(
         "auto",

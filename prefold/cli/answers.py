@@ -52,7 +52,7 @@ def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: I
     task_object = tasks[task]
     items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
     (works,) = checked([task_object.prepare(items)])  # before the weights are loaded
-    engine = load_llm(o, checkpoint, tokenizer, media=tasks.media).engine
+    engine = load_llm(o, checkpoint, tokenizer, media=tasks.media, is_job=False).engine
     task_object = calibrated(engine, task_object)
     if task == "generate" and not o["as_json"]:
         _show_live(texts, engine, task_object, works, o.get("seed"))

@@ -79,11 +79,15 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
         raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {advice}, {ids}")
 
 
-def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:
-    """Returns the LLM of the options. media: the MediaTable of tasks that were made before. Imports torch."""
+def load_llm(o: Options, checkpoint: Any, tokenizer: Any, media: Any = None, *, is_job: bool = True) -> Any:
+    """Returns the LLM of the options. Imports torch.
+
+    media   the MediaTable of tasks that were made before
+    is_job  whether steps have many rows, as those of a job have; a server and the texts of a command have few
+    """
     from ..llm import LLM
 
-    return LLM(checkpoint, tokenizer=tokenizer, media=media, **llm_options(o))
+    return LLM(checkpoint, tokenizer=tokenizer, media=media, **llm_options(o, is_job=is_job))
 
 
 def image_reading(o: Options) -> dict[str, Any]:
@@ -97,13 +101,16 @@ def image_reading(o: Options) -> dict[str, Any]:
     return place | limited | {"hosts": o.get("allow_media_host") or ()}
 
 
-def llm_options(o: Options) -> dict[str, Any]:
-    """Returns the keywords for `LLM`, except checkpoint and tokenizer, from the options on the command line."""
+def llm_options(o: Options, *, is_job: bool = True) -> dict[str, Any]:
+    """Returns the keywords for `LLM`, except checkpoint and tokenizer, from the options on the command line. is_job: as
+    of `load_llm`"""
     keywords: dict[str, Any] = {}
     for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
         value = o.get(name)
         if value is not None and value is not False and value != ():
             keywords[option.name] = value
+    if is_job and keywords.get("weights") == "auto":
+        keywords["weights"] = "fast"
     if o.get("adapter"):
         keywords["adapters"] = adapter_folders(o)
     if o.get("task") and not (o.get("image") or o.get("messages")):

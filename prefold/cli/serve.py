@@ -77,7 +77,7 @@ def serve(**o: Any) -> None:
     options = ServeOptions(**{name: o[name] for name in names})
 
     def load() -> Any:
-        llm = load_llm(o, *open_model(o))
+        llm = load_llm(o, *open_model(o), is_job=False)
         if llm.images is not None:
             llm.images = llm.images.with_reader(**image_reading(o))
         return llm

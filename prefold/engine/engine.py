@@ -7,7 +7,6 @@ slots of the KV store (`generate.py`, called through `calls.py`). This module of
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar, cast
@@ -16,6 +15,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..prefix import token_bytes
+from ..schedule.generate_step import NO_OWNER
 from ..schedule.parts import engine_parts
 from ..stream import LiveInput, LiveWindows, Window
 from ..stream.live_windows import watched
@@ -29,9 +29,10 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
 from .requests import LAST_ROW_KINDS, Answer, check_exits, joint_readout
-from .stream import TaggedRequests, run_stream, with_tags
+from .stream import run_stream
 
 P = TypeVar("P")
+T = TypeVar("T")
 _STEPS = 2  # of a live input, about what fills so many steps is submitted at a time
 _HELD = 0.3  # of the prefix of a bucket, from which on the KV store counts as holding it
 
@@ -113,8 +114,7 @@ class ModelEngine(EngineLoop):
         store the next window is submitted when few requests wait, so that its prompts join the running sequences; a
         window of None means that no request is there yet: the iterator is asked again after the next step.
 
-        cache_prefill  whether last rows are read in the KV store; None: as the engine's options say; those of a
-                       LiveInput are
+        cache_prefill  whether values are read in the KV store; None: as the engine's options say
 
         Without `on_step` and `stopping` no step wakes the caller's thread.
 
@@ -125,36 +125,29 @@ class ModelEngine(EngineLoop):
             run |= {"owner": owner, "on_failure": on_failure}
             yield from self._run_live(windows, readout, tokenizer, stopping or _never, **run)
             return
-        if owner is not None:
-            options: dict[str, Any] = {
-                "owner": owner,
-                "on_failure": on_failure,
-                "stopping": stopping,
-                "on_step": on_step,
-            }
-            yield from self._run_beside(windows, readout, tokenizer, **options)
-            return
-        sharing = sharing or self.facts.sharing
-        slots: dict[str, Any] = {"stopping": stopping}
-        if readout.kind == "tokens":
-            check_sharing(sharing)
-            slots |= {"share": sharing == "full", "on_step": on_step}
-            slots["max_waiting"] = self.options.generation.max_running
-            yield from serve(self, map(_by_tag, windows), tokenizer, **slots)  # type: ignore[misc]
-            return
-        check_exits(self.parts, readout.exits, sharing)
+        share = None
+        if owner is None:
+            sharing = sharing or self.facts.sharing
+            share = sharing == "full"
+            if readout.kind == "tokens":
+                check_sharing(sharing)
+            else:
+                check_exits(self.parts, readout.exits, sharing)
+                if not self._is_scheduled(readout, share, cache_prefill):
+                    budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
+                    options: dict[str, Any] = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
+                    with self.meter.listening(on_step):
+                        yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
+                    return
+        options = {"owner": owner or NO_OWNER, "on_failure": on_failure, "stopping": stopping, "on_step": on_step}
+        yield from self._run_scheduled(windows, readout, tokenizer, share=share, **options)
+
+    def _is_scheduled(self, readout: Readout, share: bool, cache_prefill: bool | None) -> bool:
+        """Return whether the scheduler reads values in the KV store, where earlier and later requests share their rows;
+        else the planner reads them in a row stream."""
         if any(part.in_slots(readout.exits) for part in self.parts):
-            with self.meter.listening(on_step):
-                requests = (None if window is None else with_tags(window) for window in windows)
-                yield from self._run_in_slots(requests, readout, share=sharing == "full", **slots)
-            return
-        if sharing == "full" and (self.options.cache_prefill if cache_prefill is None else cache_prefill):
-            yield from self._run_beside(windows, readout, tokenizer, stopping=stopping, on_step=on_step)
-            return
-        budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
-        options = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
-        with self.meter.listening(on_step):
-            yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
+            return True
+        return share and (self.options.cache_prefill if cache_prefill is None else cache_prefill)
 
     def _run_live(
         self, source: LiveInput, readout: Readout, tokenizer: Any, stopping: Callable[[], bool], **run: Any
@@ -188,33 +181,31 @@ class ModelEngine(EngineLoop):
                         live.num_answered += 1
                         yield answer
 
-    def _run_beside(
-        self, windows: Iterable[Window | None], readout: Readout, tokenizer: Tokenizer | None, **options: Any
+    def _run_scheduled(
+        self,
+        windows: Iterable[Window | None],
+        readout: Readout,
+        tokenizer: Tokenizer | None,
+        *,
+        owner: Owner,
+        **options: Any,
     ) -> Iterator[tuple[bytes, Answer]]:
-        """Yields (tag, answer) of every request of an owner, beside the requests of others. All run in the KV store,
-        with the sharing of the engine's options and the read-out that the first window needs, and are submitted one by
-        one, so that few of them wait. options: of `serve`"""
+        """Yield (tag, answer) of every request, in the KV store, beside the requests of others.
+
+        The first window says whether prompts keep the hidden states of all rows. Requests of an owner are submitted one
+        by one, so that few of them wait. options: of `serve`
+        """
         remaining = iter(windows)
         first = next(remaining, None)
         if first is not None:
             readout = joint_readout(readout, np.diff(first.target_offsets))
-            windows = filter(None, itertools.chain([first], remaining))
-            each = ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests))
-            yield from self._run_in_slots(each, readout, tokenizer, **options)
-
-    def _run_in_slots(
-        self,
-        windows: TaggedRequests,
-        readout: Readout,
-        tokenizer: Tokenizer | None = None,
-        **options: Any,
-    ) -> Iterator[tuple[bytes, Answer]]:
-        """Runs the requests of windows in the slots of the KV store. options: of `serve`"""
-        options |= {"readout": readout, "max_waiting": self.options.generation.max_running}
-        again: Callable[[tuple[Window, int]], bool] = lambda place: bool(place[0].twins[place[1]])  # noqa: E731
-        with closing(serve(self, windows, tokenizer, is_again=again, **options)) as answers:
-            for (window, number), answer in answers:
-                yield window.tags[number], cast(Answer, answer)
+        requests = (None if window is None else _tagged(window, readout) for window in _chain(first, remaining))
+        if owner is not NO_OWNER:
+            requests = _one_by_one(requests)
+        options |= {"readout": readout, "owner": owner, "max_waiting": self.options.generation.max_running}
+        with closing(serve(self, requests, tokenizer, is_again=lambda tag: tag[1], **options)) as answers:
+            for (tag, _), answer in answers:
+                yield tag, cast(Answer, answer)
 
     def make_generator(self) -> Generator:
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
@@ -239,6 +230,20 @@ def _never() -> bool:
     return False
 
 
-def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:
-    """Returns a window's requests by tag. Texts take long: what waits for them does not hold the window's images."""
-    return None if window is None else [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
+Tagged = tuple[tuple[bytes, bool], Request]  # ((tag, whether the prompt is read again), request)
+
+
+def _tagged(window: Window, readout: Readout) -> list[Tagged]:
+    """Return the requests of a window. They do not refer to the window: texts take long, and a window holds images."""
+    twins = [False] * window.num_requests if readout.kind == "tokens" else window.twins.tolist()
+    return [((tag, twins[number]), window.request(number)) for number, tag in enumerate(window.tags)]
+
+
+def _one_by_one(windows: Iterable[list[Tagged] | None]) -> Iterator[list[Tagged] | None]:
+    for window in windows:
+        yield from ([None] if window is None else [[one] for one in window])
+
+
+def _chain(first: T | None, remaining: Iterator[T | None]) -> Iterator[T | None]:
+    yield first
+    yield from remaining

@@ -21,7 +21,7 @@ from ..schedule.parts import hooks, stream_scheduler
 from ..schedule.prefill import PlannedStep, PrefillScheduler
 from ..schedule.steps import StepResult
 from ..stream import Window
-from ..types import Readout, Request, Result, Sharing
+from ..types import Readout, Result, Sharing
 from ..worker.protocol import Ticket, Worker
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
@@ -235,11 +235,3 @@ def _ahead(items: Iterator[T]) -> Iterator[T]:
         # Wait for the thread's end, so that it plans no further step of a run that is over.
         while thread is not None and outcomes.get() is not None:
             pass
-
-
-TaggedRequests = Iterator[list[tuple[tuple[Window, int], Request]] | None]
-
-
-def with_tags(window: Window) -> list[tuple[tuple[Window, int], Request]]:
-    """Return the requests of a window, each tagged with (window, number in the window)."""
-    return [((window, number), window.request(number)) for number in range(window.num_requests)]

@@ -135,7 +135,7 @@ class ModelKeywords(TypedDict, total=False):
     seed: int
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     arithmetic: Literal["float", "int8"]
-    weights: Literal["auto", "file", "dtype", "int8"]
+    weights: Literal["auto", "file", "fast", "dtype", "int8"]
     kv_dtype: Literal["auto", "bfloat16"]
     device: str
     threads: int | None
