@@ -80,9 +80,10 @@ def stored_weights(
           memory is plenty
 
     Measured with SmolLM2-135M as Q4_1, beside packed weights of the dtype. In float32 one sequence decodes 2 to 2.5
-    times as fast, eight 1.2 to 1.8 times, 32 and rows of prompts as fast (AVX2, AVX-512). In bfloat16 one sequence
-    decodes 2.2 times as fast; eight 0.94 times with AMX and 0.5 times without, 64 0.88 times, and rows of prompts 0.91
-    to 0.96 times. Raises InputError if "file" is asked for and there is no code for it.
+    times as fast, eight 1.2 to 1.8 times, 32 and rows of prompts as fast (AVX2, AVX-512). In bfloat16 with AMX one
+    sequence decodes 2.2 times as fast, eight 0.94 times, 64 0.88 times, and rows of prompts 0.91 times; with AVX-512
+    alone one sequence 0.7 to 1.5 times, eight 0.7 to 0.9 times. Raises InputError if "file" is asked for and there is
+    no code for it.
     """
     compiled = product_kernels(torch.empty(1, 2, dtype=dtype, device=device))
     if wish == "dtype" or compiled is None or ranks.size > 1:
