@@ -239,9 +239,9 @@ class CosineTask(EmbedTask):
     _as_item = RerankTask._as_item
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        for name in ("instruction", "template"):
+        for name, what in (("instruction", "an instruction"), ("template", "a template")):
             if getattr(item, name) is not None:
-                message = f"the checkpoint embeds query and document as they are, without {name}"
+                message = f"the checkpoint embeds query and document as they are, without {what}"
                 raise InputError(message, field=name, remedy="leave it out, or write it into the query")
         pictures: list[Picture] = []
         documents, names = _documents(item)

@@ -280,10 +280,11 @@ def test_lines_of_one_sample_and_of_several():
             {
                 "id": token,
                 "token": "yes",
+                "bytes": [*b"yes"],
                 "logprob": -0.5,
                 "top": [
-                    {"id": token, "token": "yes", "logprob": -0.5},
-                    {"id": 3, "token": chatty().decode([3]), "logprob": -2.0},
+                    {"id": token, "token": "yes", "bytes": [*b"yes"], "logprob": -0.5},
+                    {"id": 3, "token": chatty().decode([3]), "bytes": [*chatty().decode([3]).encode()], "logprob": -2.0},
                 ],
             }
         ],
