@@ -118,7 +118,9 @@ def lines_of_a_batch(path, *options):
 
 def test_lines_of_a_batch(folder, tmp_path):
     found = lines_of_a_batch(tmp_path, "-m", folder)
-    assert {url: answer["status_code"] for url, answer in found.items()} == dict(zip(BODIES, (400, 400, 200)))
+    assert {url: answer["status_code"] for url, answer in found.items()} == dict(
+        zip(BODIES, (400, 400, 200), strict=True)
+    )
     assert "no LM head" in found["/v1/completions"]["body"]["error"]["message"]
 
 
