@@ -74,7 +74,8 @@ CHECKPOINTS = (
         "BAAI/bge-reranker-v2-gemma",
         "GemmaForCausalLM",
         "rerank",
-        f'`--template` "{BGE}", `--words` Yes No. The score is Yes against No; FlagEmbedding has the logit of Yes '
+        f'`--template` "{BGE}", `--words` Yes No. The tokens are those of FlagEmbedding, with BOS. The '
+        "score is Yes against No; FlagEmbedding has the logit of Yes "
         "alone, which can rank otherwise",
     ),
     Known(
@@ -144,7 +145,9 @@ refused.
 **GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
 layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
 attention factor of their own. Files of Qwen3.5 are refused where there are more heads of values than of keys, which are
-in another order there (4B and 9B; 0.8B and 2B have as many), and where they have layers that predict further tokens.
+in another order there (4B and 9B; 0.8B and 2B have as many), and where they have layers that predict further tokens. A
+file without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
+that overlap is refused.
 
 **Gemma 4** runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), all of its text
 models: layers that share keys and values (each stores them here), heads of two sizes, an embedding for each layer, and

@@ -165,7 +165,8 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("min_p", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
+        # It is a key of generation_config.json, too.
+        ("min_p", {"checkpoint/keys.py", "options.py", "worker/draw.py", "worker/draw_triton.py"}),
         ("top_n_sigma", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
     ],
 )

@@ -258,7 +258,7 @@ class Completion(Generating, kw_only=True):
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         prompt, meta = self.prompt, dict[str, Any]()
         if prompt == []:
-            raise InputError("prompt is an empty list", field="prompt", remedy="give it", code="missing_field")
+            raise InputError("prompt is an empty list", field="prompt", remedy="give a text", code="missing_field")
         prompts = prompt if isinstance(prompt, list) and isinstance(prompt[0], (str, list)) else [prompt]
         sampling = {**COMPLETION_DEFAULTS, **defaults, **self.sampling(meta)}
         if self.logprobs is not None:
@@ -401,7 +401,12 @@ def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _token_name(entry: Mapping[str, Any]) -> str:
     """Return a token's text, or as OpenAI writes it the bytes of a token that is a part of a letter."""
-    return "bytes:" + "".join(f"\\x{b:02x}" for b in entry["bytes"]) if "bytes" in entry else entry.get("token", "")
+    data = bytes(entry.get("bytes", ()))
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+    return entry.get("token", "")
 
 
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:

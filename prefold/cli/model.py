@@ -374,6 +374,7 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
 
     With --recommended the checkpoint's own settings fill in for options that were not given.
     """
+    from ..records.fields import as_utf8
     from ..tasks import recommended_sampling
 
     settings: dict[str, Any] = recommended_sampling(checkpoint) if o.get("recommended") else {}
@@ -381,7 +382,7 @@ def sampling_settings(o: Options, checkpoint: Any, tokenizer: Any) -> dict[str, 
     if o.get("max_tokens") is not None:
         settings["max_tokens"] = o["max_tokens"] or None
     if o.get("stop"):
-        settings["stop"] = o["stop"]
+        settings["stop"] = tuple(map(as_utf8, o["stop"]))
     if o.get("stop_id"):
         settings["stop_ids"] = o["stop_id"]
     if o.get("logit_bias"):
@@ -399,7 +400,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _grammar(o: Options) -> Any:
-    from ..records.fields import read_argument
+    from ..records.fields import as_utf8, read_argument
 
     formats = [name for name in FORMATS if o.get(name)]
     if not formats:
@@ -414,7 +415,7 @@ def _grammar(o: Options) -> Any:
     if formats[0] == "json_object":
         return {"json": True}
     if formats[0] == "choice":
-        return {"choice": value}
+        return {"choice": tuple(map(as_utf8, value))}
     return {"regex" if formats[0] == "regex" else "lark": read_argument(value)}
 
 

@@ -79,7 +79,8 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
 
     lines = [f"{job_plan.records:,} records, {job_plan.requests:,} prompts, the longest of {job_plan.longest:,} tokens"]
     if job_plan.errors:
-        lines.append(f"{job_plan.errors:,} records would fail, the first with:\n  {job_plan.first_errors[0]}")
+        failing = "1 record" if job_plan.errors == 1 else f"{job_plan.errors:,} records"
+        lines.append(f"{failing} would fail, the first with:\n  {job_plan.first_errors[0]}")
     if not job_plan.tokens:
         return lines
     full, off = costs

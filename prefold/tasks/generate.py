@@ -35,10 +35,10 @@ class GenerateTask(Task):
     Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
     "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the
     prompt's K/V was computed at other positions and copied, "stop" (the text or id) where one ended the output,
-    "logprobs" if asked for, a list of {"id", "token", "logprob", "top": [{"id", "token", "logprob"}]}, with "bytes"
-    where a token is a part of a letter, and "tokens" (ids) in place of "text" where the model has no tokenizer. An
-    item `with_ids` has "prompt_ids", and "tokens" in any case; `with_reasoning` it has "thinks" (whether the prompt
-    ends with <think>) and "reasoning_tokens" (how many tokens of the text are reasoning) where the model may think.
+    "logprobs" if asked for, a list of {"id", "token", "bytes", "logprob", "top": [{"id", "token", "bytes",
+    "logprob"}]}, and "tokens" (ids) in place of "text" where the model has no tokenizer. An item `with_ids` has
+    "prompt_ids", and "tokens" in any case; `with_reasoning` it has "thinks" (whether the prompt ends with <think>) and
+    "reasoning_tokens" (how many tokens of the text are reasoning) where the model may think.
     With several samples "text", "finish_reason", "stop", "logprobs", "tokens" and "reasoning_tokens" are in "choices",
     one object a sample.
 
@@ -349,10 +349,8 @@ class GenerateTask(Task):
         if self.inputs.tokenizer is None:
             return {"id": token, "logprob": logprob}
         data = self._bytes_of(token)
-        try:
-            return {"id": token, "token": data.decode(), "logprob": logprob}
-        except UnicodeDecodeError:
-            return {"id": token, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+        # A token that is a part of a letter has no text of its own. All entries have bytes, as columns of tables do.
+        return {"id": token, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
     @cached_property
     def _bytes_of(self) -> Callable[[int], bytes]:

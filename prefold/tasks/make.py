@@ -100,7 +100,8 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     labels = labels_of_head(inputs.config)
     if labels is None:
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
-        if not asks and (is_embedder(checkpoint) or not inputs.config.lm_head):
+        # What config.json says, and not what the loaded model has: jobs make tasks before the model is loaded.
+        if not asks and (is_embedder(checkpoint) or not config_from(checkpoint.config).lm_head):
             return _embed(checkpoint, inputs, EmbedOptions(max_length=o.max_length, truncate=o.truncate), CosineTask)
         require_lm_head(inputs.config, checkpoint, "rerank")
         return RerankTask(inputs, o)

@@ -239,10 +239,14 @@ class CosineTask(EmbedTask):
     _as_item = RerankTask._as_item
 
     def _plan(self, item: Any, batch: TextBatch) -> Any:
-        for name in ("instruction", "template"):
+        into_query = "leave it out, or write it into the query"
+        for name, what, remedy in (
+            ("instruction", "an instruction", into_query),
+            ("template", "a template", "leave it out"),
+        ):
             if getattr(item, name) is not None:
-                message = f"the checkpoint embeds query and document as they are, without {name}"
-                raise InputError(message, field=name, remedy="leave it out, or write it into the query")
+                message = f"the checkpoint embeds query and document as they are, without {what}"
+                raise InputError(message, field=name, remedy=remedy)
         pictures: list[Picture] = []
         documents, names = _documents(item)
         plan = self._plan_text if self.settings.chat is None else self._plan_message

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..types import Grammar
-from .grammar_process import GrammarProcess, fault_of
+from .grammar_process import TOO_MUCH, GrammarProcess, fault_of
 from .schemas import example_of, with_any_of, with_keywords
 from .valid import valid_text
 
@@ -45,6 +45,7 @@ FREE = {"whitespace_pattern": r"[ \t\n\r]{0,64}"}
 # Values of "format" in JSON schemas that the library enforces.
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 ALLOW_ONE_OF = 'Put "x-guidance": {"coerce_one_of": true} in the schema'
+SMALLER = "make it smaller: fewer patterns and alternatives, fewer levels"
 REMEDIES = {
     "json_schema": "give a JSON schema; what of the standard is known: "
     "https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md",
@@ -150,7 +151,7 @@ class GrammarCompiler:
             tokens, followed = self._tokenizer.tokenize_str(example), inner.deep_copy()
             # Where there are too many items, the library fails at tokens that it calls valid.
             if not followed.consume_tokens(tokens[: inner.deep_copy().validate_tokens(tokens)]):
-                raise _refused(grammar, f"it is too large: {followed.get_error().partition('<state>')[0]}")
+                raise _refused(grammar, f"it is too large: {followed.get_error().partition('<state>')[0]}", SMALLER)
         return matcher
 
 
@@ -158,7 +159,7 @@ def check_grammar(grammar: Grammar) -> None:
     """Raises InputError for a grammar that is invalid or takes too long to compile, and MissingExtraError without the
     library. Whether a grammar is too large only a tokenizer's GrammarCompiler can tell."""
     if fault := _fault(grammar):
-        raise _refused(grammar, fault)
+        raise _refused(grammar, fault, SMALLER if fault.startswith(TOO_MUCH) else None)
 
 
 @lru_cache(maxsize=CACHED)
@@ -196,7 +197,7 @@ def _source(grammar: Grammar) -> str:
     except ValueError as error:
         raise _refused(grammar, error) from None
     except RecursionError:
-        raise _refused(grammar, "it is nested too deep") from None
+        raise _refused(grammar, "it is nested too deep", SMALLER) from None
     if grammar.kind == "regex":
         return make.grammar_from_regex(grammar.text)
     return make.grammar_from_lark(grammar.text)
@@ -238,10 +239,10 @@ def _quoted(choices: str) -> list[str]:
     return [json.dumps(valid_text(text, "grammar"), ensure_ascii=False) for text in texts]
 
 
-def _refused(grammar: Grammar, why: object) -> InputError:
+def _refused(grammar: Grammar, why: object, remedy: str | None = None) -> InputError:
     reason = _one_line(why).replace("Enable 'coerce_one_of' option", ALLOW_ONE_OF)
     message = f"the grammar ({grammar.kind}) is refused: {reason}"
-    return InputError(message, field="grammar", remedy=REMEDIES[grammar.kind], code="invalid_grammar")
+    return InputError(message, field="grammar", remedy=remedy or REMEDIES[grammar.kind], code="invalid_grammar")
 
 
 def _one_line(text: object) -> str:

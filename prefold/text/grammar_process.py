@@ -11,6 +11,8 @@ from ..subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 SECONDS = 2.0
 # Bytes that the process may have.
 MEMORY = 1 << 30
+# How the fault of a grammar that was ended begins.
+TOO_MUCH = "it takes too long to compile, or too much memory"
 
 
 class GrammarProcess(BoundedProcess):
@@ -24,7 +26,7 @@ class GrammarProcess(BoundedProcess):
         try:
             return self.call({"source": source}, SECONDS)
         except SubprocessEnded:
-            return f"it takes more than {SECONDS:g} s of processor time to compile, or too much memory"
+            return f"{TOO_MUCH} (more than {SECONDS:g} s of processor time, or {MEMORY >> 30} GiB)"
 
 
 def fault_of(source: str) -> str:

@@ -86,7 +86,7 @@ def test_plan_says_what_a_job_would_do(prefold, tmp_path):
     text = prefold("plan", "demo.jsonl", "--task", "rerank", "--gflops", "100", "--limit", "2").stdout
     assert "2 records, 16 prompts" in text and "100 GFLOP/s, as given" in text and "Judge whether" in text
     (tmp_path / "bad.jsonl").write_text('{"query": null, "documents": ["x"]}\n')
-    assert "1 records would fail" in prefold("plan", "bad.jsonl", "--task", "rerank").stdout
+    assert "1 record would fail" in prefold("plan", "bad.jsonl", "--task", "rerank").stdout
     wrong = prefold("plan", "demo.jsonl", "--task", "rerank", "--template", "{query}")  # of no record
     assert wrong.exit_code == 1 and "rerank template" in wrong.stderr and not wrong.stdout
 

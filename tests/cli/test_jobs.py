@@ -517,6 +517,9 @@ def test_a_standard_output_that_is_not_utf_8(model, tmp_path, monkeypatch):
     # Under an ASCII locale, Python leaves the bytes of an argument as surrogates.
     undecoded = "河 ü".encode().decode("ascii", "surrogateescape")
     assert json.loads(shown("embed", undecoded, "--json", "--quiet"))["text"] == "河 ü"
+    chosen = shown("generate", "a", "--raw", "--choice", undecoded, "--json", "--quiet")
+    assert json.loads(chosen)["text"] == "河 ü"
+    assert "text" in json.loads(shown("generate", "a", "--raw", "--stop", undecoded, "--max-tokens", "1", "--json"))
 
 
 def test_a_job_whose_rows_nearly_all_get_one_label_says_so(prefold, tmp_path):

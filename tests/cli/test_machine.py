@@ -106,8 +106,8 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_read(prefo
         ["--dtype", "float8"],
         ["--device", "tpu"],
         ["--sharing", "some"],
-        ["--sharing-threshold", "2"],
-        ["--sharing-threshold", "0.85", "--url", "http://localhost:1"],
+        ["--max-batch-rows", "x"],
+        ["--backend", "vllm", "--url", "http://localhost:1"],
         ["--tensor-parallel", "99"],
     ],
 )

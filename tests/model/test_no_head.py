@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
-from prefold import LLM
+from prefold import LLM, kernels
 from prefold.cli import main
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import make_task
@@ -20,8 +20,9 @@ from tests.serve.serving import serving
 
 @pytest.fixture(scope="module", params=[False, None])
 def folder(request, tmp_path_factory):
-    """tie_word_embeddings is false, or missing, which says the same for Qwen 3."""
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("headless"), "qwen3", num_hidden_layers=1)
+    """tie_word_embeddings is false, or missing, which says the same for Qwen 3. Its sizes have a compiled program."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64}
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("headless"), "qwen3", **sizes)
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     assert len(kept) < len(tensors)
@@ -32,10 +33,17 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(str(folder), dtype="float32") as llm:
-        yield llm
+@pytest.fixture(scope="module", params=["compiled", "without kernels"])
+def llm(request, folder):
+    """The model as one compiled call, and as PyTorch's modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "without kernels":
+            patch.setattr(kernels, "load", lambda: None)  # as PREFOLD_KERNELS=0
+        elif kernels.load() is None:
+            pytest.skip("there is no compiler")
+        with LLM(str(folder), dtype="float32") as llm:
+            assert ("one compiled call" in llm.passes) == (request.param == "compiled")
+            yield llm
 
 
 CALLS = {
@@ -89,6 +97,38 @@ def test_a_server(llm, path, body):
         response = httpx.post(server.url + path, json=body, timeout=60)
         assert response.status_code == 400 and "logits" in response.text
         assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "yes"}, timeout=60).status_code == 200
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "the", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "yes"}], "max_tokens": 2},
+    "/v1/embeddings": {"input": "yes"},
+}
+
+
+def lines_of_a_batch(path, *options):
+    """Return {path of HTTP: the answer to its line in a batch that runs with the options}."""
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in BODIES.items()]
+    (path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(main, ["run", str(path / "in.jsonl"), "-o", str(path / "out.jsonl"), *map(str, options)])
+    assert done.exit_code == 3, done.output
+    found = [json.loads(line) for line in (path / "out.jsonl").read_text().splitlines()]
+    return {line["custom_id"]: line["response"] for line in found}
+
+
+def test_lines_of_a_batch(folder, tmp_path):
+    found = lines_of_a_batch(tmp_path, "-m", folder)
+    assert {url: answer["status_code"] for url, answer in found.items()} == dict(
+        zip(BODIES, (400, 400, 200), strict=True)
+    )
+    assert "no LM head" in found["/v1/completions"]["body"]["error"]["message"]
+
+
+def test_a_fleet_of_servers(llm, tmp_path):
+    with serving(llm, served_names=("m",)) as server:
+        found = lines_of_a_batch(tmp_path, "-m", "m", "--url", server.url)
+    assert "logits" in json.dumps(found["/v1/completions"]) and "logits" in json.dumps(found["/v1/chat/completions"])
+    assert found["/v1/embeddings"]["status_code"] == 200
 
 
 @pytest.mark.parametrize("task", ["generate", "classify"])

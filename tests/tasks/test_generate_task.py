@@ -270,7 +270,7 @@ def test_without_a_tokenizer_or_a_chat_template():
 
 def test_lines_of_one_sample_and_of_several():
     made = task()
-    token = ids(chatty(), "yes")[0]
+    token, other = ids(chatty(), "yes")[0], chatty().decode([3])
     one = Generated((token,), "yes", "stop", "\n", 4, (TokenLogprobs(-0.5, ((token, -0.5), (3, -2.0))),))
     assert made.finish({"tokens": 9}, [[one]]) == {
         "text": "yes",
@@ -280,10 +280,11 @@ def test_lines_of_one_sample_and_of_several():
             {
                 "id": token,
                 "token": "yes",
+                "bytes": [*b"yes"],
                 "logprob": -0.5,
                 "top": [
-                    {"id": token, "token": "yes", "logprob": -0.5},
-                    {"id": 3, "token": chatty().decode([3]), "logprob": -2.0},
+                    {"id": token, "token": "yes", "bytes": [*b"yes"], "logprob": -0.5},
+                    {"id": 3, "token": other, "bytes": [*other.encode()], "logprob": -2.0},
                 ],
             }
         ],

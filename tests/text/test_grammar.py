@@ -356,6 +356,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_harms_no_other(monkeypatch
             with pytest.raises(InputError, match=r"more than 0\.3 s of processor time") as caught:
                 check_grammar(grammar)
             assert (caught.value.field, caught.value.code) == ("grammar", "invalid_grammar")
+            assert caught.value.remedy.startswith("make it smaller")
         check_grammar(patterns(4))
     with pytest.raises(InputError, match="Unimplemented"):
         check_grammar(Grammar("json_schema", json.dumps({"allOf": [{"uniqueItems": True}]})))
