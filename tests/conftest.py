@@ -57,7 +57,7 @@ LAYERS = {
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py looped/test_routed_scheduler.py
-        shifted/test_shifting.py test_errors.py test_figures.py test_pages.py
+        shifted/test_shifting.py test_concepts.py test_errors.py test_figures.py test_pages.py
     """,
     "model": """
         attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted
@@ -163,6 +163,19 @@ def thin_properties(items, quick):
     if quick:
         for function, own in functions.items():
             function._hypothesis_internal_use_settings = settings(own, max_examples=max(FEW, own.max_examples // 8))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Tells how long the tests of each layer took, added over all processes."""
+    seconds, counts = {}, {}
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if hasattr(report, "duration"):
+            layer = layer_of(Path(config.rootpath, report.nodeid.partition("::")[0]))
+            seconds[layer] = seconds.get(layer, 0.0) + report.duration
+            counts[layer] = counts.get(layer, 0) + (report.when == "call")
+    if len(seconds) > 1:
+        parts = (f"{layer} {seconds[layer]:.0f} s ({counts[layer]:,} tests)" for layer in LAYERS if layer in seconds)
+        terminalreporter.write_line("seconds of the layers: " + ", ".join(parts))
 
 
 @pytest.fixture(autouse=True, scope="session")
