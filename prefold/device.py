@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from . import environment
 from .container import free_memory, usable_cores
 from .errors import InputError, OutOfMemoryError
 
@@ -207,7 +208,7 @@ def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 @cache
 def has_triton() -> bool:
     """Returns whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
-    return os.environ.get("PREFOLD_TRITON") != "0" and importlib.util.find_spec("triton") is not None
+    return environment.allows_triton() and importlib.util.find_spec("triton") is not None
 
 
 def runs_triton(device: torch.device) -> bool:

@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from . import environment
 from .errors import CheckpointError
 
 ROOMS = ("experts", "hf", "hybrid", "images", "looped", "shifted")
-VARIABLE = "PREFOLD_PLUGINS"
 # What `prefold verify --reuse NAME` measures, by its name: a package whose module `options` has the options of the
 # command line and their `names`, and whose `verify` runs it. Help is printed without what a room imports, so the table
 # is here.
@@ -29,15 +29,10 @@ _loaded: set[str] = set()
 _lock = RLock()  # a plugin may load a model itself
 
 
-def plugins() -> list[str]:
-    """Returns the plugins of this process, and of those it starts."""
-    return [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
-
-
 def add_plugins(names: Sequence[str]) -> None:
     """Makes these plugins, too, those of this process and of those it starts, and imports them."""
     added = [os.path.abspath(name) if name.endswith(".py") else name for name in names]
-    os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys((*plugins(), *added)))
+    environment.add_plugins(added)
     load_plugins()
 
 
@@ -47,16 +42,16 @@ def load_plugins() -> None:
     with _lock:
         for room in ROOMS:
             import_module(f".{room}.attach", __package__)
-        for name in plugins():
+        for name in environment.plugins():
             if name not in _loaded and name.endswith(".py") and not os.path.isfile(name):
-                raise CheckpointError(f"there is no plugin {name} (--plugin or {VARIABLE}); check the path")
+                raise CheckpointError(f"there is no plugin {name} (--plugin or {environment.PLUGINS}); check the path")
             if name not in _loaded:
                 _loaded.add(name)
                 try:
                     _import(name)
                 except Exception as error:
                     _loaded.discard(name)
-                    message = f"the plugin {name} (--plugin or {VARIABLE}) cannot be imported"
+                    message = f"the plugin {name} (--plugin or {environment.PLUGINS}) cannot be imported"
                     raise CheckpointError(f"{message}: {type(error).__name__}: {error}") from error
 
 

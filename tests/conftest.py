@@ -64,7 +64,7 @@ LAYERS = {
         train worker
         images/test_pixels.py
         stream/test_spool.py text/test_template_process.py
-        test_blocks.py test_device.py test_examples.py
+        test_blocks.py test_device.py test_extend.py test_examples.py
         test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,11 @@ PACKAGE = Path(prefold.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "plugins", "subprocesses", "files", "options", "model_options", "types", "container", "device",
+    "errors", "environment", "plugins", "subprocesses", "files", "options", "model_options", "types", "container",
+    "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
-    "train", "api", "records", "report", "job", "cluster", "integrations", "serve", "cli",
+    "train", "api", "records", "report", "job", "cluster", "integrations", "serve", "cli", "extend",
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
 ROOMS = ["experts", "hf", "hybrid", "images", "looped", "shifted"]
@@ -65,6 +67,13 @@ def test_imports_only_from_above():
         if more := imported_layers(path) - allowed - {"__version__"}:
             wrong[str(path.relative_to(PACKAGE))] = more
     assert not wrong
+
+
+def test_variables_of_prefold_are_read_in_one_file():
+    """Variables of other programs are named where these programs are asked."""
+    read = re.compile(r"""(environ|getenv)\b[^\n]*["']PREFOLD_""")
+    found = {path.name for path in PACKAGE.rglob("*.py") if read.search(path.read_text(encoding="utf-8"))}
+    assert found == {"environment.py"}
 
 
 def imported_files(path: Path) -> set[Path]:

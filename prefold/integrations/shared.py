@@ -20,11 +20,12 @@ from typing import Any, Self
 
 from ..cluster.fleet import Fleet
 from ..engine.protocol import Engine
+from ..environment import plugins
 from ..errors import InputError, JobError, MissingExtraError, PrefoldError, record_error
 from ..face.streams import ResponseStream
 from ..model_options import ModelOptions, model_options
 from ..options import OPTIONS
-from ..plugins import add_plugins, plugins
+from ..plugins import add_plugins
 from ..tasks import make_task
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 

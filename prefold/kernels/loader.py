@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import threading
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import environment
 from .attention import AttentionKernels
 from .blocks import BlockKernels
 from .build import build, build_probe, is_built
@@ -83,8 +83,8 @@ def load() -> Kernels | None:
 def status(*, compiles: bool = True) -> str:
     """Returns one line for people: which kernels are in use, or why none are. compiles: whether it compiles them where
     that is still to be done."""
-    shipped, wish = (LIBRARIES / "probe.so").exists(), os.environ.get("PREFOLD_KERNELS", "1")
-    if not (compiles or _loaded or shipped or wish == "0" or os.environ.get("PREFOLD_ISA") or is_built()):
+    shipped, wish = (LIBRARIES / "probe.so").exists(), environment.kernels()
+    if not (compiles or _loaded or shipped or wish == "0" or environment.instruction_set() or is_built()):
         return "will be compiled on first use"
     return _load().status
 
@@ -99,11 +99,11 @@ def _load() -> LoadedKernels:
 
 
 def _attempt() -> LoadedKernels:
-    wish = os.environ.get("PREFOLD_KERNELS", "1")
+    wish = environment.kernels()
     if wish == "0":
         return LoadedKernels(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
     ignored = None
-    if forced := os.environ.get("PREFOLD_ISA"):
+    if forced := environment.instruction_set():
         try:
             return _variant(forced)
         except (BuildError, OSError, InterfaceError) as error:

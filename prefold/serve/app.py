@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 from msgspec.json import schema_components
@@ -28,7 +29,7 @@ from .state import AppState, new_id
 
 LAG_SECONDS = 0.5  # between two measurements of the event loop's lag
 _ID = re.compile(rb"[!-~]{1,128}")
-DIALECTS = (dialects, files, admin)  # modules of entries; the first entry of a path counts
+DIALECTS: tuple[ModuleType, ...] = (dialects, files, admin)  # modules of entries; the first entry of a path counts
 
 
 class Direct:

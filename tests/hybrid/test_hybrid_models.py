@@ -15,7 +15,7 @@ from hybrids import HYBRIDS, QWEN3_5, hidden_states, hybrid_checkpoint
 from running import as_request, prompts, run
 from tiny import SIZES, randomise, reference, write_tokenizer
 
-from prefold import LLM, plugins
+from prefold import LLM, environment, plugins
 from prefold.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.hybrid import config
@@ -166,7 +166,7 @@ def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypa
     for table, name in ((families, "_FAMILIES"), (config, "_MIXERS")):
         monkeypatch.setattr(table, name, dict(getattr(table, name)))
     monkeypatch.setattr(families, "_REGISTERED", set())
-    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setenv(environment.PLUGINS, "")
     (tmp_path / "my_hybrids.py").write_text(example[1], encoding="utf-8")
     plugins.add_plugins([str(tmp_path / "my_hybrids.py")])
     folder = hybrid_checkpoint(tmp_path, "lfm2", conv_bias=False, block_auto_adjust_ff_dim=False)

@@ -15,7 +15,7 @@ import transformers
 from click.testing import CliRunner
 from tiny import SIZES, DenseAttend, randomise, reference, write_tokenizer
 
-from prefold import LLM, plugins
+from prefold import LLM, environment, plugins
 from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
@@ -99,7 +99,7 @@ def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ran
     (tmp_path / "quokkas.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(config_module, "_MLPS", dict(config_module._MLPS))
     monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
-    monkeypatch.setenv(plugins.VARIABLE, str(tmp_path / "quokkas.py"))
+    monkeypatch.setenv(environment.PLUGINS, str(tmp_path / "quokkas.py"))
     write_tokenizer(tmp_path / "model")
     prompt, text = [5, 6, 7, 8], [9, 10, 11]
     with torch.inference_mode():

@@ -1,0 +1,58 @@
+"""The environment variables that prefold reads. No other file reads one of them.
+
+PREFOLD_CACHE         folder for the built-in model and compiled kernels (default: ~/.cache/prefold)
+PREFOLD_KERNELS       0: run without compiled kernels; native: compile them even if a wheel holds some
+PREFOLD_ISA           the instruction set whose kernels are used, a name of `kernels.compile.VARIANTS`
+PREFOLD_TRITON        0: run without Triton's kernels on a GPU
+PREFOLD_TRANSFORMERS  all: run every model through the modules of transformers
+PREFOLD_PLUGINS       modules and .py files to import, with the separator of PATH; `--plugin` adds to it
+PREFOLD_API_KEY       the key that is sent to servers (`--url`)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+TRANSFORMERS, PLUGINS, API_KEY = "PREFOLD_TRANSFORMERS", "PREFOLD_PLUGINS", "PREFOLD_API_KEY"
+
+
+def cache_folder() -> Path:
+    """Return the folder in which prefold keeps what it made or downloaded."""
+    return Path(os.environ.get("PREFOLD_CACHE") or "~/.cache/prefold").expanduser()
+
+
+def kernels() -> str:
+    """Return the value of PREFOLD_KERNELS; "1" if it is not set."""
+    return os.environ.get("PREFOLD_KERNELS", "1")
+
+
+def instruction_set() -> str | None:
+    """Return the value of PREFOLD_ISA; None if it is not set or empty."""
+    return os.environ.get("PREFOLD_ISA") or None
+
+
+def allows_triton() -> bool:
+    """Return whether Triton's kernels may run."""
+    return os.environ.get("PREFOLD_TRITON") != "0"
+
+
+def wants_transformers() -> bool:
+    """Return whether every model runs through the modules of transformers."""
+    return os.environ.get(TRANSFORMERS) == "all"
+
+
+def plugins() -> list[str]:
+    """Return the plugins of this process, and of the processes that it starts."""
+    return [name for name in os.environ.get(PLUGINS, "").split(os.pathsep) if name]
+
+
+def add_plugins(names: Sequence[str]) -> None:
+    """Make these plugins of this process, and of the processes that it starts from now on."""
+    os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys((*plugins(), *names)))
+
+
+def api_key() -> str:
+    """Return the key that is sent to servers; "" without one."""
+    return os.environ.get(API_KEY, "")

@@ -1,0 +1,90 @@
+"""Every way to extend prefold without changing it. A plugin (`--plugin FILE.py`, PREFOLD_PLUGINS) calls these functions
+when it is imported; every process that loads a model imports it.
+
+    register_family   a model family: config.json becomes a ModelConfig                         docs/families.md
+    register_mlp      an MLP of layers: its config keys and its module                          docs/families.md
+    register_mixer    a layer with a state (linear attention, convolution, ...)                 docs/hybrids.md
+    register_backend  what computes a job: servers, another engine, a cluster                   docs/scale.md
+    register_worker   what a feature adds to each worker: handlers of messages, media rows      prefold/worker/protocol.py
+    register_engine   what a feature adds to each engine: hooks before and after a step         prefold/schedule/parts.py
+    register_dialect  routes of an HTTP API                                                     prefold/serve/dialects.py
+
+A task and a record format are not extension points: CONTRIBUTING.md lists the files that a new one needs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .cluster.backends import Backend
+    from .hybrid.config import MixerKind
+    from .model.config import MlpKind
+    from .model.families import Family
+    from .schedule.parts import MakePart as MakeEnginePart
+    from .worker.protocol import MakePart as MakeWorkerPart
+
+__all__ = [
+    "register_backend",
+    "register_dialect",
+    "register_engine",
+    "register_family",
+    "register_mixer",
+    "register_mlp",
+    "register_worker",
+]
+
+
+def register_family(architecture: str, family: Family) -> None:
+    """Let a function make the ModelConfig of an architecture.
+
+    `family` takes the Settings of config.json and returns a ModelConfig. It replaces a family of the same name.
+    """
+    from .model import register_family as register
+
+    register(architecture, family)
+
+
+def register_mlp(name: str, kind: MlpKind) -> None:
+    """Let configs name an MLP: which keys it has, which module computes it, and what it costs."""
+    from .model.config import add_mlp
+
+    add_mlp(name, kind)
+
+
+def register_mixer(name: str, kind: MixerKind) -> None:
+    """Let configs of hybrids name a kind of layer with a state: its module, and the shapes of its state."""
+    from .hybrid.config import add_mixer
+
+    add_mixer(name, kind)
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    """Let `--backend NAME` compute jobs. A distribution can also have an entry point in `prefold.backends`."""
+    from .cluster.backends import BACKENDS
+
+    BACKENDS[name] = backend
+
+
+def register_worker(make: MakeWorkerPart) -> None:
+    """Let a function make a part of each worker: it takes the model, its checkpoint and a seed, and returns a
+    WorkerPart, or None if the model lacks the feature."""
+    from .worker.protocol import add_part
+
+    add_part(make)
+
+
+def register_engine(make: MakeEnginePart) -> None:
+    """Let a function make a part of each engine: it takes the worker, the options, the meter and the resources, and
+    returns an EnginePart, or None if the engine lacks the feature."""
+    from .schedule.parts import add_engine_part
+
+    add_engine_part(make)
+
+
+def register_dialect(module: ModuleType) -> None:
+    """Let a server answer the routes in `module.ENTRIES`. Call it before the server starts."""
+    from .serve import app
+
+    app.DIALECTS = (*app.DIALECTS, module)

@@ -1,0 +1,35 @@
+"""The page of extension points: each one is listed, registers, and imports nothing before it is called."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+
+from prefold import extend
+from prefold.cluster import backends
+
+
+def test_each_function_is_listed_with_a_signature_and_a_few_lines():
+    listed = re.findall(r"^    (register_\w+)", extend.__doc__, re.MULTILINE)
+    assert sorted(listed) == sorted(extend.__all__)
+    for name in extend.__all__:
+        function = getattr(extend, name)
+        assert len(inspect.getdoc(function).splitlines()) <= 3
+        assert all(
+            parameter.annotation is not inspect.Parameter.empty
+            for parameter in inspect.signature(function).parameters.values()
+        )
+
+
+def test_a_plugin_that_imports_the_page_imports_nothing_else():
+    code = "import sys, prefold.extend; sys.exit(bool({'torch', 'numpy', 'click'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_backend_is_registered(monkeypatch):
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    own = backends.Backend()
+    extend.register_backend("mine", own)
+    assert backends.backend_named("mine") is own and "mine" in backends.backend_names()
