@@ -1,13 +1,13 @@
 """Every way to extend prefold without changing it. A plugin (`--plugin FILE.py`, PREFOLD_PLUGINS) calls these functions
 when it is imported; every process that loads a model imports it.
 
-    register_family   a model family: config.json becomes a ModelConfig                         docs/families.md
-    register_mlp      an MLP of layers: its config keys and its module                          docs/families.md
-    register_mixer    a layer with a state (linear attention, convolution, ...)                 docs/hybrids.md
-    register_backend  what computes a job: servers, another engine, a cluster                   docs/scale.md
-    register_worker   what a feature adds to each worker: handlers of messages, media rows      prefold/worker/protocol.py
-    register_engine   what a feature adds to each engine: hooks before and after a step         prefold/schedule/parts.py
-    register_dialect  routes of an HTTP API                                                     prefold/serve/dialects.py
+    register_family   a model family: config.json becomes a ModelConfig                     docs/families.md
+    register_mlp      an MLP of layers: its config keys and its module                      docs/families.md
+    register_mixer    a layer with a state (linear attention, convolution, ...)             docs/hybrids.md
+    register_backend  what computes a job: servers, another engine, a cluster               docs/scale.md
+    register_worker   what a feature adds to each worker: handlers of messages, media rows  prefold/worker/protocol.py
+    register_engine   what a feature adds to each engine: hooks before and after a step     prefold/schedule/parts.py
+    register_dialect  routes of an HTTP API                                                 prefold/serve/dialects.py
 
 A task and a record format are not extension points: CONTRIBUTING.md lists the files that a new one needs.
 """
@@ -15,11 +15,10 @@ A task and a record format are not extension points: CONTRIBUTING.md lists the f
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cluster.backends import Backend
-    from .hybrid.config import MixerKind
     from .model.config import MlpKind
     from .model.families import Family
     from .schedule.parts import MakePart as MakeEnginePart
@@ -53,11 +52,12 @@ def register_mlp(name: str, kind: MlpKind) -> None:
     add_mlp(name, kind)
 
 
-def register_mixer(name: str, kind: MixerKind) -> None:
-    """Let configs of hybrids name a kind of layer with a state: its module, and the shapes of its state."""
-    from .hybrid.config import add_mixer
+def register_mixer(name: str, kind: Any) -> None:
+    """Let configs of hybrids name a kind of layer with a state: a `prefold.hybrid.config.MixerKind`, which has its
+    module and the shapes of its state."""
+    from .plugins import named_class
 
-    add_mixer(name, kind)
+    named_class("prefold.hybrid.config:add_mixer")(name, kind)
 
 
 def register_backend(name: str, backend: Backend) -> None:
