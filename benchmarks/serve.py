@@ -231,7 +231,7 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
     """Compare batches with jobs, and live requests beside a batch with live requests alone."""
     import openai
 
-    from prefold.engine.step_policy import LATELY_SECONDS
+    from prefold.engine.pace import LATELY_SECONDS
 
     openai_client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     ask_client, folder, found = Client(server.bound_at[1]), Path(server.state.options.data_dir), {}

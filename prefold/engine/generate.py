@@ -31,9 +31,9 @@ from ..worker.protocol import Worker
 from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
+from .pace import StepPace, StepPolicy
 from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_exits
 from .samples import OnText
-from .step_policy import StepPace, StepPolicy
 
 
 class Generator:

@@ -24,8 +24,8 @@ from .generate import Generator
 from .handles import Handle, ReadGroup, send
 from .listing import Wants, with_store
 from .meter import Listener, Meter
+from .pace import StepPolicy
 from .protocol import OnCache, Snapshot
-from .step_policy import StepPolicy
 from .thread import CLOSED, EngineThread
 
 T = TypeVar("T")

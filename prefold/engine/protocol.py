@@ -19,8 +19,8 @@ from ..types import Owner, Readout, Request, Sharing, Stats
 from .handles import Handle
 from .meter import Listener
 from .options import EngineOptions
+from .pace import StepPolicy
 from .requests import Answer
-from .step_policy import StepPolicy
 
 OnCache = Callable[[CacheReporter], None]
 

@@ -29,9 +29,9 @@ from ..api.body import TaskOrder
 from ..api.completions import Echo
 from ..checkpoint import served_name
 from ..engine.meter import StepInfo
+from ..engine.pace import StepPolicy
 from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
-from ..engine.step_policy import StepPolicy
 from ..errors import InputError
 from ..face.streams import ResponseStream, events_of
 from ..options import GenerationOptions

@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.engine.handles import Handle, ReadGroup
-from prefold.engine.step_policy import StepPolicy
+from prefold.engine.pace import StepPolicy
 from prefold.engine.thread import EngineThread
 from prefold.face.streams import ResponseStream
 from prefold.schedule.fair import FairAdmission

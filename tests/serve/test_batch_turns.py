@@ -11,7 +11,7 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
-from prefold.engine.step_policy import StepPolicy
+from prefold.engine.pace import StepPolicy
 from prefold.face.streams import ResponseStream
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.steps import MakeStore, SlotStep

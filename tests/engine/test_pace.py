@@ -10,9 +10,8 @@ from books import check_books
 
 from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.engine import step_policy as module
-from prefold.engine.pace import LEAST_ROWS, StepTimes
-from prefold.engine.step_policy import LATELY_SECONDS, StepPolicy
+from prefold.engine import pace as module
+from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
 from prefold.schedule.admission import NO_LIMITS
 from prefold.schedule.fair import FairAdmission
 from prefold.schedule.generate import GenerateScheduler
