@@ -1,4 +1,4 @@
-"""How large a step is: the measured times of steps, the step policy of a server, and the limits that follow. No torch."""
+"""How large a step is: the measured times of steps, a server's step policy, and the limits that follow. No torch."""
 
 from __future__ import annotations
 
