@@ -18,7 +18,7 @@ PACKAGE = Path(prefold.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "plugins", "subprocesses", "files", "options", "model_options", "types", "container", "device",
+    "errors", "plugins", "subprocesses", "files", "spec", "types", "container", "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
     "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",

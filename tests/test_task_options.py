@@ -18,8 +18,11 @@ from prefold.api.completions import Completion
 from prefold.cli import main
 from prefold.cli.job import RESULT_OPTIONS
 from prefold.cli.model import llm_options
-from prefold.model_options import ImageSettings, LoopedSettings, ModelOptions, model_fields, model_options
-from prefold.options import (
+from prefold.spec.fields import kind_of
+from prefold.spec.fields import option as declare
+from prefold.spec.model import ImageSettings, LoopedSettings, ModelSpec, model_fields, model_options
+from prefold.spec.server import ServerSpec
+from prefold.spec.task import (
     FILTERS,
     OPTIONS,
     EmbedOptions,
@@ -27,15 +30,10 @@ from prefold.options import (
     cli_names,
     filters_of,
     http_names,
-    kind_of,
     option_of,
     options_of,
     penalties_of,
 )
-from prefold.options import (
-    option as declare,
-)
-from prefold.serve.options import ServeOptions
 from prefold.tasks.sampling import sampling_from
 
 
@@ -85,7 +83,7 @@ def test_every_number_of_an_option_has_its_bounds_everywhere():
 def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
     serve = main.commands["serve"]
     has, given = {p.name: p for p in serve.params}, serve.make_context("serve", []).params
-    for one in fields(ServeOptions):
+    for one in fields(ServerSpec):
         if one.metadata["cli"] == (None,):
             assert one.name not in has
         else:
@@ -129,7 +127,7 @@ def test_a_wrong_option_of_a_model_is_named(given, field, says):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeUp(ModelOptions):
+class MadeUp(ModelSpec):
     share: float = declare(0.5, "A share.", least=0, most=1, above=True, on="engine")
 
 
@@ -163,8 +161,8 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("min_p", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
-        ("top_n_sigma", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
+        ("min_p", {"spec/task.py", "worker/draw.py", "worker/draw_triton.py"}),
+        ("top_n_sigma", {"spec/task.py", "worker/draw.py", "worker/draw_triton.py"}),
     ],
 )
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
@@ -228,8 +226,8 @@ def code_of(*names, without=()):
 
 
 def test_every_option_of_a_model_or_a_server_is_read():
-    code = code_of("", without=("model_options.py", "face/keywords.py"))
-    for kind in (ModelOptions, ImageSettings, LoopedSettings, CacheOptions, ServeOptions):
+    code = code_of("", without=("spec/model.py", "face/keywords.py"))
+    for kind in (ModelSpec, ImageSettings, LoopedSettings, CacheOptions, ServerSpec):
         for one in fields(kind):
             assert re.search(rf"\.{one.name}\b", code), f"no code reads {one.name} of {kind.__name__}"
 
@@ -237,7 +235,7 @@ def test_every_option_of_a_model_or_a_server_is_read():
 def test_every_other_option_of_a_command_is_read():
     """Those that the command line has of its own: `o["name"]`, `o.get("name")`, or a name in a table."""
     code = code_of("cli", "cluster", "shifted", without=("cli/options.py",))
-    tables = {*model_fields(ModelOptions, ImageSettings, LoopedSettings, CacheOptions), *ServeOptions.__annotations__}
+    tables = {*model_fields(ModelSpec, ImageSettings, LoopedSettings, CacheOptions), *ServerSpec.__annotations__}
     tables |= {name for task in OPTIONS for names in cli_names(task).values() for name in names}
     for command, options in main.commands.items():
         for option in options.params:

@@ -24,8 +24,9 @@ import click
 from ..checkpoint.identity import folder_digest, model_identity, stored_as
 from ..errors import FleetError, JobError, RankError
 from ..files import read_bytes, same_file
-from ..model_options import model_fields
-from ..options import OPTIONS, cli_names, kind_of
+from ..spec.fields import kind_of
+from ..spec.model import model_fields
+from ..spec.task import OPTIONS, cli_names
 from .input import COLUMN_OPTIONS, Input, open_input
 from .model import Options, adapter_folders, backend_of, has_fleet, load_fleet, load_llm
 from .process import say

@@ -15,8 +15,9 @@ from ..cluster.backends import Backend, backend_named, backend_names
 from ..engine.protocol import Engine
 from ..errors import InputError, JobError
 from ..files import read_text
-from ..model_options import GROUPS, CacheOptions, ModelOptions, model_fields, model_keywords
-from ..options import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names, kind_of
+from ..spec.fields import kind_of
+from ..spec.model import GROUPS, CacheOptions, ModelSpec, model_fields, model_keywords
+from ..spec.task import OPTIONS, ConversationOptions, LoopedOptions, SamplerOptions, cli_names
 from ..types import Sharing
 from .process import say
 
@@ -100,7 +101,7 @@ def image_reading(o: Options) -> dict[str, Any]:
 def llm_options(o: Options) -> dict[str, Any]:
     """Returns the keywords for `LLM`, except checkpoint and tokenizer, from the options on the command line."""
     keywords: dict[str, Any] = {}
-    for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
+    for name, option in model_fields(ModelSpec, *GROUPS.values()).items():
         value = o.get(name)
         if value is not None and value is not False and value != ():
             keywords[option.name] = value

@@ -11,8 +11,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..model_options import POLICIES, model_fields
-from ..options import OPTIONS, ConversationOptions, TaskOptions, kind_of
+from ..spec.fields import kind_of
+from ..spec.model import POLICIES, model_fields
+from ..spec.task import OPTIONS, ConversationOptions, TaskSpec
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
@@ -113,7 +114,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def click_option(option: Field[Any], name: str, *flags: str, **settings: Any) -> Decorator:
-    """Returns the command line's option for an option that is declared as in `prefold.options`.
+    """Returns the command line's option for an option that is declared as in `prefold.spec.task`.
 
     name      of the parameter of the command; as a flag too, unless there are `flags`
     settings  of click, in place of what the declaration says
@@ -289,7 +290,7 @@ _BESIDE = {
 def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
     """Returns {parameter: its option} of all options of these tasks. If the meaning of an option depends on the task,
     its help says so for each. Options of all tasks come last."""
-    common = {entry.name for entry in fields(TaskOptions)}
+    common = {entry.name for entry in fields(TaskSpec)}
     declarations: dict[str, dict[str, Field[Any]]] = {}
     for task, kind in [(task, kind) for task, kind in OPTIONS.items() if task in tasks]:
         own = {entry.name: entry for entry in fields(kind)}

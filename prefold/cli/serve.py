@@ -10,8 +10,8 @@ import click
 
 from ..errors import JobError
 from ..files import read_text
-from ..options import near
-from ..serve.options import ServeOptions
+from ..spec.fields import near
+from ..spec.server import ServerSpec
 from .options import all_of, declared, generation_options, media_options, model_group, model_options
 
 
@@ -42,7 +42,7 @@ _SERVER = all_of(
     model_options,
     *(
         declared(option.name, option, *(f"--{name.replace('_', '-')}" for name in option.metadata["cli"]))
-        for option in fields(ServeOptions)
+        for option in fields(ServerSpec)
         if option.metadata["cli"] != (None,)
     ),
     click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
@@ -73,8 +73,8 @@ def serve(**o: Any) -> None:
         find_model(o, weights=False)
     from ..serve import serve as run
 
-    names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
-    options = ServeOptions(**{name: o[name] for name in names})
+    names = [name for name in ServerSpec.__dataclass_fields__ if name in o]
+    options = ServerSpec(**{name: o[name] for name in names})
 
     def load() -> Any:
         llm = load_llm(o, *open_model(o))

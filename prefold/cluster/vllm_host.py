@@ -23,8 +23,8 @@ import psutil
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, EventLog, RowsRemoved, RowsStored
 from ..errors import InputError, JobError, MissingExtraError
-from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE, shared_by
+from ..spec.task import not_sent, sent_names
 from ..types import Generated, Request, Sampling, Stats, TokenLogprobs
 from .backends import Backend, Options
 from .replicas import AsyncHost, ReplicaFacts, ReplicaReport, RunCall, cannot_ask, generation_stats

@@ -15,7 +15,7 @@ import click
 
 from ..engine.streamed import stream
 from ..errors import InputError, JobError
-from ..model_options import CacheOptions
+from ..spec.model import CacheOptions
 from ..types import Generated, Request, Sampling
 from .measured import Bound, Drift, Measurement
 from .options import SETTINGS, ShiftedReuse

@@ -19,7 +19,7 @@ from prefold import LLM
 from prefold.cli import main
 from prefold.cli.input import COLUMN_OPTIONS
 from prefold.cli.job import RESULT_OPTIONS
-from prefold.model_options import model_fields
+from prefold.spec.model import model_fields
 
 SHORT = ("--max-tokens", "6", "--dtype", "float32", "--kv-memory", "20MB")
 

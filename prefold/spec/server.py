@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import JobError
-from ..options import option
+from .fields import option
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """ServeOptions are the options of a server, declared as in `prefold.options`. Those whose parameter of the command
-    line is None are set in Python only."""
+class ServerSpec:
+    """The options of a server. A field whose parameter of the command line is None is set in Python only."""
 
     host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
     port: int = option(8000, "Port to listen on; 0: one that is free.", least=0, most=65535)
