@@ -265,8 +265,8 @@ def idle(rows: int, repeats: int) -> list[dict[str, Any]]:
 def idle_run(rows: int, streaming: bool, late: dict[str, float], seconds: float) -> dict[str, Any]:
     """seconds: over which the records come"""
     from prefold.checkpoint import resolve
-    from prefold.cli.model import FleetModel
     from prefold.job import Job, OutputOptions, open_output, run_job
+    from prefold.job.models import FleetModel
     from prefold.records.fields import Template
     from prefold.records.source import open_source
     from prefold.records.tables import Columns, TableAdapter

@@ -21,7 +21,7 @@ LAYERS = [
     "errors", "plugins", "subprocesses", "files", "spec", "types", "container", "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
-    "train", "api", "records", "report", "job", "cluster", "simulate", "integrations", "serve", "cli",
+    "train", "api", "records", "report", "cluster", "job", "simulate", "integrations", "serve", "cli",
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
 ROOMS = ["experts", "hf", "hybrid", "images", "looped", "shifted"]

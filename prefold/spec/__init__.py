@@ -2,6 +2,8 @@
 
 fields  how a field is declared, and how values are checked
 task    the options of each task           model   the options of a model
+input   how a job is read                  output  where its results go
+fleet   what computes it                   job     a job as a whole
 server  the options of a server
 
 The command line, the keywords of Python, the bodies of HTTP, the journal of a job and the reference pages are made from

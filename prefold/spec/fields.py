@@ -32,6 +32,7 @@ def option(
     sent: Literal["openai", "vllm", "set", "own"] | None = None,
     draws: Literal["filter", "penalty"] | None = None,
     metavar: str | None = None,
+    flags: str = "",
 ) -> Any:
     """Return a field of a spec.
 
@@ -52,11 +53,30 @@ def option(
                  to another server can set it, so that one which should is refused
     draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
     metavar      what the help of the command line writes in place of a value; None: as its type says
+    flags        the flags of the command line, separated by blanks; "": made from the parameter's name
     """
     metadata = dict(locals())
     del metadata["default"]
     metadata["journal"] = on is None if journal is None else journal
     return field(default=default, metadata=metadata)
+
+
+class SpecError(InputError):
+    """Options that exclude each other, or that a command does not take. The command line exits with status 2."""
+
+
+def parameter_of(option: Field[Any]) -> str:
+    """Return the parameter of the command line of an option that has one."""
+    return (option.metadata["cli"] or (option.name,))[0]
+
+
+def flags_of(option: Field[Any], parameter: str) -> tuple[str, ...]:
+    """Return the flags of an option of the command line. A flag that is on by default has a form that turns it off."""
+    if option.metadata["flags"]:
+        return tuple(option.metadata["flags"].split())
+    flag = parameter.replace("_", "-")
+    two = kind_of(option) is bool and option.default is not False
+    return (f"--{flag}/--no-{flag}" if two else f"--{flag}",)
 
 
 def kind_of(option: Field[Any]) -> type | None:

@@ -266,6 +266,11 @@ class ModelSpec(StepOptions, SlotOptions):
                 raise wrong_value("cache", cache, f"use off, {', '.join(POLICIES)}, or CacheOptions")
             object.__setattr__(self, "cache", None if cache == "off" else CacheOptions(policy=cache))
 
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords with which `LLM` has these options."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if value is not None} | {"cache": self.cache or "off"}
+
 
 def model_options(values: Mapping[str, Any]) -> ModelSpec:
     """Returns the options of a model by keywords of `LLM`. Raises InputError for an unknown one, and for bad values."""
