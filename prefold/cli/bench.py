@@ -64,6 +64,8 @@ def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[
     from ..job.models import LazyTasks, open_model
 
     if not spec.input.names:
+        if spec.task not in (None, "rerank"):
+            raise click.UsageError("--task is for an input; without one the demo's passages are reranked")
         model = open_model(spec, backend_for(spec), notice)
         tasks = LazyTasks(("rerank",), spec, *model)
         return tasks, {"rerank": tasks["rerank"].prepare(_demo_items())}, "reranking the demo's passages", 0, model

@@ -73,15 +73,17 @@ class JobSpec:
         for task, options in self.tasks.items():
             own = self.settings(task, type(options))
             for entry in [entry for entry in fields(options) if entry.name in own and entry.metadata["journal"]]:
-                if entry.name != "adapter" and not (own[entry.name] is None and entry.default is None):
-                    values[_journal_name(task, entry.name)] = own[entry.name]
+                value = own[entry.name]
+                if entry.name != "adapter" and not (value is None and entry.default is None):
+                    # None that is given is max_tokens, which the command line writes as 0
+                    values[_journal_name(task, entry.name)] = 0 if value is None else value
         for entry in fields(self.conversations):
             if entry.name in self.given and entry.metadata["journal"]:
                 values.setdefault(entry.name, getattr(self.conversations, entry.name))
         for entry, value in self._model_options():
             if entry.metadata["journal"] and value is not False:
                 values[parameter_of(entry)] = value
-        return {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        return {name: value for name, value in values.items() if value is not None}
 
     def shown(self) -> dict[str, str]:
         """Return {flag without dashes: value} of the options that have a value, for a person to read."""

@@ -58,7 +58,7 @@ def test_a_value_that_is_given_counts_even_if_it_is_the_default():
     zero, off = job_spec({"temperature": 0.0, "skip_special_tokens": False}), job_spec({"max_tokens": 0})
     assert zero.settings("generate", type(zero.tasks["generate"])) == {"temperature": 0.0, "skip_special_tokens": False}
     assert zero.identity().items() >= {"temperature": 0.0, "skip_special_tokens": False}.items()
-    assert off.identity()["max_tokens"] is None and "max_tokens" not in job_spec({}).identity()
+    assert off.identity()["max_tokens"] == 0 and "max_tokens" not in job_spec({}).identity()
 
 
 def test_a_spec_is_frozen_and_has_its_defaults_without_a_command_line():
