@@ -151,17 +151,16 @@ def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...])
     add_plugins(names)
 
 
-def declared(parameter: str, option: Field[Any], **settings: Any) -> Decorator:
+def declared(parameter: str, option: Field[Any]) -> Decorator:
     """Returns the command line's option, with its default, for an option of a model, a job or a server."""
     shows_default = kind_of(option) is not bool and option.default not in (None, ())
     default = {"default": option.default, "show_default": True} if shows_default else {}
-    return click_option(option, parameter, **default | settings)
+    return click_option(option, parameter, **default)
 
 
-def job_group(*parameters: str, **settings: Any) -> Decorator:
-    """Returns a decorator that adds options that a job has beside those of its model and its tasks. settings: of click,
-    in place of what the declarations say"""
-    return all_of(*(declared(name, job_parameters()[name], **settings) for name in parameters))
+def job_group(*parameters: str) -> Decorator:
+    """Returns a decorator that adds options that a job has beside those of its model and its tasks."""
+    return all_of(*(declared(name, job_parameters()[name]) for name in parameters))
 
 
 def model_group(*groups: str) -> Decorator:

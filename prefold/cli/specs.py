@@ -1,4 +1,4 @@
-"""Turns a parsed command into a JobSpec: the only reader of the options of jobs on the command line."""
+"""Turn a parsed command into a JobSpec: the only reader of the options of jobs on the command line."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ..spec.server import ServerSpec
 from ..spec.task import OPTIONS, ConversationOptions, TaskSpec, cli_names, options_of
 
 T = TypeVar("T")
-Values = Mapping[str, Any]  # of the command line, by the names of its parameters; it leaves this file as a spec
-# Options of a task's answers: one of them says what form text has.
+Values = Mapping[str, Any]  # {parameter of the command line: value}; only a spec leaves this file
+# At most one of these parameters says what form generated text has.
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _TEMPLATES = ("prompt", "query", "document", "continuation")
 
 
 def takes_job(task: str | None = None, *, own: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator for a function of a JobSpec, `spec`, which is made of the options of a command.
+    """Return a decorator that calls a function with a JobSpec in place of the options of a command.
 
-    task  whose command it is; None: --task names it, if there is one
-    own   parameters that the function takes itself, although a job has some of these names; beside those it names
+    task  the task of the command; None: --task names it, if the command has that option
+    own   parameters that the function takes itself, in addition to those in its signature
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,10 +58,10 @@ def takes_job(task: str | None = None, *, own: Collection[str] = ()) -> Callable
 
 
 def job_spec(values: Values, given: Collection[str] | None = None, task: str | None = None) -> JobSpec:
-    """Returns the spec of a job, whose files of options are read now.
+    """Return the spec of a job. Files that options name are read now.
 
-    values  of parameters of the command line; those that are missing have their defaults
-    given   the parameters that were given; by default all of them
+    values  {parameter of the command line: value}; a missing parameter has its default
+    given   the parameters that were given (default: all in `values`)
     """
     read = _Reader()
     named = values.get("task")
@@ -87,27 +87,27 @@ def job_spec(values: Values, given: Collection[str] | None = None, task: str | N
 
 
 def server_spec(values: Values) -> ServerSpec:
-    """Returns the spec of a server."""
+    """Return the spec of a server."""
     names = [name for name in ServerSpec.__dataclass_fields__ if name in values]
     return ServerSpec(**{name: values[name] for name in names})
 
 
 def _part(kind: type[T], values: Values, **own: Any) -> T:
-    """Returns a dataclass with the values of its parameters, and `own` in place of some."""
+    """Return a dataclass with the values of its parameters. `own` replaces some of them."""
     declared = [entry for entry in fields(cast(Any, kind)) if entry.metadata]
     taken = {entry.name: values.get(parameter_of(entry)) for entry in declared}
     return kind(**{name: value for name, value in taken.items() if value is not None} | own)
 
 
 class _Reader:
-    """A _Reader reads what options name by @FILE. files: (flag, path) of each"""
+    """Reads the files that options name. files: (flag, path) of each"""
 
     def __init__(self) -> None:
         self.files: list[tuple[str, str]] = []
         self._texts: dict[str, str] = {}  # by what was written: a pipe can be read once
 
     def __call__(self, name: str, text: str) -> str:
-        """Returns the text of an option: of @FILE that file's, without its last newline."""
+        """Return the text of an option; for @FILE the text of the file without its last newline."""
         from ..records.fields import read_argument
 
         if text not in self._texts:
@@ -117,7 +117,7 @@ class _Reader:
         return self._texts[text]
 
     def note(self, name: str, path: str) -> str:
-        """Notes a file that an option names, and returns its path."""
+        """Note a file that an option names, and returns its path."""
         self.files.append((f"--{name.replace('_', '-')}", path))
         return path
 
@@ -126,7 +126,7 @@ class _Reader:
 
 
 def model_spec(values: Values, read: _Reader | None = None, *, texts_alone: bool = False) -> ModelSpec:
-    """Returns the spec of a model. texts_alone: whether a table holds no images unless options name their columns"""
+    """Return the spec of a model. texts_alone: whether records hold images only if an option names their column"""
     read = read or _Reader()
     keywords: dict[str, Any] = {}
     for name, option in model_fields(ModelSpec, *GROUPS.values()).items():
@@ -150,7 +150,7 @@ def model_spec(values: Values, read: _Reader | None = None, *, texts_alone: bool
 
 
 def adapter_folders(texts: Sequence[str]) -> dict[str, str]:
-    """Returns {name: folder} of --adapter."""
+    """Return {name: folder} of --adapter."""
     out = {}
     for text in texts:
         name, equals, folder = text.partition("=")
@@ -171,7 +171,7 @@ def _only_adapter(model: ModelSpec, values: Values) -> str | None:
 
 
 def _task_spec(task: str, values: Values, read: _Reader, adapter: str | None) -> TaskSpec:
-    """Returns the options of a task, each of which is made of its parameters in one way."""
+    """Return the options of a task from the parameters of the command line."""
     settings: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
     for option in fields(OPTIONS[task]):
         parameters = cli_names(task)[option.name]
@@ -189,8 +189,8 @@ def _conversations(values: Values, read: _Reader) -> ConversationOptions:
 
 
 def _plain(options: Sequence[Any], values: Values, read: _Reader) -> dict[str, Any]:
-    """Returns {option: value} of options whose values need no conversion: numbers, flags, words, routes, and texts,
-    which @FILE reads. An empty text of a conversation is none."""
+    """Return {option: value} of options that need no conversion except @FILE. An empty text for a conversation is not
+    taken."""
     found = {}
     for option in options:
         value = values.get(option.name)
@@ -301,7 +301,7 @@ def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
     return {"grammar": {"regex" if kind == "regex" else "lark": read(kind, value)}}
 
 
-# Options that are made of their parameters in a way of their own: functions of these, which return {option: value}.
+# Options with a syntax of their own: functions from the given parameters of the option to {option: value}.
 _CONVERTED: dict[str, Callable[[Values, _Reader], dict[str, Any]]] = {
     "max_tokens": _max_tokens, "truncate": _truncate, "tools": _tools, "words": _words, "labels": _labels,
     "examples": _examples, "stop": _stop, "stop_ids": _stop_ids, "logit_bias": _logit_bias, "grammar": _grammar,

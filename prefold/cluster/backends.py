@@ -38,20 +38,20 @@ class Backend:
     on_ray = True
 
     def refusal(self, spec: JobSpec) -> str:
-        """Returns why the backend cannot do a job, naming the option; "" if it can."""
+        """Return why the backend cannot do a job, naming the option; "" if it can."""
         return ""
 
     def tokenizer(self, spec: JobSpec) -> str | None:
-        """Returns the name of the tokenizer of a model that is not read here; None: its texts are sent."""
+        """Return the name of the tokenizer of a model that is not read here; None: its texts are sent."""
         return spec.fleet.tokenizer
 
     def options(self, spec: JobSpec) -> dict[str, Any]:
-        """Returns the options for `host`, which can be pickled. On Ray device, threads and tensor_parallel among them
+        """Return the options for `host`, which can be pickled. On Ray device, threads and tensor_parallel among them
         say how many CPUs and GPUs a replica has."""
         return spec.model.keywords()
 
     def host(self, model: str, options: Mapping[str, Any]) -> Host:
-        """Returns a replica from the inside, in the process that computes."""
+        """Return a replica from the inside, in the process that computes."""
         from ..llm import LLM
         from .native_host import ReplicaHost, facts_of
 
@@ -67,7 +67,7 @@ class Backend:
         tokenizer: Any,
         notify: Callable[[str], None],
     ) -> Replicas:
-        """Returns the replicas of a job without Ray: one in this process. options: those for `host`"""
+        """Return the replicas of a job without Ray: one in this process. options: those for `host`"""
         from .replicas import Replicas
 
         name = self.where.removeprefix("in ") or "prefold"
@@ -83,12 +83,12 @@ BACKENDS: dict[str, Backend | str] = {
 
 
 def backend_names() -> list[str]:
-    """Returns the names of all backends that are installed."""
+    """Return the names of all backends that are installed."""
     return list(dict.fromkeys([*BACKENDS, *(entry.name for entry in entry_points(group="prefold.backends"))]))
 
 
 def backend_named(name: str) -> Backend:
-    """Returns a backend. Raises InputError for an unknown name."""
+    """Return a backend. Raise InputError for an unknown name."""
     backend: Any = BACKENDS.get(name)
     if backend is None:
         backend = next((entry.load() for entry in entry_points(group="prefold.backends") if entry.name == name), None)
@@ -102,7 +102,7 @@ def backend_named(name: str) -> Backend:
 
 
 def backend_for(spec: JobSpec) -> Backend:
-    """Returns the backend of a job. Raises SpecError for an unknown one, and for options that it does not take."""
+    """Return the backend of a job. Raise SpecError for an unknown one, and for options that it does not take."""
     fleet, on_ray = spec.fleet, spec.fleet.ray is not None
     try:
         backend = backend_named(fleet.backend_name)
@@ -130,5 +130,5 @@ def backend_for(spec: JobSpec) -> Backend:
 
 
 def _asking_for(name: str) -> str:
-    """Returns the flag that selects a backend."""
+    """Return the flag that selects a backend."""
     return "--url" if name == "url" else f"--backend {name}"

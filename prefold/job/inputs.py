@@ -1,4 +1,4 @@
-"""Opens the input of a job, and makes the adapter of its records, by the spec."""
+"""Open the input of a job by its spec, and make the adapter of its records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_llm
 
 @dataclass(frozen=True)
 class Input:
-    """An Input holds the records of a job, their adapter, and the model and tasks for them."""
+    """The opened input of a job: its records, their adapter, and the model and tasks for them."""
 
     spec: JobSpec
     backend: Backend
@@ -31,29 +31,27 @@ class Input:
 
     @property
     def is_fleet(self) -> bool:
-        """Returns whether replicas compute the job: on Ray, on servers, or in another engine."""
+        """Return whether replicas compute the job: on Ray, on servers, or in another engine."""
         return self.spec.fleet.ray is not None or bool(self.backend.where)
 
     def load(self, model: ModelSpec | None = None) -> Any:
-        """Returns the LLM of the job, or of another spec, with the image table of the tasks."""
+        """Return the LLM of the job, or of another spec, with the image table of the tasks."""
         return load_llm(model or self.spec.model, self.checkpoint, self.tokenizer, media=self.tasks.media)
 
 
 def open_input(spec: JobSpec, notify: Notify, *, stdin: Iterable[bytes] | None = None, weights: bool = True) -> Input:
-    """Opens the files, patterns and folders of a job as one input, and returns it.
+    """Return the files, patterns and folders of a job as one opened input.
 
     notify   called with lines for the user, such as that a model is downloaded
     stdin    the lines of standard input, where they have been read already
     weights  whether the model's weights are downloaded, as the command is going to read them
 
-    Raises SpecError for options that exclude each other.
+    Raise SpecError for options that exclude each other.
     """
     from ..records import TableOptions, open_sources
 
+    spec.check()
     backend = backend_for(spec)
-    spec.check_json_columns()
-    if spec.task is not None:
-        spec.check_tasks((spec.task,), spec.task)
     limits: dict[str, Any] = {"delimiter": spec.input.delimiter, "max_cell_lines": spec.input.max_cell_lines}
     table = TableOptions(**{name: value for name, value in limits.items() if value is not None})
     source = open_sources(spec.input.names, spec.input.format, table, stdin=stdin)
@@ -76,9 +74,9 @@ class Sample:
 
 
 def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample:
-    """Returns about `count` records drawn from all over `rows`.
+    """Return about `count` records drawn from all over `rows`.
 
-    Raises JobError where none of the records is usable.
+    Raise JobError where none of the records is usable.
     """
     from ..job.verify import sample_items
 
@@ -100,7 +98,7 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
 
 
 def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Returns (adapter, the tasks it may ask for). Without a task the input must be OpenAI batch lines."""
+    """Return (adapter, the tasks it may ask for). Without a task the input must be OpenAI batch lines."""
     from ..api import TASKS
     from ..records.batch import OpenAIBatch, is_batch_line
 
@@ -131,10 +129,6 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
     from ..records.tables import Columns, default_columns
 
     table = spec.input
-    if table.prompt and table.messages:
-        raise SpecError("--prompt and --messages exclude each other", field="messages")
-    if task != "generate" and not table.messages:
-        spec.check_conversations("add --messages COLUMN")
     texts = {"prompt": table.prompt, "query": table.query, "document": table.document}
     texts |= {"continuation": table.continuation}
     columns: dict[str, Any] = {name: Template(text, f"--{name}") for name, text in texts.items() if text}
@@ -147,8 +141,6 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
     if task == "generate" and table.tools:
         columns["tools"] = table.tools
     if table.image:
-        if task == "rerank":
-            raise SpecError("--image is for embed, classify, score and generate", field="image")
         columns["image"] = table.image
     if table.adapter_column:
         columns["adapter"] = table.adapter_column
@@ -184,7 +176,7 @@ def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, bool]]:
 
 
 def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:
-    """Returns `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
+    """Return `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
     the input's columns, None where not known."""
     from ..records.tables import kept_name
 
@@ -203,7 +195,7 @@ def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> d
 
 
 def render_chat(task: str, spec: JobSpec, tokenizer: Any) -> Any:
-    """Returns the function that turns chat messages into token ids, for a task that does not continue them.
+    """Return the function that turns chat messages into token ids, for a task that does not continue them.
 
     A conversation whose continuation is scored ends with the beginning of the assistant's turn.
     """

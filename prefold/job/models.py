@@ -1,4 +1,4 @@
-"""Makes what computes a job by its spec: the checkpoint and the tokenizer, an LLM or a fleet, and the tasks."""
+"""Make what computes a job by its spec: the checkpoint and the tokenizer, an LLM or a fleet, and the tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Notify = Callable[[str], None]  # takes a line for the user, such as that a mode
 
 
 def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool = True) -> tuple[Any, Any]:
-    """Returns (checkpoint, tokenizer or None) of a job, without reading weights. weights: whether the weights of a hub
+    """Return (checkpoint, tokenizer or None) of a job, without reading weights. weights: whether the weights of a hub
     id are downloaded"""
     if backend.where:
         from ..cluster.http_bodies import remote_model
@@ -33,7 +33,7 @@ def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool
 
 
 def find_model(name: str, model: ModelSpec, notify: Notify, *, weights: bool = True) -> Any:
-    """Returns the checkpoint of a name, and checks its config first, so that an unsupported model is refused before
+    """Return the checkpoint of a name, and checks its config first, so that an unsupported model is refused before
     anything is read."""
     from ..checkpoint import resolve
     from ..model import config_from
@@ -51,7 +51,7 @@ def find_model(name: str, model: ModelSpec, notify: Notify, *, weights: bool = T
 
 
 def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
-    """Raises JobError if the model has no tokenizer. texts: what needs it, for the error"""
+    """Raise JobError if the model has no tokenizer. texts: what needs it, for the error"""
     if tokenizer is None:
         advice = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
         advice += "folder))"
@@ -62,14 +62,14 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
 
 
 def load_llm(model: ModelSpec, checkpoint: Any, tokenizer: Any, media: Any = None) -> Any:
-    """Returns the LLM of a checkpoint. media: the MediaTable of tasks that were made before. Imports torch."""
+    """Return the LLM of a checkpoint. media: the MediaTable of tasks that were made before. Imports torch."""
     from ..llm import LLM
 
     return LLM(checkpoint, tokenizer=tokenizer, media=media, **model.keywords())
 
 
 def image_reading(spec: JobSpec) -> dict[str, Any]:
-    """Returns options of `ModelConfig.image_inputs`. Paths are read in --media-folder only."""
+    """Return options of `ModelConfig.image_inputs`. Paths are read in --media-folder only."""
     folder = spec.input.media_folder
     if folder is not None and not Path(folder).is_dir():
         raise JobError(f"--media-folder {folder}: there is no such folder")
@@ -87,18 +87,18 @@ class FleetModel:
 
     @property
     def dtype(self) -> str:
-        """Returns the dtype of the replicas, "" while none is ready."""
+        """Return the dtype of the replicas, "" while none is ready."""
         return self.engine.snapshot().dtype
 
     def close(self) -> None:
-        """Ends the replicas."""
+        """End the replicas."""
         self.engine.close()
 
 
 def load_fleet(
     spec: JobSpec, backend: Backend, checkpoint: Any, tokenizer: Any, notify: Notify, media: Any = None
 ) -> FleetModel:
-    """Returns the fleet of a job, whose replicas load their models meanwhile. media: the MediaTable of the job's
+    """Return the fleet of a job, whose replicas load their models meanwhile. media: the MediaTable of the job's
     tasks"""
     from ..cluster.fleet import Fleet
     from ..model import config_from
@@ -125,14 +125,14 @@ class LazyTasks(Mapping[str, Any]):
     """A LazyTasks holds the tasks of a batch, each of which is made when the first record needs it."""
 
     def __init__(self, names: tuple[str, ...], spec: JobSpec, checkpoint: Any, tokenizer: Any, **reading: Any):
-        """Keeps the arguments of the tasks. reading: options of reading images that replace those of the spec"""
+        """Keep the arguments of the tasks. reading: options of reading images that replace those of the spec"""
         self._names, self._spec = names, spec
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
         self._reading = reading
 
     def __contains__(self, name: object) -> bool:
-        """Returns whether the batch may have a task of this name, without making it: the model may not be able to do
+        """Return whether the batch may have a task of this name, without making it: the model may not be able to do
         it."""
         return name in self._names
 
@@ -149,7 +149,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @cached_property
     def images(self) -> Any:
-        """Returns the ImageInputs of all tasks; None for a model that takes text alone."""
+        """Return the ImageInputs of all tasks; None for a model that takes text alone."""
         from ..model import config_from
 
         config, reading = config_from(self._checkpoint.config), image_reading(self._spec) | self._reading
@@ -157,7 +157,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @property
     def media(self) -> Any:
-        """Returns the MediaTable of the images, for the LLM that runs these tasks; or None."""
+        """Return the MediaTable of the images, for the LLM that runs these tasks; or None."""
         return None if self.images is None else self.images.table
 
     def replace(self, name: str, task: Any) -> None:
@@ -171,14 +171,14 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def task_spec(name: str, spec: JobSpec, checkpoint: Any) -> TaskSpec:
-    """Returns the options of a task of a job. With --recommended the checkpoint's own settings take the place of those
+    """Return the options of a task of a job. With --recommended the checkpoint's own settings take the place of those
     that were not given."""
     recommended = _recommended(spec, checkpoint) if name == "generate" else {}
     return replace(spec.tasks[name], **recommended)
 
 
 def batch_sampling(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
-    """Returns {field of Sampling: value} for the lines of a batch, which may say otherwise: what was given, except the
+    """Return {field of Sampling: value} for the lines of a batch, which may say otherwise: what was given, except the
     seed, which belongs to the job, and with --recommended the checkpoint's own settings."""
     return _recommended(spec, checkpoint) | spec.settings("generate", SamplerOptions, LoopedOptions)
 
@@ -191,7 +191,7 @@ def _recommended(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
 
 
 def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
-    """Returns whether a prompt is put into the chat template. Raises JobError for --chat or --system without one."""
+    """Return whether a prompt is put into the chat template. Raise JobError for --chat or --system without one."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
     if spec.chat and not has:
         raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")

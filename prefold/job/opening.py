@@ -1,4 +1,4 @@
-"""Opens a job by its spec: its output, with the journal that tells it from others, and the engine that it loads."""
+"""Open a job by its spec: its output, with the journal that tells it from others, and the engine that it loads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from .reader import Job
 
 
 def open_job(input: Input, notify: Notify) -> Job:
-    """Returns the job of an input. notify: called with lines about replicas"""
+    """Return the job of an input. notify: called with lines about replicas"""
     from ..tasks.run import calibrated
 
     spec, tasks = input.spec, input.tasks
     path = spec.output.file
-    spec.output.check()
     _check_paths(path, input)
     seed = _seed(path, input) if "generate" in tasks else None
 
@@ -63,7 +62,7 @@ def open_job(input: Input, notify: Notify) -> Job:
 
 
 def _seed(path: Path | None, input: Input) -> int:
-    """Returns the job's seed: that of the options, else the one in the journal, else a new one."""
+    """Return the job's seed: that of the options, else the one in the journal, else a new one."""
     from ..tasks.run import draw_seed
 
     if input.spec.seed is not None:
@@ -73,7 +72,7 @@ def _seed(path: Path | None, input: Input) -> int:
 
 
 def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
-    """Returns the fingerprint of a job: its input, its model, its task, and the options that change a result. seed: the
+    """Return the fingerprint of a job: its input, its model, its task, and the options that change a result. seed: the
     seed of sampling; None without sampling"""
     spec = input.spec
     options = spec.identity()
@@ -100,7 +99,7 @@ def _digest(data: bytes) -> str:
 
 
 def _check_paths(path: Path | None, input: Input) -> None:
-    """Raises JobError if a file of the job would replace another one, or cannot be written."""
+    """Raise JobError if a file of the job would replace another one, or cannot be written."""
     spec, report = input.spec, input.spec.output.report
     for folder in (Path(os.path.realpath(name)) for name in spec.input.names if os.path.isdir(name)):
         if path is not None and Path(os.path.realpath(path)).is_relative_to(folder):
@@ -124,7 +123,7 @@ def _check_paths(path: Path | None, input: Input) -> None:
 
 
 def _matches(path: Path, pattern: str) -> bool:
-    """Returns whether a pattern would match the file of this path."""
+    """Return whether a pattern would match the file of this path."""
 
     def match(parts: Sequence[str], parts_of_pattern: Sequence[str]) -> bool:
         if not parts_of_pattern:
@@ -137,7 +136,7 @@ def _matches(path: Path, pattern: str) -> bool:
 
 
 def _check_place(path: Path) -> None:
-    """Raises JobError if a file could not be written, before anything is computed for it."""
+    """Raise JobError if a file could not be written, before anything is computed for it."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise JobError(f"there is no folder {path.parent} for {path}; make it first")

@@ -112,6 +112,20 @@ class JobSpec:
                 if entry.metadata["on"] is not None and (value := getattr(part, entry.name)) not in (None, ()):
                     yield entry, value
 
+    def check(self) -> None:
+        """Raise SpecError for options that exclude each other, whatever the input holds."""
+        self.output.check()
+        self._check_json_columns()
+        if self.task is None:
+            return
+        self.check_tasks((self.task,), self.task)
+        if self.input.prompt and self.input.messages:
+            raise SpecError("--prompt and --messages exclude each other", field="messages")
+        if self.task != "generate" and not self.input.messages:
+            self.check_conversations("add --messages COLUMN")
+        if self.task == "rerank" and self.input.image:
+            raise SpecError("--image is for embed, classify, score and generate", field="image")
+
     def check_tasks(self, tasks: Collection[str], subject: str) -> None:
         """Raise SpecError if an option was given that is for other tasks than these. subject: the tasks in words"""
         for name in sorted(self.given):
@@ -128,7 +142,7 @@ class JobSpec:
                 (flag,) = flags_of(entry, entry.name)
                 raise SpecError(f"{flag} is for conversations", field=entry.name, remedy=remedy)
 
-    def check_json_columns(self) -> None:
+    def _check_json_columns(self) -> None:
         """Raise SpecError for --json-columns if answers are not JSON objects, or if a record has several answers."""
         if not self.output.json_columns:
             return

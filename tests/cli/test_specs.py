@@ -85,6 +85,26 @@ def test_options_that_exclude_each_other_are_named(given, field, says):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("given", "task", "field", "says"),
+    [
+        ({"resume": True}, "embed", "output", "need an output file"),
+        ({"output": "o", "resume": True, "overwrite": True}, "embed", "overwrite", "exclude each other"),
+        ({"prompt": "a", "messages": "b"}, "generate", "messages", "--prompt and --messages exclude each other"),
+        ({"system": "s"}, "embed", "system", "--system is for conversations; add --messages COLUMN"),
+        ({"image": "i"}, "rerank", "image", "--image is for embed"),
+        ({"json_columns": True}, None, "json_columns", "--task generate"),
+        ({"json_columns": True, "json_object": True, "n": 2}, "generate", "json_columns", "--n exclude each other"),
+        ({"max_tokens": 3}, "embed", "max_tokens", "--max-tokens is for generate, and not for embed"),
+        ({"normalize": False}, "score", "normalize", "--normalize/--no-normalize is for embed, and not for score"),
+    ],
+)
+def test_a_spec_refuses_what_no_input_could_allow(given, task, field, says):
+    with pytest.raises(SpecError, match=says) as caught:
+        job_spec(given, task=task).check()
+    assert caught.value.field == field
+
+
 def test_files_of_options_are_noted_and_read_once(tmp_path):
     (tmp_path / "p.txt").write_text("{text}!\n")
     spec = job_spec({"prompt": f"@{tmp_path / 'p.txt'}", "instruction": f"@{tmp_path / 'p.txt'}"}, task="embed")
