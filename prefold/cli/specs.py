@@ -223,7 +223,9 @@ def _template_variables(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _stop(given: Values, read: _Reader) -> dict[str, Any]:
-    return {"stop": given["stop"]} if given.get("stop") else {}
+    from ..records.fields import as_utf8
+
+    return {"stop": tuple(map(as_utf8, given["stop"]))} if given.get("stop") else {}
 
 
 def _stop_ids(given: Values, read: _Reader) -> dict[str, Any]:
@@ -283,6 +285,8 @@ def _examples(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
+    from ..records.fields import as_utf8
+
     formats = [name for name in FORMATS if given.get(name)]
     if not formats:
         return {}
@@ -297,7 +301,7 @@ def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
     if kind == "json_object":
         return {"grammar": {"json": True}}
     if kind == "choice":
-        return {"grammar": {"choice": value}}
+        return {"grammar": {"choice": tuple(map(as_utf8, value))}}
     return {"grammar": {"regex" if kind == "regex" else "lark": read(kind, value)}}
 
 

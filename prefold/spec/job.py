@@ -23,13 +23,13 @@ TASKS = (*NUMERIC_TASKS, "generate")
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec:
-    """What a command asks of a model.
+    """All options of a job. The command line makes one for every command that runs a model.
 
-    task           what is done with a table; None: the input is OpenAI batch lines, which name their tasks
-    tasks          the options of each task that may be asked for
-    conversations  how conversations become prompts, for every task
-    given          the parameters of the command line that were given, also with a default value
-    side_files     (flag, path) of the files that were read for options
+    task           the task of a table; None: the input is OpenAI batch lines, and each line names its task
+    tasks          the options of each task that the input may ask for
+    conversations  how a conversation becomes a prompt, for every task
+    given          the parameters that were given, even if the value is the default
+    side_files     (flag, path) of each file that was read for an option
     """
 
     model_name: str = option(
@@ -63,8 +63,8 @@ class JobSpec:
         return {name: getattr(options, name) for name in names if not self.given.isdisjoint(parameters[name])}
 
     def identity(self) -> dict[str, Any]:
-        """Return {name: value} of the options that make it another job, for the journal. Adapters and the seed are not
-        among them."""
+        """Return {name: value} of the options that distinguish this job from others, for the journal. Adapters and the
+        seed are stored beside them."""
         values = {
             parameter_of(entry): value
             for entry, value in self._own_options()
@@ -86,7 +86,7 @@ class JobSpec:
         return {name: value for name, value in values.items() if value is not None}
 
     def shown(self) -> dict[str, str]:
-        """Return {flag without dashes: value} of the options that have a value, for a person to read."""
+        """Return {name: value} of the options that have a value, for the report."""
         values = {
             parameter_of(entry): value
             for entry, value in (*self._own_options(), *self._model_options())

@@ -61,6 +61,14 @@ def test_a_value_that_is_given_counts_even_if_it_is_the_default():
     assert off.identity()["max_tokens"] == 0 and "max_tokens" not in job_spec({}).identity()
 
 
+def test_texts_that_the_locale_did_not_decode_are_decoded():
+    given = {"stop": ("\udcc3\udca9",), "labels": "a,\udcc3\udca9", "instruction": "\udcc3\udca9"}
+    tasks = job_spec(given).tasks
+    assert (tasks["generate"].stop, tasks["classify"].labels) == (("é",), ["a", "é"])
+    assert tasks["embed"].instruction == tasks["rerank"].instruction == "é"
+    assert job_spec({"choice": ("\udcc3\udca9",)}).tasks["generate"].grammar == {"choice": ("é",)}
+
+
 def test_a_spec_is_frozen_and_has_its_defaults_without_a_command_line():
     spec = JobSpec()
     for part in (spec, spec.model, spec.input, spec.output, spec.fleet, spec.conversations):
