@@ -19,8 +19,8 @@ from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops
-from prefold.options import filters_of
 from prefold.prefix import Trie
+from prefold.spec.task import filters_of
 from prefold.types import Readout, Request, Sampling
 from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker

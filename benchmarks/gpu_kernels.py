@@ -17,7 +17,7 @@ from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.attention.row_tiles import row_tiles
 from prefold.device import runs_triton
 from prefold.model.ops import PYTORCH, Ops, choose_ops
-from prefold.options import filters_of
+from prefold.spec.task import filters_of
 from prefold.types import Sampling
 from prefold.worker.draw import draw
 

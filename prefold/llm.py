@@ -26,9 +26,9 @@ from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
 from .model.int8 import probe_tokens
 from .model.parallel import ALONE, CollectiveError
-from .model_options import GROUPS, ModelOptions, model_options
-from .options import described
 from .schedule.parts import settle_options
+from .spec.fields import described
+from .spec.model import GROUPS, ModelSpec, model_options
 from .tasks.make import end_ids
 from .text import Tokenizer, tokenizer_or_none
 from .types import Stats
@@ -45,7 +45,7 @@ class LLM(NumericTasks, Texts):
     model      hub id, local Hugging Face folder, .gguf file, a built-in name (`prefold models`), or a Checkpoint
     tokenizer  the checkpoint's tokenizer, where it has been loaded already; None: it is loaded here
     media      gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
-    options    the fields of ModelOptions: dtype, device, threads, sharing, max_batch_rows, kv_memory, cache, adapters,
+    options    the fields of ModelSpec: dtype, device, threads, sharing, max_batch_rows, kv_memory, cache, adapters,
                tensor_parallel, ..., of which a list stands below. Those of looped models, and of images, are given in
                mappings: looped={"exits": "save"}, images={"mmproj": FILE}
 
@@ -209,7 +209,7 @@ class LLM(NumericTasks, Texts):
 
 
 if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO
-    LLM.__doc__ += f"\n    Options:\n\n{described(ModelOptions)}\n"
+    LLM.__doc__ += f"\n    Options:\n\n{described(ModelSpec)}\n"
     for _group, _kind in GROUPS.items():
         LLM.__doc__ += f"\n    Options of {_group}={{...}}:\n\n{described(_kind)}\n"
 

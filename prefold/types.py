@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from .options import Grammar, LoopedOptions, SamplerOptions
+from .spec.task import Grammar, LoopedOptions, SamplerOptions
 
 
 class Jsonable:
@@ -246,7 +246,7 @@ class Result:
 class Sampling(LoopedOptions, SamplerOptions):
     """A Sampling says how the tokens of a request are chosen, and when they end.
 
-    Its fields are the options that `prefold.options` declares, after they have been checked: max_tokens is no longer
+    Its fields are the options that `prefold.spec.task` declares, after they have been checked: max_tokens is no longer
     "auto", and mappings and lists are tuples. seed None: it is made of the seed of the list or job. The noise of a draw
     depends on seed, sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only
     where two tokens are that close.

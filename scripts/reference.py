@@ -16,9 +16,9 @@ import click
 import prefold
 import prefold.train
 from prefold.cli import main as main_command
-from prefold.model_options import GROUPS, CacheOptions, ModelOptions, SlotOptions, StepOptions
-from prefold.options import OPTIONS, TaskOptions, cli_names, http_names, option_of
 from prefold.serve.app import DIALECTS, SERVER, describe
+from prefold.spec.model import GROUPS, CacheOptions, ModelSpec, SlotOptions, StepOptions
+from prefold.spec.task import OPTIONS, TaskSpec, cli_names, http_names, option_of
 
 WRITTEN = "`scripts/generate` writes this page; a test compares the two.\n"
 
@@ -34,8 +34,8 @@ def cell(text: str) -> str:
 def options() -> str:
     """Returns the page of all options."""
     later = {entry.name for kind in (StepOptions, SlotOptions) for entry in fields(kind)}
-    model = sorted(fields(ModelOptions), key=lambda entry: entry.name in later)
-    common = [entry.name for entry in fields(TaskOptions)]
+    model = sorted(fields(ModelSpec), key=lambda entry: entry.name in later)
+    common = [entry.name for entry in fields(TaskSpec)]
     text = f"""# Options
 
 Each option is declared once, so that it means the same in Python, on the command line and in a request. An empty

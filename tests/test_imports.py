@@ -19,11 +19,10 @@ PACKAGE = Path(prefold.__file__).parent
 BENCHMARKS = PACKAGE.parent / "benchmarks"
 # A module imports only from its own layer and from those above it.
 LAYERS = [
-    "errors", "environment", "plugins", "subprocesses", "files", "options", "model_options", "types", "container",
-    "device",
+    "errors", "environment", "plugins", "subprocesses", "files", "spec", "types", "container", "device",
     "checkpoint", "prefix", "text",
     "cache", "stream", "schedule", "kernels", "attention", "model", "worker", "engine", "tasks", "face", "llm",
-    "train", "api", "records", "report", "job", "cluster", "integrations", "serve", "cli", "extend",
+    "train", "api", "records", "report", "cluster", "job", "integrations", "serve", "cli", "extend",
 ]  # fmt: skip
 # Features that most users never meet. A room imports from the core, and the core imports no room.
 ROOMS = ["experts", "hf", "hybrid", "images", "looped", "shifted"]

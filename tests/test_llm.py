@@ -9,7 +9,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.errors import InputError, PrefoldError
-from prefold.model_options import GROUPS, ModelOptions, model_fields
+from prefold.spec.model import GROUPS, ModelSpec, model_fields
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_bad_arguments_name_themselves_before_the_model_is_looked_for(arguments,
 
 def test_help_says_what_each_option_means():
     page = " ".join(LLM.__doc__.split())
-    for name, option in model_fields(ModelOptions, *GROUPS.values()).items():
+    for name, option in model_fields(ModelSpec, *GROUPS.values()).items():
         assert f"{name} {' '.join(option.metadata['doc'].split())}" in page
 
 

@@ -16,10 +16,13 @@ import prefold
 from prefold import CacheOptions, InputError, Sampling
 from prefold.api.completions import Completion
 from prefold.cli import main
-from prefold.cli.job import RESULT_OPTIONS
-from prefold.cli.model import llm_options
-from prefold.model_options import ImageSettings, LoopedSettings, ModelOptions, model_fields, model_options
-from prefold.options import (
+from prefold.cli.specs import model_spec
+from prefold.spec.fields import kind_of
+from prefold.spec.fields import option as declare
+from prefold.spec.job import job_parameters
+from prefold.spec.model import ImageSettings, LoopedSettings, ModelSpec, model_fields, model_options
+from prefold.spec.server import ServerSpec
+from prefold.spec.task import (
     FILTERS,
     OPTIONS,
     EmbedOptions,
@@ -27,15 +30,10 @@ from prefold.options import (
     cli_names,
     filters_of,
     http_names,
-    kind_of,
     option_of,
     options_of,
     penalties_of,
 )
-from prefold.options import (
-    option as declare,
-)
-from prefold.serve.options import ServeOptions
 from prefold.tasks.sampling import sampling_from
 
 
@@ -53,7 +51,7 @@ def test_every_option_is_on_the_command_line_and_in_a_jobs_fingerprint(task):
         assert set(names) <= has, f"{option} is made of {names}, which `prefold {task}` lacks"
         assert option_of(task, option).metadata["doc"]
         if option not in ("adapter", "template_seconds"):  # of the first a digest is kept
-            assert set(names) <= set(RESULT_OPTIONS)
+            assert option_of(task, option).metadata["journal"]
 
 
 def test_defaults_of_what_is_sampled_with_are_those_of_the_options():
@@ -85,7 +83,7 @@ def test_every_number_of_an_option_has_its_bounds_everywhere():
 def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
     serve = main.commands["serve"]
     has, given = {p.name: p for p in serve.params}, serve.make_context("serve", []).params
-    for one in fields(ServeOptions):
+    for one in fields(ServerSpec):
         if one.metadata["cli"] == (None,):
             assert one.name not in has
         else:
@@ -105,10 +103,10 @@ def test_every_option_of_a_model_is_on_the_commands_that_it_names():
 def test_what_the_command_line_sets_reaches_the_model():
     arguments = ["x.jsonl", "--exits", "save", "--media-memory", "1MB", "--allow-media-host", "a.org", "--max-running"]
     given = main.commands["generate"].make_context("generate", [*arguments, "3", "--kv-memory", "5kB"]).params
-    options = model_options(llm_options(given | {"image": "column"}))
+    options = model_spec(given)
     assert options.looped == LoopedSettings(exits="save") and (options.kv_memory, options.max_running) == (5000, 3)
     assert options.images == ImageSettings(media_memory=1_000_000, allow_media_host=("a.org",))
-    assert options == model_options({**llm_options(given), "sharing": "auto"}) and options.cache is None
+    assert options == model_options(options.keywords()) and options.cache is None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_a_wrong_option_of_a_model_is_named(given, field, says):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeUp(ModelOptions):
+class MadeUp(ModelSpec):
     share: float = declare(0.5, "A share.", least=0, most=1, above=True, on="engine")
 
 
@@ -166,8 +164,8 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
     ("name", "where"),
     [
         # It is a key of generation_config.json, too.
-        ("min_p", {"checkpoint/keys.py", "options.py", "worker/draw.py", "worker/draw_triton.py"}),
-        ("top_n_sigma", {"options.py", "worker/draw.py", "worker/draw_triton.py"}),
+        ("min_p", {"checkpoint/keys.py", "spec/task.py", "worker/draw.py", "worker/draw_triton.py"}),
+        ("top_n_sigma", {"spec/task.py", "worker/draw.py", "worker/draw_triton.py"}),
     ],
 )
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
@@ -231,19 +229,21 @@ def code_of(*names, without=()):
 
 
 def test_every_option_of_a_model_or_a_server_is_read():
-    code = code_of("", without=("model_options.py", "face/keywords.py"))
-    for kind in (ModelOptions, ImageSettings, LoopedSettings, CacheOptions, ServeOptions):
+    code = code_of("", without=("spec/model.py", "face/keywords.py"))
+    for kind in (ModelSpec, ImageSettings, LoopedSettings, CacheOptions, ServerSpec):
         for one in fields(kind):
             assert re.search(rf"\.{one.name}\b", code), f"no code reads {one.name} of {kind.__name__}"
 
 
 def test_every_other_option_of_a_command_is_read():
-    """Those that the command line has of its own: `o["name"]`, `o.get("name")`, or a name in a table."""
-    code = code_of("cli", "cluster", "shifted", without=("cli/options.py",))
-    tables = {*model_fields(ModelOptions, ImageSettings, LoopedSettings, CacheOptions), *ServeOptions.__annotations__}
+    """Those of a job's spec, which are attributes, and those that a command takes itself, which are its parameters."""
+    code = code_of("", without=("cli/options.py",))
+    tables = {*model_fields(ModelSpec, ImageSettings, LoopedSettings, CacheOptions), *ServerSpec.__annotations__}
+    attributes = {parameter: one.name for parameter, one in job_parameters().items()}
     tables |= {name for task in OPTIONS for names in cli_names(task).values() for name in names}
     for command, options in main.commands.items():
         for option in options.params:
             known = option.name in tables or not option.expose_value
-            read = re.search(rf"""["']{option.name}["']|\b{option.name}:""", code)
+            own = attributes.get(option.name)
+            read = re.search(rf"""\.{own}\b""" if own else rf"""["']{option.name}["']|\b{option.name}:""", code)
             assert known or read, f"no code reads --{option.name} of {command}"

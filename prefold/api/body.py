@@ -16,8 +16,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import InputError
-from ..options import kind_of, near, option_of
 from ..schedule.generate_step import NO_OWNER
+from ..spec.fields import kind_of, near
+from ..spec.task import option_of
 from ..types import Owner, Readout
 
 T = TypeVar("T")

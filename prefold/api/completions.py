@@ -15,7 +15,8 @@ from uuid import uuid4
 import msgspec
 
 from ..errors import InputError
-from ..options import checked, http_names
+from ..spec.fields import checked
+from ..spec.task import http_names
 from ..tasks.sampling import format_grammar, seed_at
 from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
 from .body import (

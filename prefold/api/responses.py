@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Struct
 
 from ..errors import InputError
-from ..options import SamplerOptions, http_names
+from ..spec.task import SamplerOptions, http_names
 from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
 from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, chat_logprobs, sampled, usage_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..model_options import POLICIES, CacheOptions
+from ..spec.model import POLICIES, CacheOptions
 from .events import CacheEvents, CacheReporter
 from .radix import RadixCache
 from .slots import SCRATCH, SlotPool

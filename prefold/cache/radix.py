@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..model_options import CacheOptions
 from ..prefix import clear_of_span, token_bytes
+from ..spec.model import CacheOptions
 from ..types import Request, Share
 from .accounts import Account, Accounts
 from .slots import SlotPool

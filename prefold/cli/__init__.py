@@ -10,7 +10,7 @@ import click
 
 from .. import __version__
 from ..errors import PrefoldError
-from ..options import near
+from ..spec.fields import near
 from .bench import bench, demo
 from .options import plugin_option
 from .plan import plan

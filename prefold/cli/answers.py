@@ -9,8 +9,9 @@ import click
 
 from ..errors import InputError, JobError
 from ..files import is_stream, read_text, text_of
-from .model import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
-from .options import refuse_conversation_options
+from ..spec.fields import SpecError
+from ..spec.job import JobSpec
+from .process import notice
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
@@ -21,53 +22,60 @@ _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "
 _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)
 
 
-def job_options_of(o: dict[str, Any]) -> list[str]:
-    """Returns the flags of the options on the command line that only jobs have."""
-    names = [name for name in _JOB_ONLY if o.get(name) not in (None, False, ())]
+def job_flags(spec: JobSpec) -> list[str]:
+    """Returns the flags of the given options that only jobs have."""
+    names = [name for name in _JOB_ONLY if name in spec.given]
     return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in names]
 
 
-def answer(task: str, arguments: tuple[str, ...], o: dict[str, Any], *, piped: Iterable[bytes] | None = None) -> None:
-    """Runs a task on the texts of the arguments, and prints the results. piped: the lines of standard input, if they
-    were read already"""
-    for option in job_options_of(o)[:1]:
-        raise click.UsageError(f"{option} is for jobs; give an input file, or leave it out")
+def answer(
+    task: str, spec: JobSpec, *, as_json: bool, files: Iterable[str] = (), piped: Iterable[bytes] | None = None
+) -> None:
+    """Runs a task on the texts of the arguments, and prints the results.
+
+    files  further texts, each of which is the whole of a file
+    piped  the lines of standard input, if they were read already
+    """
+    for option in job_flags(spec)[:1]:
+        raise SpecError(f"{option} is for jobs; give an input file, or leave it out")
     if task != "generate":
-        refuse_conversation_options(o, "give a file of them with --messages COLUMN, or leave it out")
+        spec.check_conversations("give a file of them with --messages COLUMN, or leave it out")
+    from ..cluster.backends import backend_for
+    from ..job.models import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
     from ..records.record import dumps
     from ..tasks.run import calibrated, checked, finish_items, run_works
 
-    if o.get("tools") and not o["tools"].startswith("@"):
-        raise click.UsageError("--tools COLUMN is for jobs; give @FILE")
-    texts = [text for argument in arguments for text in expand(argument, piped)]
+    if spec.input.tools:
+        raise SpecError("--tools COLUMN is for jobs; give @FILE", field="tools")
+    texts = [text for argument in spec.input.names for text in expand(argument, piped)]
     # Editors put a line end behind the last line of a file.
-    texts += [_read(name).removesuffix("\n") for name in o.get("prompt_file") or ()]
+    texts += [_read(name).removesuffix("\n") for name in files]
     # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
         raise JobError("a text is empty; give one" if texts else "there is no text; give one")
-    checkpoint, tokenizer = open_model(o)
+    checkpoint, tokenizer = open_model(spec, backend_for(spec), notice)
     check_tokenizer(checkpoint, tokenizer, "texts")
-    items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(o, tokenizer))
-    tasks = LazyTasks((task,), o, checkpoint, tokenizer, paths=True)
+    items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(spec, tokenizer))
+    tasks = LazyTasks((task,), spec, checkpoint, tokenizer, paths=True)
     task_object = tasks[task]
-    items = [with_image(task, item, o["image"]) for item in items] if o.get("image") else items
+    items = [with_image(task, item, spec.input.image) for item in items] if spec.input.image else items
     (works,) = checked([task_object.prepare(items)])  # before the weights are loaded
-    engine = load_llm(o, checkpoint, tokenizer, media=tasks.media, is_job=False).engine
+    engine = load_llm(spec.model, checkpoint, tokenizer, media=tasks.media, is_job=False).engine
     task_object = calibrated(engine, task_object)
-    if task == "generate" and not o["as_json"]:
-        _show_live(texts, engine, task_object, works, o.get("seed"))
-        return _summary(engine, o)
-    (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=o.get("seed")))])
-    if o["as_json"] or (task == "embed" and len(texts) == 1):
+    if task == "generate" and not as_json:
+        _show_live(texts, engine, task_object, works, spec.seed)
+        return _summary(engine, spec)
+    (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=spec.seed))])
+    if as_json or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
             click.echo(dumps({**text, **result}).encode())  # JSON is UTF-8 whatever the locale
         return
     _SHOW[task](texts, results)
-    _summary(engine, o)
+    _summary(engine, spec)
 
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns an item with an image before its text. Raises click.UsageError for tasks without images."""
+    """Returns an item with an image before its text. Raises SpecError for tasks without images."""
     from ..text.media import TextWithImages
 
     if task == "generate":
@@ -78,18 +86,18 @@ def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
         )
     name = next((name for name in ("text", "prompt") if isinstance(item.get(name), str)), None)
     if name is None:
-        raise click.UsageError("--image is for embed, classify, score and generate")
+        raise SpecError("--image is for embed, classify, score and generate", field="image")
     return {**item, name: TextWithImages(item[name], [path])}
 
 
-def _summary(engine: Any, o: dict[str, Any]) -> None:
-    if o.get("quiet"):
+def _summary(engine: Any, spec: JobSpec) -> None:
+    if spec.output.quiet:
         return
     stats = engine.stats
     rows = f"{stats.tokens:,} tokens, {stats.rows_computed:,} rows computed ({max(0.0, stats.saved):.0%} saved)"
     if stats.generation is not None:
         rows += f", {stats.generation.generated_tokens:,} tokens generated"
-    click.echo(click.style(f"{rows}, {o['model']}", dim=True), err=True)
+    click.echo(click.style(f"{rows}, {spec.model_name}", dim=True), err=True)
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from dataclasses import replace
 from importlib import resources
 from itertools import chain, islice
 from pathlib import Path
@@ -13,7 +14,10 @@ from typing import Any
 
 import click
 
-from .options import DEFAULT_MODEL, engine_options, machine_options, model_options, number, sample_options
+from ..spec.job import DEFAULT_MODEL, JobSpec
+from .options import engine_options, machine_options, model_options, number, sample_options
+from .process import notice
+from .specs import takes_job
 
 MODES = ("full", "mlp", "off")
 
@@ -22,7 +26,8 @@ MODES = ("full", "mlp", "off")
 @sample_options(number("--repeat", "Runs of each mode.", 3), needs_input=False)
 @machine_options
 @number("--max-batch-rows", "Rows of a step.")
-def bench(**o: Any) -> None:
+@takes_job()
+def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
     """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
 
     Tokenising and loading are left out; the modes take turns, and the median of --repeat runs counts. Text is not
@@ -31,41 +36,43 @@ def bench(**o: Any) -> None:
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
     """
+    from ..job.models import load_llm
     from ..report.page import machine
-    from .model import load_llm
 
-    tasks, prepared, name, left_out, model = _prepare(o)
-
-    llm = load_llm({**o, "sharing": "full"}, *model, media=tasks.media)
-    seconds = measure(llm.engine, tasks, prepared, o["repeat"], o["window"])
+    tasks, prepared, name, left_out, model = _prepare(spec)
+    llm = load_llm(replace(spec.model, sharing="full"), *model, media=tasks.media)
+    seconds = measure(llm.engine, tasks, prepared, repeat, spec.input.window)
     dtype = str(llm.dtype).removeprefix("torch.")
     prompts, repeated = _repeated(prepared)
-    if o["as_json"]:
+    if as_json:
         head = {"input": name, "left_out": left_out, "prompts": prompts, "repeated_prompts": repeated}
-        head |= {"model": o["model"], "dtype": dtype, "machine": dict(machine())}
+        head |= {"model": spec.model_name, "dtype": dtype, "machine": dict(machine())}
         click.echo(json.dumps(head | {"modes": seconds}))
         return
     click.echo(f"{name}; {left_out:,} records left out as unusable")
     click.echo(f"{prompts:,} prompts, {repeated:,} of which repeat an earlier one")
-    click.echo(f"{o['model']}, {dtype}, {llm.engine.facts.max_rows} rows a step, median of {o['repeat']}")
+    click.echo(f"{spec.model_name}, {dtype}, {llm.engine.facts.max_rows} rows a step, median of {repeat}")
     click.echo("; ".join(f"{key} {value}" for key, value in machine()) + "\n")
     for line in table(seconds):
         click.echo(line)
 
 
-def _prepare(o: dict[str, Any]) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
+def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
-    from .input import draw, open_input
-    from .model import LazyTasks, open_model
+    from ..cluster.backends import backend_for
+    from ..job.inputs import draw, open_input
+    from ..job.models import LazyTasks, open_model
 
-    if not o["input"]:
-        model = open_model(o)
-        tasks = LazyTasks(("rerank",), o, *model)
+    if not spec.input.names:
+        if spec.task not in (None, "rerank"):
+            raise click.UsageError("--task is for an input; without one the demo's passages are reranked")
+        model = open_model(spec, backend_for(spec), notice)
+        tasks = LazyTasks(("rerank",), spec, *model)
         return tasks, {"rerank": tasks["rerank"].prepare(_demo_items())}, "reranking the demo's passages", 0, model
-    input = open_input(o["task"], o["input"], o)
-    limit = o["limit"] or 100
+    input = open_input(spec, notice)
+    limit = spec.input.limit or 100
     sample = draw(input, islice(input.source.records(input.adapter.columns), limit), limit)
-    name = f"{o['task'] or 'batch lines'} of {input.source.name}, the first {limit} records"
+    name = f"{spec.task or 'batch lines'} of {input.source.name}, the first {limit} records"
     return input.tasks, sample.works, name, sample.left_out, (input.checkpoint, input.tokenizer)
 
 
@@ -143,23 +150,28 @@ def _demo_items() -> list[dict[str, Any]]:
 @model_options
 @engine_options
 @click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), to try a job on.")
-def demo(**o: Any) -> None:
+@takes_job()
+def demo(spec: JobSpec, write: str | None) -> None:
     """Rerank a few passages, and show what was shared and what it saved."""
-    if o["write"]:
-        Path(o["write"]).write_text(_demo_lines(), encoding="utf-8")
-        click.echo(f"wrote {o['write']}: try  prefold run {o['write']} --task rerank --id id -o scores.jsonl")
+    if write:
+        Path(write).write_text(_demo_lines(), encoding="utf-8")
+        click.echo(f"wrote {write}: try  prefold run {write} --task rerank --id id -o scores.jsonl")
         return
+    from ..job.models import find_model, load_llm
     from ..tasks import make_task
-    from .model import load_llm, open_model
+    from ..text import tokenizer_or_none
 
     started = time.perf_counter()
     items = _demo_items()
     count = sum(len(item["documents"]) for item in items)
-    click.echo(f"{len(items)} queries, {len(items[0]['documents'])} passages each: {count} prompts for {o['model']}.")
-    checkpoint, tokenizer = open_model(o)
-    task = make_task("rerank", checkpoint, tokenizer, **(SMALL_MODEL if o["model"] == DEFAULT_MODEL else {}))
+    click.echo(
+        f"{len(items)} queries, {len(items[0]['documents'])} passages each: {count} prompts for {spec.model_name}."
+    )
+    checkpoint = find_model(spec.model_name, spec.model, notice)
+    tokenizer = tokenizer_or_none(checkpoint)
+    task = make_task("rerank", checkpoint, tokenizer, **(SMALL_MODEL if spec.model_name == DEFAULT_MODEL else {}))
     works = task.prepare(items)
-    llm = load_llm({**o, "sharing": "full"}, checkpoint, tokenizer)
+    llm = load_llm(replace(spec.model, sharing="full"), checkpoint, tokenizer)
     loaded = time.perf_counter() - started
     # The first query warms the model up, and is something to read meanwhile.
     _show_ranking(items[:1], _rerank(llm.engine, task, works[:1], "full")["scores"])

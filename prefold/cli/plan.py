@@ -10,7 +10,10 @@ from typing import Any
 
 import click
 
-from .options import TASKS, machine_options, number, sample_options
+from ..spec.job import TASKS, JobSpec
+from .options import machine_options, number, sample_options
+from .process import notice
+from .specs import takes_job
 
 _SHOWN_SEGMENTS = 32
 _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs",
@@ -27,7 +30,8 @@ _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longe
     tasks=TASKS,
 )  # fmt: skip
 @machine_options
-def plan(**o: Any) -> None:
+@takes_job()
+def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: bool) -> None:
     """Say what a job would share and what it would cost; compute no results.
 
     Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
@@ -38,37 +42,38 @@ def plan(**o: Any) -> None:
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
     from ..job import plan_job
+    from ..job.inputs import open_input
     from ..job.plan import cost_of, kv_row_bytes, place
     from ..model import config_from
     from ..report import open_progress
     from ..text.prompts import readable
-    from .input import open_input
 
-    input = open_input(o["task"], o["input"], o, weights=False)
+    rows = spec.model.max_batch_rows or 4096
+    input = open_input(spec, notice, weights=False)
     started = time.perf_counter()
     job_plan = plan_job(
-        input.source, input.adapter, input.tasks, limit=o["limit"], window=o["window"],
-        max_batch_rows=o["max_batch_rows"], progress=open_progress(),
+        input.source, input.adapter, input.tasks, limit=spec.input.limit, window=spec.input.window,
+        max_batch_rows=rows, progress=open_progress(),
     )  # fmt: skip
     seconds = time.perf_counter() - started
     config = config_from(input.checkpoint.config)
     costs, row_bytes = cost_of(job_plan.shape, config), kv_row_bytes(config)
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
-    segments = place(job_plan, config, o["replicas"]) if o["replicas"] and job_plan.tokens else []
-    if o["as_json"]:
+    segments = place(job_plan, config, replicas) if replicas and job_plan.tokens else []
+    if as_json:
         counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
         counts |= {"seconds": seconds}
         if segments:
             counts |= {"segments": [asdict(segment) for segment in segments]}
-            counts |= {"replicas": _fleet(segments, o["gflops"] and o["gflops"] * 1e9)}
+            counts |= {"replicas": _fleet(segments, gflops and gflops * 1e9)}
         click.echo(json.dumps(counts))
     else:
-        speed = _speed(input, job_plan, o) if job_plan.tokens else None
+        speed = _speed(input, job_plan, gflops) if job_plan.tokens else None
         lines = _lines(job_plan, costs, row_bytes, seconds, decode, speed)
         click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments, speed.flops) if speed else [])]))
-    if o["report"]:
-        _report(job_plan, input.checkpoint, input.source, decode, o)
+    if spec.output.report:
+        _report(job_plan, input, decode, spec.output.report)
 
 
 def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:
@@ -154,17 +159,18 @@ def _segment_lines(job_plan: Any, segments: list[Any], rate: float) -> list[str]
     ]
 
 
-def _speed(input: Any, job_plan: Any, o: dict[str, Any]) -> Any:
+def _speed(input: Any, job_plan: Any, gflops: float | None) -> Any:
     from .speed import Speed, measure_speed
 
-    if o["gflops"] is not None:
-        return Speed(o["gflops"] * 1e9, "as given")
-    return measure_speed(input, job_plan, o)
+    if gflops is not None:
+        return Speed(gflops * 1e9, "as given")
+    return measure_speed(input, job_plan)
 
 
-def _report(job_plan: Any, checkpoint: Any, source: Any, decode: Any, o: dict[str, Any]) -> None:
+def _report(job_plan: Any, input: Any, decode: Any, path: str) -> None:
     from ..report import Report, write_report
 
+    checkpoint, source = input.checkpoint, input.source
     page = Report(
         title=f"plan: {Path(source.name).name} with {checkpoint.name}",
         when=time.strftime("planned %Y-%m-%d %H:%M; nothing was computed"),
@@ -178,9 +184,13 @@ def _report(job_plan: Any, checkpoint: Any, source: Any, decode: Any, o: dict[st
             ("of the tokens saved", f"{job_plan.saved:.1%}"),
             ("errors", f"{job_plan.errors:,}"),
         ],
-        settings=[("input", source.name), ("model", checkpoint.name), ("task", o["task"] or "OpenAI batch lines")],
+        settings=[
+            ("input", source.name),
+            ("model", checkpoint.name),
+            ("task", input.spec.task or "OpenAI batch lines"),
+        ],
         shape=job_plan.shape,
         decode=decode,
     )
-    write_report(page, Path(o["report"]))
-    click.echo(f"\nreport: {o['report']}", err=True)
+    write_report(page, Path(path))
+    click.echo(f"\nreport: {path}", err=True)

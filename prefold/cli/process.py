@@ -67,6 +67,11 @@ def say(text: str) -> None:
         click.echo(text, err=True)
 
 
+def notice(line: str) -> None:
+    """Writes a line to standard error, such as that a model is downloaded."""
+    click.echo(line, err=True)
+
+
 def _describe(error: OSError) -> str:
     reason = error.strerror or str(error)
     return f"cannot use {error.filename}: {reason}" if error.filename else f"the system says: {reason}"

@@ -10,9 +10,12 @@ import click
 
 from ..errors import JobError
 from ..files import read_text
-from ..options import near
-from ..serve.options import ServeOptions
+from ..spec.fields import near
+from ..spec.job import JobSpec
+from ..spec.server import ServerSpec
 from .options import all_of, declared, generation_options, media_options, model_group, model_options
+from .process import notice
+from .specs import server_spec, takes_job
 
 
 def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -36,15 +39,12 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     ctx.default_map = {options[name].name: setting for name, setting in settings.items()}
 
 
+_OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}
 _SERVER = all_of(
     click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=read_config,
                  help="Options in a TOML file, under the names of the command line: port = 8000."),
     model_options,
-    *(
-        declared(option.name, option, *(f"--{name.replace('_', '-')}" for name in option.metadata["cli"]))
-        for option in fields(ServeOptions)
-        if option.metadata["cli"] != (None,)
-    ),
+    *(declared(name, option) for name, option in _OPTIONS.items()),
     click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                  help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
     model_group("serve", "machine", "engine"),
@@ -55,7 +55,8 @@ _SERVER = all_of(
 
 @click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
 @_SERVER
-def serve(**o: Any) -> None:
+@takes_job(own=_OPTIONS)
+def serve(spec: JobSpec, **options: Any) -> None:
     """Answer HTTP requests with a model until told to end.
 
     The address is bound before the model is loaded; /health answers 503 until it is. SIGTERM takes no more requests,
@@ -66,20 +67,18 @@ def serve(**o: Any) -> None:
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from ..checkpoint import BUILT_IN
-    from .model import adapter_folders, find_model, image_reading, load_llm, open_model
+    from ..job.models import find_model, image_reading, load_llm
+    from ..text import tokenizer_or_none
 
-    adapter_folders(o)
-    if o["model"] not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it is loading
-        find_model(o, weights=False)
+    if spec.model_name not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it loads
+        find_model(spec.model_name, spec.model, notice, weights=False)
     from ..serve import serve as run
 
-    names = [name for name in ServeOptions.__dataclass_fields__ if name in o]
-    options = ServeOptions(**{name: o[name] for name in names})
-
     def load() -> Any:
-        llm = load_llm(o, *open_model(o), is_job=False)
+        checkpoint = find_model(spec.model_name, spec.model, notice)
+        llm = load_llm(spec.model, checkpoint, tokenizer_or_none(checkpoint), is_job=False)
         if llm.images is not None:
-            llm.images = llm.images.with_reader(**image_reading(o))
+            llm.images = llm.images.with_reader(**image_reading(spec))
         return llm
 
-    run(load, options)
+    run(load, server_spec(options))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import JobError
-from .model import Options, llm_options
+from ..spec.model import ModelSpec
 
 MOST_BYTES = 2 << 30  # of random weights; of a larger model, a few layers are measured
 MOST_LAYERS = 8  # of a model that is measured in part
@@ -28,7 +28,7 @@ class Speed:
     words: str
 
 
-def measure_speed(input: Any, job_plan: Any, o: Options) -> Speed:
+def measure_speed(input: Any, job_plan: Any) -> Speed:
     """Return the speed of one step of a job. Raise JobError if the model cannot be measured here.
 
     Prompts, read-outs, dtype, kernels, device, threads and rows of a step are the job's. No time depends on the values
@@ -36,16 +36,16 @@ def measure_speed(input: Any, job_plan: Any, o: Options) -> Speed:
     """
     from ..model import config_from
 
-    config = config_from(input.checkpoint.config)
-    depths = _depths(input.checkpoint, config, o)
+    config, model = config_from(input.checkpoint.config), input.spec.model
+    depths = _depths(input.checkpoint, config, model)
     requests = [_alone(request, config.vocab_size) for request in job_plan.sample]
-    deepest = _Probe(input, job_plan.sample_task, depths[-1], o)
-    count = deepest.warm_up(requests, o["max_batch_rows"])
+    deepest = _Probe(input, job_plan.sample_task, depths[-1])
+    count = deepest.warm_up(requests, model.max_batch_rows)
     seconds, sample = deepest.seconds(requests[:count]), requests[:count]
     flops, what = _flops(sample, config), deepest.words
     if depths[-1] < config.layers:
-        shallow = _Probe(input, job_plan.sample_task, depths[0], o)
-        shallow.warm_up(requests, o["max_batch_rows"])
+        shallow = _Probe(input, job_plan.sample_task, depths[0])
+        shallow.warm_up(requests, model.max_batch_rows)
         layers_only = seconds - shallow.seconds(sample)
         counted, few = _flops(sample, deepest.config), _flops(sample, shallow.config)
         seconds += max(0.0, layers_only) * (flops - counted) / (counted - few)
@@ -53,12 +53,12 @@ def measure_speed(input: Any, job_plan: Any, o: Options) -> Speed:
     return Speed(flops / seconds, f"measured: {_rows(sample)[-1]:,} rows of this job, {what}")
 
 
-def _depths(checkpoint: Any, config: Any, o: Options) -> tuple[int, ...]:
+def _depths(checkpoint: Any, config: Any, model: ModelSpec) -> tuple[int, ...]:
     """Return how many layers to measure: all, or two numbers of them if memory is too small for all."""
     from ..device import available_memory, choose_device, choose_dtype
 
-    device = choose_device(o.get("device") or "auto")
-    size = choose_dtype(o.get("dtype") or "auto", checkpoint.config, device).itemsize
+    device = choose_device(model.device)
+    size = choose_dtype(model.dtype, checkpoint.config, device).itemsize
     most = min(MOST_BYTES, available_memory(device) // 2)
     if config.num_parameters * size <= most:
         return (config.layers,)
@@ -92,16 +92,17 @@ def _config_of(checkpoint: Any) -> Any:
 class _Probe:
     """The job's model, or its first `depth` layers with random weights."""
 
-    def __init__(self, input: Any, task: str, depth: int, o: Options):
-        from ..llm import LLM
+    def __init__(self, input: Any, task: str, depth: int):
+        from ..job.models import load_llm
 
         layers = _config_of(input.checkpoint).layers
         checkpoint = _shallow(input.checkpoint, layers, depth)
         self.config = _config_of(checkpoint)
         if self.config.layers != depth:
             raise JobError(f"the speed of {input.checkpoint.name} cannot be measured in part; give --gflops X")
-        options = llm_options({**o, "adapter": (), "load_format": None, "mmproj": None})
-        self._llm = LLM(checkpoint, tokenizer=input.tokenizer, **options)
+        model = input.spec.model
+        model = replace(model, adapters=None, load_format="auto", images=replace(model.images, mmproj=None))
+        self._llm = load_llm(model, checkpoint, input.tokenizer)
         self._task = input.tasks[task]
         dtype = str(self._llm.dtype).removeprefix("torch.")
         weights = "random weights in " if checkpoint.format == "dummy" else ""

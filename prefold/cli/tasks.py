@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import click
 
 from ..files import is_stream
-from .options import TASKS, Decorator, all_of, job_options, json_option
+from ..spec.job import TASKS, JobSpec
+from .options import Decorator, all_of, job_options, json_option
+from .specs import takes_job
 
 
 def is_input(arguments: tuple[str, ...]) -> bool:
@@ -27,7 +29,8 @@ def is_input(arguments: tuple[str, ...]) -> bool:
 @click.argument("input", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
 @job_options(*TASKS)
-def run(**o: Any) -> None:
+@takes_job()
+def run(spec: JobSpec) -> None:
     """Run a job: INPUT is a file of OpenAI batch lines, or a table (.jsonl, .csv, .tsv, .parquet, .gz, or -).
 
     Several files, patterns ('data/*.parquet') and folders are read one after the other, as one input.
@@ -42,18 +45,18 @@ def run(**o: Any) -> None:
     """
     from .job import run_command
 
-    run_command(o["task"], o["input"], o)
+    run_command(spec)
 
 
 def _command(task: str, metavar: str, short_help: str, *decorators: Decorator) -> Callable[..., click.Command]:
     """Returns a decorator that makes the command of a task. decorators: options that it has of its own."""
     argument = click.argument("input", metavar=metavar, nargs=-1, required=task != "generate")
     options = all_of(argument, *decorators, job_options(task), json_option)
-    return lambda function: click.command(short_help=short_help)(options(function))
+    return lambda function: click.command(short_help=short_help)(options(takes_job(task)(function)))
 
 
 @_command("rerank", "INPUT | QUERY DOCUMENT...", "How well documents answer a query.")
-def rerank(input: tuple[str, ...], **o: Any) -> None:
+def rerank(spec: JobSpec, as_json: bool) -> None:
     """Score how well documents answer a query.
 
     \b
@@ -61,42 +64,43 @@ def rerank(input: tuple[str, ...], **o: Any) -> None:
     prefold rerank "why is the sky blue" @documents.txt       (a document a line; - is standard input)
     prefold rerank pairs.jsonl --query question --document '{title}: {text}' -o scores.jsonl
     """
-    if len(input) == 1 and not is_input(input):
-        raise click.UsageError(f"no such file: {input[0]}; or give a query and documents")
-    _start("rerank", input, o)
+    names = spec.input.names
+    if len(names) == 1 and not is_input(names):
+        raise click.UsageError(f"no such file: {names[0]}; or give a query and documents")
+    _start(spec, as_json)
 
 
 @_command("embed", "INPUT | TEXT...", "Embeddings of texts.")
-def embed(input: tuple[str, ...], **o: Any) -> None:
+def embed(spec: JobSpec, as_json: bool) -> None:
     """Make embeddings of texts.
 
     \b
     prefold embed "a text" "another" -m Qwen/Qwen3-Embedding-0.6B
     prefold embed articles.parquet --prompt '{title}\\n{body}' --id url -o vectors.parquet
     """
-    _start("embed", input, o)
+    _start(spec, as_json)
 
 
 @_command("classify", "INPUT | TEXT...", "The label that fits a text best.")
-def classify(input: tuple[str, ...], **o: Any) -> None:
+def classify(spec: JobSpec, as_json: bool) -> None:
     """Find the label that fits a text best, by label likelihoods or by the model's classification head.
 
     \b
     prefold classify "what a film" --labels positive,negative --instructions "Is the review positive?"
     prefold classify reviews.csv --prompt body --labels positive,negative --examples shots.jsonl -o out.csv
     """
-    _start("classify", input, o)
+    _start(spec, as_json)
 
 
 @_command("score", "INPUT | TEXT | PROMPT CONTINUATION...", "Log-probabilities of continuations, or of texts.")
-def score(input: tuple[str, ...], **o: Any) -> None:
+def score(spec: JobSpec, as_json: bool) -> None:
     """Compute the log-probability of continuations after a prompt, or of a whole text.
 
     \b
     prefold score "The capital of France is" " Paris" " Rome"
     prefold score items.jsonl --prompt '{question}' --continuation choices -o out.jsonl
     """
-    _start("score", input, o)
+    _start(spec, as_json)
 
 
 _PROMPT_FILE = click.option(
@@ -106,7 +110,7 @@ _PROMPT_FILE = click.option(
 
 
 @_command("generate", "INPUT | PROMPT...", "Text that follows a prompt, or answers a message.", _PROMPT_FILE)
-def generate(input: tuple[str, ...], **o: Any) -> None:
+def generate(spec: JobSpec, as_json: bool, prompt_file: tuple[str, ...]) -> None:
     """Generate text. A model with a chat template answers the prompt as a user's message (--raw: continues it).
 
     \b
@@ -116,30 +120,32 @@ def generate(input: tuple[str, ...], **o: Any) -> None:
     prefold generate reviews.csv --prompt 'Summarise: {body}' --max-tokens 60 -o out.csv
     prefold generate chats.jsonl --messages messages --temperature 0.7 --seed 1 -o out.jsonl
     """
-    if o["prompt_file"] and input and is_input(input):
-        raise click.UsageError(f"--prompt-file is for prompts; for the records of {input[0]} give --prompt @FILE")
-    if o["prompt_file"]:
+    names = spec.input.names
+    if prompt_file and names and is_input(names):
+        raise click.UsageError(f"--prompt-file is for prompts; for the records of {names[0]} give --prompt @FILE")
+    if prompt_file:
         from .answers import answer
 
-        return answer("generate", input, o)
-    if not input:
+        return answer("generate", spec, as_json=as_json, files=prompt_file)
+    if not names:
         raise click.UsageError("give an input file, a prompt, or a file with a prompt (-f FILE)")
-    _start("generate", input, o)
+    _start(spec, as_json)
 
 
-def _start(task: str, arguments: tuple[str, ...], o: dict[str, Any]) -> None:
-    from .answers import answer, job_options_of
+def _start(spec: JobSpec, as_json: bool) -> None:
+    """Runs a job if the arguments of a task's command name its input; else answers them as texts."""
+    from .answers import answer, job_flags
 
-    piped = None
-    if len(arguments) == 1 and (arguments[0] == "-" or is_stream(arguments[0])) and not job_options_of(o):
-        piped, is_job = _peek(arguments[0])
+    names, piped, task = spec.input.names, None, spec.task or ""
+    if len(names) == 1 and (names[0] == "-" or is_stream(names[0])) and not job_flags(spec):
+        piped, is_job = _peek(names[0])
         if not is_job:
-            return answer(task, ("-",), o, piped=piped)
-    if is_input(arguments):
+            return answer(task, replace(spec, input=replace(spec.input, names=("-",))), as_json=as_json, piped=piped)
+    if is_input(names):
         from .job import run_command
 
-        return run_command(task, arguments, o, stdin=piped)
-    return answer(task, arguments, o)
+        return run_command(spec, stdin=piped)
+    return answer(task, spec, as_json=as_json)
 
 
 def _peek(name: str) -> tuple[Iterator[bytes], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import islice
 from math import isnan
@@ -12,7 +13,10 @@ from typing import Any
 import click
 
 from ..plugins import MEASUREMENTS
+from ..spec.job import JobSpec
 from .options import all_of, engine_options, number, sample_options
+from .process import notice
+from .specs import takes_job
 
 _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASUREMENTS.items()}
 
@@ -27,7 +31,10 @@ _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASU
 @engine_options
 @click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing.")
 @all_of(*(option for measurement in _OPTIONS.values() for option in measurement.options))
-def verify(**o: Any) -> None:
+@takes_job(own=(*(name for measurement in _OPTIONS.values() for name in measurement.names),))
+def verify(
+    spec: JobSpec, sample: int, seed: int, tolerance: float | None, reuse: str | None, as_json: bool, **measured: Any
+) -> None:
     """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
 
     Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone
@@ -45,64 +52,63 @@ def verify(**o: Any) -> None:
     prefold verify reviews.jsonl --task classify --labels good,bad --arithmetic int8
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
+    from ..job.inputs import draw, open_input
     from ..records.record import plain
-    from .input import draw, open_input
 
     for kind, measurement in _OPTIONS.items():
-        for name in measurement.names if kind != o["reuse"] else ():
-            if o[name] is not None:
+        for name in measurement.names if kind != reuse else ():
+            if measured[name] is not None:
                 raise click.UsageError(f"--{name.replace('_', '-')} is for --reuse {kind}")
-    input = open_input(o["task"], o["input"], o)
-    rows = islice(input.source.records(input.adapter.columns), o["limit"])
-    if o["reuse"] is not None:
-        import_module(f"{MEASUREMENTS[o['reuse']]}.verify").run(o, input, rows)
-        return
-    sample = draw(input, rows, o["sample"], o["seed"])
-    if "generate" in sample.works and o["tolerance"] is not None:
+    input = open_input(spec, notice)
+    rows = islice(input.source.records(input.adapter.columns), spec.input.limit)
+    if reuse is not None:
+        run = import_module(f"{MEASUREMENTS[reuse]}.verify").run
+        return run(input, rows, count=sample, seed=seed, tolerance=tolerance, as_json=as_json, **measured)
+    drawn = draw(input, rows, sample, seed)
+    if "generate" in drawn.works and tolerance is not None:
         raise click.UsageError("--tolerance bounds numbers, and texts have none; leave it out")
-    count = sum(map(len, sample.works.values()))
-    differences = _compare(sample, input, o)
-    if o["as_json"]:
+    count = sum(map(len, drawn.works.values()))
+    differences = _compare(drawn, input)
+    if as_json:
         click.echo(json.dumps(plain(differences)))
     else:
-        left_out = f"{sample.left_out:,} records left out as unusable"
-        click.echo(f"{count:,} items of {input.source.name}, {left_out}; {o['model']}\n")
+        left_out = f"{drawn.left_out:,} records left out as unusable"
+        click.echo(f"{count:,} items of {input.source.name}, {left_out}; {spec.model_name}\n")
         for line in _lines(differences):
             click.echo(line)
     moved = [f["values"] for f in differences if "values" in f and f["comparison"].startswith("sharing")]
     # What is no number is not within the tolerance, and compares as neither more nor less.
-    beyond = [by for by in moved if not by <= o["tolerance"]] if o["tolerance"] is not None else []
-    if beyond:
+    beyond = [] if tolerance is None else [by for by in moved if not by <= tolerance]
+    if tolerance is not None and beyond:
         most = next(filter(isnan, beyond), max(beyond))
-        click.echo(f"\nsharing moved a value by {most:.3g}, not by {o['tolerance']:.3g} at most", err=True)
+        click.echo(f"\nsharing moved a value by {most:.3g}, not by {tolerance:.3g} at most", err=True)
         sys.exit(1)
 
 
-def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]:
+def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
     """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
-    from dataclasses import asdict
-
     from ..job.verify import compare, compare_texts
 
-    sharing = "full" if o["sharing"] == "auto" else o["sharing"]
-    llm = input.load(o)
+    model, window = input.spec.model, input.spec.input.window
+    sharing = "full" if model.sharing == "auto" else model.sharing
+    llm = input.load()
     dtype = str(llm.dtype).removeprefix("torch.")
-    shared = _run(llm.engine, input.tasks, sample.works, o, sharing)
-    plain = _run(llm.engine, input.tasks, sample.works, o, "off")
+    shared = _run(llm.engine, input.tasks, sample.works, window, sharing)
+    plain = _run(llm.engine, input.tasks, sample.works, window, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
 
-    def alone(**reference: str) -> Any:
+    def alone(**reference: Any) -> Any:
         """Returns the runs of the model with other options, once the one before is gone."""
         nonlocal llm
         llm.close()
         llm = None
-        llm = input.load({**o, "arithmetic": "float", **reference})
-        return _run(llm.engine, input.tasks, sample.works, o, "off")
+        llm = input.load(replace(model, arithmetic="float", **reference))
+        return _run(llm.engine, input.tasks, sample.works, window, "off")
 
     words = dtype
-    if o["arithmetic"] != "float":
-        words = f"{o['arithmetic']} in {dtype}"
-        reference = {} if o["weights"] != "int8" else {"weights": "auto"}
+    if model.arithmetic != "float":
+        words = f"{model.arithmetic} in {dtype}"
+        reference = {} if model.weights != "int8" else {"weights": "auto"}
         quantised, plain = plain, alone(**reference)
         pairs[0] = (f"sharing ({sharing} against off, {words})", shared, quantised)
         pairs.append((f"arithmetic ({words} against {dtype}, off)", quantised, plain))
@@ -121,13 +127,13 @@ def _compare(sample: Any, input: Any, o: dict[str, Any]) -> list[dict[str, Any]]
     return differences
 
 
-def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], o: dict[str, Any], sharing: str) -> dict[str, Any]:
+def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], window: int, sharing: str) -> dict[str, Any]:
     """Returns the Run of each task. A task that is to be calibrated is so with what this run makes of the model."""
     from ..job.verify import Run
     from ..tasks.run import calibrated, checked, run_works
 
     # Batch lines may sample: with one seed for all runs only what the runs compute differs.
-    options: dict[str, Any] = {"window": o["window"], "sharing": sharing, "seed": 0}
+    options: dict[str, Any] = {"window": window, "sharing": sharing, "seed": 0}
     calibrated_tasks = {name: calibrated(engine, tasks[name], **options) for name in works}
     return {
         name: Run(calibrated_tasks[name], checked(run_works(engine, calibrated_tasks[name], works[name], **options)))

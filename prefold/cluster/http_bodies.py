@@ -14,8 +14,8 @@ import numpy as np
 
 from ..checkpoint import BUILT_IN, Checkpoint, resolve
 from ..errors import CheckpointError, InputError
-from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE
+from ..spec.task import not_sent, sent_names
 from ..text import Tokenizer, tokenizer_or_none
 from ..types import Generated, Readout, Request, Result, Sampling, Stats
 from .replicas import cannot_ask, generation_stats

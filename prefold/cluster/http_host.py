@@ -9,7 +9,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ from urllib.request import getproxies, proxy_bypass
 from ..checkpoint import served_name
 from ..environment import API_KEY, api_key
 from ..errors import InputError, JobError, MissingExtraError
+from ..spec.job import JobSpec
 from ..text import Tokenizer
 from ..types import Request, Stats
-from .backends import Backend, Options
+from .backends import Backend
 from .http_bodies import (
     NOT_OPENAIS,
     RowError,
@@ -479,18 +480,25 @@ class _Servers(Backend):
     takes = frozenset({"tokenizer"})
     on_ray = False
 
-    def refusal(self, o: Options) -> str:
+    def refusal(self, spec: JobSpec) -> str:
         pooling = "--pooling cannot be asked of a server, which pools as its model does; leave it out"
-        return pooling if o.get("pooling") else ""
+        return pooling if "pooling" in spec.given else ""
 
-    def options(self, o: Options, llm: Options, own_options: Options) -> dict[str, Any]:
-        return {} if o.get("max_running") is None else {"most": o["max_running"]}
+    def options(self, spec: JobSpec) -> dict[str, Any]:
+        return {"most": spec.model.max_running}
 
     def replicas(
-        self, o: Options, options: Options, *, checkpoint: Any, tokenizer: Any, notify: Callable[[str], None]
+        self,
+        spec: JobSpec,
+        options: Mapping[str, Any],
+        *,
+        checkpoint: Any,
+        tokenizer: Any,
+        notify: Callable[[str], None],
     ) -> HttpReplicas:
-        facts = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint), "patience": o["patience"]}
-        return HttpReplicas(o["url"], o["model"], tokenizer, notify=notify, **facts, **options)
+        facts: dict[str, Any] = {"takes_ids": not is_of_bytes(tokenizer), "context": context_of(checkpoint)}
+        facts |= {"patience": spec.fleet.patience, "notify": notify}
+        return HttpReplicas(spec.fleet.urls, spec.model_name, tokenizer, **facts, **options)
 
 
 SERVERS = _Servers()

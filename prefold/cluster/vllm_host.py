@@ -23,10 +23,11 @@ import psutil
 from ..cache import CacheEvents
 from ..cache.events import CacheEvent, EventLog, RowsRemoved, RowsStored
 from ..errors import InputError, JobError, MissingExtraError
-from ..options import not_sent, sent_names
 from ..prefix import MEDIA_BASE, shared_by
+from ..spec.job import JobSpec
+from ..spec.task import not_sent, sent_names
 from ..types import Generated, Request, Sampling, Stats, TokenLogprobs
-from .backends import Backend, Options
+from .backends import Backend
 from .replicas import AsyncHost, ReplicaFacts, ReplicaReport, RunCall, cannot_ask, generation_stats
 
 # Fields of Sampling that vLLM calls by the same name.
@@ -482,32 +483,36 @@ def _digest(model: str) -> str:
     return folder_digest(Path(model)) if Path(model).exists() else model
 
 
-# Options of jobs that vLLM has too, under other names.
-_NAMES = {
-    "dtype": "dtype", "tensor_parallel": "tensor_parallel_size", "max_running": "max_num_seqs",
-    "max_batch_rows": "max_num_batched_tokens", "kv_memory": "kv_cache_memory_bytes", "tokenizer": "tokenizer",
-}  # fmt: skip
-
-
 class _Vllm(Backend):
     """A _Vllm is the backend whose replicas are `VllmHost`s."""
 
     where = "in vLLM"
     takes = frozenset({"backend_option", "tokenizer"})
 
-    def refusal(self, o: Options) -> str:
-        option = "--adapter" if o.get("adapter") else "--sharing mlp" if o["sharing"] == "mlp" else ""
+    def refusal(self, spec: JobSpec) -> str:
+        option = "--adapter" if spec.model.adapters else "--sharing mlp" if spec.model.sharing == "mlp" else ""
         return option and f"vLLM cannot be asked for {option}; leave it out, or leave out --backend vllm"
 
-    def tokenizer(self, o: Options) -> str | None:
-        return o.get("tokenizer") or o["model"]
+    def tokenizer(self, spec: JobSpec) -> str | None:
+        return spec.fleet.tokenizer or spec.model_name
 
-    def options(self, o: Options, llm: Options, own_options: Options) -> dict[str, Any]:
-        place = {name: llm[name] for name in ("device", "threads", "tensor_parallel") if name in llm}
-        engine = {theirs: o[ours] for ours, theirs in _NAMES.items() if o.get(ours) is not None}
-        return place | {"engine": {**engine, **own_options}, "caching": o["sharing"] != "off"}
+    def options(self, spec: JobSpec) -> dict[str, Any]:
+        model = spec.model
+        engine = {
+            "dtype": model.dtype,
+            "tensor_parallel_size": model.tensor_parallel,
+            # vLLM has a default of its own, which depends on the machine
+            "max_num_seqs": model.max_running if "max_running" in spec.given else None,
+            "max_num_batched_tokens": model.max_batch_rows,
+            "kv_cache_memory_bytes": model.kv_memory,
+            "tokenizer": spec.fleet.tokenizer,
+        }
+        asked = {name: value for name, value in engine.items() if value is not None}
+        place = {"device": model.device, "tensor_parallel": model.tensor_parallel}
+        place |= {} if model.threads is None else {"threads": model.threads}
+        return place | {"engine": asked | spec.fleet.backend_options, "caching": model.sharing != "off"}
 
-    def host(self, model: str, options: Options) -> VllmHost:
+    def host(self, model: str, options: Mapping[str, Any]) -> VllmHost:
         return VllmHost(model, options["engine"], caching=options["caching"])
 
 

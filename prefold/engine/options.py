@@ -1,10 +1,10 @@
-"""The options of an engine, which are fixed when it is made; `prefold.model_options` declares those that users set."""
+"""The options of an engine, which are fixed when it is made; `prefold.spec.model` declares those that users set."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..model_options import CacheOptions, ModelOptions, SlotOptions, StepOptions, part_of
+from ..spec.model import CacheOptions, ModelSpec, SlotOptions, StepOptions, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,6 @@ class EngineOptions(StepOptions):
             object.__setattr__(self, "sharing", "full")
 
     @classmethod
-    def of(cls, options: ModelOptions, eos_ids: tuple[int, ...]) -> EngineOptions:
+    def of(cls, options: ModelSpec, eos_ids: tuple[int, ...]) -> EngineOptions:
         """Returns the options of an engine that are among a model's options."""
         return part_of(cls, options, generation=part_of(GenerateOptions, options), eos_ids=eos_ids)

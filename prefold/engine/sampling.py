@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..options import SamplerOptions, filters_of, penalties_of
 from ..prefix import MEDIA_BASE
 from ..schedule.steps import Drawing, RaggedLists
+from ..spec.task import SamplerOptions, filters_of, penalties_of
 from ..text.grammar import Matcher
 from ..types import Sampling
 from ..worker.noise import make_key, make_stream

@@ -1,13 +1,13 @@
 """Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this
-file: they are the options that `prefold.options` and `prefold.model_options` declare."""
+file: they are the options that `prefold.spec` declares."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypedDict
 
-from ..model_options import CacheOptions, ImageSettings, LoopedSettings
-from ..options import Grammar, JsonSpace, Normalization, Pooling, Truncate
+from ..spec.model import CacheOptions, ImageSettings, LoopedSettings
+from ..spec.task import Grammar, JsonSpace, Normalization, Pooling, Truncate
 
 
 class TaskKeywords(TypedDict, total=False):

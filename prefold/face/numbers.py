@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 import numpy as np
 
 from ..errors import InputError
-from ..options import checked
+from ..spec.fields import checked
 from ..tasks.run import finish_items
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
@@ -32,7 +32,7 @@ class NumericTasks(TaskRunner):
     progress  whether to show a bar on standard error
     adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
               for each text or prompt
-    truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskOptions
+    truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskSpec
     """
 
     @overload

@@ -26,8 +26,9 @@ import torch
 
 from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
-from ..model_options import ModelOptions
-from ..options import FILTERS, PENALTIES, check_options
+from ..spec.fields import check_options
+from ..spec.model import ModelSpec
+from ..spec.task import FILTERS, PENALTIES
 from ..tasks import ScoreItem
 from ..tasks.score import leading_ids
 
@@ -215,7 +216,7 @@ def _check_options(pretrained: object, options: Mapping[str, object]) -> None:
         remedy = "add --model_args pretrained=NAME (a hub id, a folder, a .gguf file, or a built-in name)"
         raise InputError("the model is not named", field="pretrained", remedy=remedy, code="missing_option")
     own_names = [name for name in inspect.signature(PrefoldLM).parameters if name not in ("options", "device")]
-    check_options("the model", options, sorted([*ModelOptions.__dataclass_fields__, *own_names]))
+    check_options("the model", options, sorted([*ModelSpec.__dataclass_fields__, *own_names]))
 
 
 def _sampling(options: dict[str, Any]) -> dict[str, Any]:

@@ -23,14 +23,14 @@ from ..engine.protocol import Engine
 from ..environment import plugins
 from ..errors import InputError, JobError, MissingExtraError, PrefoldError, record_error
 from ..face.streams import ResponseStream
-from ..model_options import ModelOptions, model_options
-from ..options import OPTIONS
 from ..plugins import add_plugins
+from ..spec.model import ModelSpec, model_options
+from ..spec.task import OPTIONS
 from ..tasks import make_task
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 
 # A name that is also an option of a task, such as a seed, belongs to the task.
-LLM_OPTIONS = {"tokenizer", *ModelOptions.__dataclass_fields__}
+LLM_OPTIONS = {"tokenizer", *ModelSpec.__dataclass_fields__}
 LLM_OPTIONS -= {name for kind in OPTIONS.values() for name in kind.__dataclass_fields__}
 _models: dict[str, Any] = {}
 _lock = threading.Lock()

@@ -1,7 +1,7 @@
 """Runs jobs: a job reads records and writes exactly one line for each, whatever happens in between.
 
-Here are the reader, the gathering, the journal and the output of a job, and planning and verifying. Importing this
-package does not import torch; the caller of a job brings an LLM.
+Here are the reader, the gathering, the journal and the output of a job, and planning and verifying. `opening`, `inputs`
+and `models` make these from a JobSpec. Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import IO, Any, BinaryIO
 from ..errors import JobError
 from ..records.record import RecordSet, format_ranges, parse_ranges
 
-_VERSION = 2
+_VERSION = 3  # 2 named options by what the command line was given, such as "labels": "a,b"
 _SEAL = len(',"crc":"01234567"}\n')
 
 
@@ -68,6 +68,7 @@ class Journal:
         self.errors = 0
         self.end_entry: dict[str, Any] | None = None
         self.job: dict[str, Any] | None = None
+        self._version: Any = _VERSION
         self._crc = 0
         self._end = 0
         self._file = _open_locked(path)
@@ -77,7 +78,7 @@ class Journal:
         torn."""
         for _, entry, _ in self._entries():
             if "job" in entry:
-                self.job = entry["job"]
+                self.job, self._version = entry["job"], entry.get("prefold_journal")
             elif "input" in entry:
                 assert self.job is not None
                 self.job["input"] = entry["input"]
@@ -112,9 +113,13 @@ class Journal:
         differing = differences(self.job, job)
         if differing:
             lines = "\n  ".join(differing)
+            earlier = ""
+            if self._version != _VERSION:
+                earlier = " (an earlier version wrote it, which named some options otherwise)"
             raise JobError(
-                f"{self.path} belongs to another job:\n  {lines}\ngive the same input and options to resume it "
-                "(--grown: the input may have become longer), --overwrite to start again, or -o NAME to write elsewhere"
+                f"{self.path} belongs to another job{earlier}:\n  {lines}\n"
+                "give the same input and options to resume it (--grown: the input may have become longer), "
+                "--overwrite to start again, or -o NAME to write elsewhere"
             )
         end_entry = None
         for _, entry, _ in self._entries():

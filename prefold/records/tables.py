@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError, record_error
-from ..options import near
+from ..spec.fields import near
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler

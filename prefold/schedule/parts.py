@@ -19,7 +19,7 @@ from .steps import MakeStore
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 _MAKERS: list[MakePart] = []
-# Functions of features that take the ModelOptions and the identity of a model before it is loaded, and return the
+# Functions of features that take the ModelSpec and the identity of a model before it is loaded, and return the
 # options.
 SETTLERS: list[Callable[[Any, Mapping[str, Any]], Any]] = []
 

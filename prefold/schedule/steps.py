@@ -165,14 +165,14 @@ class Drawing:
     """A Drawing says how tokens are chosen at n of a step's reads. At all other reads the most likely token is taken.
 
     reads          int64 [n]: the numbers of these reads
-    filters        float64 [n, FILTERS]: the options FILTERS of `prefold.options`, of which the temperature is the
+    filters        float64 [n, FILTERS]: the options FILTERS of `prefold.spec.task`, of which the temperature is the
                    first; with temperature 0 the most likely token is taken
     keys           uint64 [n]: the keys of the noise with which tokens are drawn, made of seed, sample and position
     logprobs       int64 [n]: how many of the most likely tokens' log-probabilities are wanted beside the chosen
                    token's; -1: none at all
     bias           token ids and the number that is added to each one's logit
     banned_ids     tokens that may not be chosen; the numbers are unused
-    penalties      float64 [n, PENALTIES]: the options PENALTIES of `prefold.options`
+    penalties      float64 [n, PENALTIES]: the options PENALTIES of `prefold.spec.task`
     output_counts  the tokens that the penalties concern, and how often each is in the output
     grammar_reads  int64 [m]: which of the n reads have a grammar; their tokens must be among `grammar_masks`
     grammar_masks  uint8 [m, ceil(vocabulary / 8)]: token i is allowed if bit i % 8 of byte i // 8 is set

@@ -23,12 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import MissingExtraError
-from .options import ServeOptions
+from ..spec.server import ServerSpec
 
-__all__ = ["ServeOptions", "serve"]
+__all__ = ["ServerSpec", "serve"]
 
 
-def serve(load: Callable[[], Any], options: ServeOptions) -> None:
+def serve(load: Callable[[], Any], options: ServerSpec) -> None:
     """Serves the LLM that `load` returns until the process is told to end, and has drained.
 
     load  called in a thread of its own, while the address is bound already

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from ..engine.handles import Handle
+from ..spec.server import ServerSpec
 from ..types import Owner
 from .http import Refusal
 from .keys import Keys
-from .options import ServeOptions
 
 BYTES_A_TOKEN = 4  # of a request's body, for an estimate before it is tokenised
 # Answers by which the rate is measured, and the largest Retry-After, in seconds.
@@ -34,7 +34,7 @@ class Backpressure:
 
     def __init__(
         self,
-        options: ServeOptions,
+        options: ServerSpec,
         keys: Keys,
         clock: Callable[[], float] = time.perf_counter,
         *,

@@ -34,9 +34,10 @@ from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..errors import InputError
 from ..face.streams import ResponseStream, events_of
-from ..options import GenerationOptions
 from ..prefix import MEDIA_BASE
 from ..schedule.fair import FairAdmission
+from ..spec.server import ServerSpec
+from ..spec.task import GenerationOptions
 from ..tasks import GenerateTask, Work
 from ..tasks.base import attempt
 from ..tasks.make import inputs_of
@@ -56,7 +57,6 @@ from .limits import (
     num_samples,
 )
 from .metrics import Metrics, StepWatch, note
-from .options import ServeOptions
 from .store import Store
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class RequestHandler:
                  it knows only the server's address
     """
 
-    def __init__(self, llm: Any, options: ServeOptions, metrics: Metrics, keys: Keys, store: Store | None = None):
+    def __init__(self, llm: Any, options: ServerSpec, metrics: Metrics, keys: Keys, store: Store | None = None):
         """store: has clients' files, which may be images"""
         self._store = store
         self.llm, self.options, self._metrics, self._keys = llm, options, metrics, keys
@@ -328,7 +328,7 @@ class BoundedTask:
     """A BoundedTask is a task whose requests share nothing outside a namespace, and whose items are checked against the
     server's limits."""
 
-    def __init__(self, task: Any, options: ServeOptions, namespace: str):
+    def __init__(self, task: Any, options: ServerSpec, namespace: str):
         self._task, self._options, self._namespace = task, options, namespace
 
     def __getattr__(self, name: str) -> Any:

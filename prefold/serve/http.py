@@ -16,8 +16,8 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ..spec.server import LOOPBACK, ServerSpec
 from .keys import Tenant
-from .options import LOOPBACK, ServeOptions
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes],
         request: Request,
-        options: ServeOptions,
+        options: ServerSpec,
         on_disconnect: Callable[[], object] = lambda: None,
     ):
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"}, "text/event-stream")
@@ -157,7 +157,7 @@ _decode = msgspec.json.Decoder().decode
 class Bodies:
     """A Bodies reads bodies, and bounds the bytes of those that are being received, which are in memory."""
 
-    def __init__(self, options: ServeOptions):
+    def __init__(self, options: ServerSpec):
         self._options = options
         self._sizes: Counter[str | None] = Counter()  # bytes by tenant
         self.num_bytes = 0
@@ -231,7 +231,7 @@ class Hosts:
     proxy, of a domain. It accepts any name, unless some are allowed explicitly.
     """
 
-    def __init__(self, options: ServeOptions):
+    def __init__(self, options: ServerSpec):
         names = (*LOOPBACK, options.host, socket.gethostname(), *options.allowed_hosts)
         self._names = {plain(name) for name in names}
         self._is_any_name_right = not (options.is_local or options.allowed_hosts)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
+from ..spec.server import ServerSpec
 from ..text import Tokenizer
 from ..text.grammar import is_quick
 from ..text.media import chat_of
 from ..types import Generated
 from .http import json_of
-from .options import ServeOptions
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
@@ -20,7 +20,7 @@ MOST_TOKENS = 1 << 18
 MOST_STOPS, MOST_STOP_LETTERS = 64, 1024
 
 
-def check_item(item: Any, options: ServeOptions, tokenizer: Tokenizer | None) -> None:
+def check_item(item: Any, options: ServerSpec, tokenizer: Tokenizer | None) -> None:
     """Raises InputError for an item that clients may not send: with too many or too long stop texts; with a schema,
     expression or grammar that might take much time and memory to compile; with a chat template that is not the
     checkpoint's own. tokenizer: of the served model"""

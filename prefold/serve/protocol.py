@@ -9,7 +9,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .options import ServeOptions
+from ..spec.server import ServerSpec
 
 TAKEN_BYTES = 1 << 14  # that a client must read within `send_seconds`
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
@@ -22,7 +22,7 @@ class _RefusedRequest(Exception):
     """A _RefusedRequest is raised when the head of a request is refused; its argument is the response."""
 
 
-def protocol_with(options: ServeOptions, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
+def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
     """Returns the protocol class of a server. refused: is called with the status of each response of the protocol
     itself"""
 

@@ -17,10 +17,10 @@ from typing import Any
 import uvicorn
 
 from ..errors import JobError
+from ..spec.server import ServerSpec
 from .app import make_app
 from .http import Refusal
 from .metrics import AccessLog
-from .options import ServeOptions
 from .protocol import protocol_with
 from .state import AppState
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which clients must read the rest of their responses after draining
 
 
-def run(load: Callable[[], Any], options: ServeOptions) -> None:
+def run(load: Callable[[], Any], options: ServerSpec) -> None:
     """Serves until the process is told to end; see `prefold.serve.serve`."""
     options.check()
     stamp = "" if sys.stderr is not None and sys.stderr.isatty() else "%(asctime)s "
@@ -55,7 +55,7 @@ def run(load: Callable[[], Any], options: ServeOptions) -> None:
         raise server.error
 
 
-def bind(options: ServeOptions) -> socket.socket:
+def bind(options: ServerSpec) -> socket.socket:
     """Returns a socket that is bound to the address. Raises JobError."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError, PrefoldError, RankError, UnsupportedModelError
+from ..spec.server import ServerSpec
 from .batches import Batches
 from .handler import RequestHandler
 from .http import Bodies, Refusal
 from .keys import Keys, Tenant
 from .metrics import Metrics, log
-from .options import ServeOptions
 from .store import Store
 
 FAILING_SECONDS = 10.0  # how long health is "failing" after a failed step, unless a step succeeds
@@ -29,7 +29,7 @@ class AppState:
     store, batches  None without a folder for data
     """
 
-    def __init__(self, options: ServeOptions):
+    def __init__(self, options: ServerSpec):
         self.options = options
         self.keys = Keys(options.api_keys)
         self.metrics = Metrics(lambda: self.handler)

@@ -15,7 +15,7 @@ import click
 
 from ..engine.streamed import stream
 from ..errors import InputError, JobError
-from ..model_options import CacheOptions
+from ..spec.model import CacheOptions
 from ..types import Generated, Request, Sampling
 from .measured import Bound, Drift, Measurement
 from .options import SETTINGS, ShiftedReuse
@@ -24,33 +24,49 @@ from .options import SETTINGS, ShiftedReuse
 TOP = 20
 
 
-def run(o: dict[str, Any], input: Any, rows: Iterable[Any]) -> None:
+def run(
+    input: Any,
+    rows: Iterable[Any],
+    *,
+    count: int,
+    seed: int,
+    tolerance: float | None,
+    as_json: bool,
+    max_changed: float | None,
+    output: str | None,
+    **settings: Any,
+) -> None:
     """Runs the prompts of a sample with exact rows and with reuse, prints how far they are apart, and writes the
-    file where one is asked for. Exits with status 1 where the bound is not met."""
+    file where one is asked for. Exits with status 1 where the bound is not met.
+
+    count, seed  of the sample
+    settings     the parameters of SETTINGS
+    """
     from ..job.verify import sample_items
 
-    if o["tolerance"] is None:
+    if tolerance is None:
         raise click.UsageError("--reuse shifted needs a bound: the most that a log-probability may change, --tolerance")
-    settings = ShiftedReuse(**{s: o[name] for name, (s, *_) in SETTINGS.items() if o[name] is not None}, trial=True)
-    items, bad = sample_items(rows, input.adapter, o["sample"], seed=o["seed"])
+    given = {setting: settings[name] for name, (setting, *_) in SETTINGS.items() if settings[name] is not None}
+    reuse = ShiftedReuse(**given, trial=True)
+    items, bad = sample_items(rows, input.adapter, count, seed=seed)
     if any(task != "generate" for task, _ in items):
         raise JobError(f"{input.source.name} asks for numbers, and these are read of exact rows only")
     works = [work for work in input.tasks["generate"].prepare([item for _, item in items])]
     requests = [request for work in works if not isinstance(work, InputError) for request in work.requests]
     bad += sum(isinstance(work, InputError) for work in works)
     answers = []
-    for shifted in (None, settings):
-        llm = input.load(o | {"cache": CacheOptions(shifted=shifted)})
+    for shifted in (None, reuse):
+        llm = input.load(replace(input.spec.model, cache=CacheOptions(shifted=shifted)))
         answers.append(first_tokens(llm.engine, requests))
         identity, dtype = llm.identity, str(llm.dtype).removeprefix("torch.")
         llm.close()
         del llm
     drift = drift_between(requests, *answers)
-    bound = Bound(o["tolerance"], 0.01 if o["max_changed"] is None else o["max_changed"])
+    bound = Bound(tolerance, 0.01 if max_changed is None else max_changed)
     reason = drift.unmet(bound)
-    if o["output"] is not None:
-        Measurement(identity, settings, bound, drift).write(o["output"])
-    if o["as_json"]:
+    if output is not None:
+        Measurement(identity, reuse, bound, drift).write(output)
+    if as_json:
         click.echo(json.dumps({"bound": asdict(bound), "drift": asdict(drift), "met": reason is None}))
     else:
         click.echo(f"{len(requests):,} prompts of {input.source.name}, {bad:,} records left out as unusable; {dtype}\n")

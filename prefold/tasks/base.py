@@ -20,8 +20,8 @@ import numpy as np
 
 from ..errors import InputError, record_error
 from ..model.config import ModelConfig, refuse_exits
-from ..options import Truncate
 from ..prefix import MEDIA_BASE
+from ..spec.task import Truncate
 from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, TextWithImages, check_cut, notes_of, refuse_images
 from ..text.valid import check_said, valid_text

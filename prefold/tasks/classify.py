@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError, warn_caller
-from ..options import ClassifyOptions, Truncate
+from ..spec.task import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, FilledTemplate
 from ..text.media import Picture, with_notes
 from ..text.prompts import CONTENT_FREE

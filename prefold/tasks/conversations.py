@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..errors import InputError
-from ..options import ConversationOptions
+from ..spec.task import ConversationOptions
 from ..text.chat import TEMPLATE_SECONDS
 from ..text.media import ImageIds, Picture, chat_of
 from ..text.tokenizer import EscapingEncoder

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..options import EmbedOptions, checked
 from ..prefix import SPAN_BASE
+from ..spec.fields import checked
+from ..spec.task import EmbedOptions
 from ..text import FilledTemplate, Tokenizer, instructed_query
 from ..text.media import Picture, TextWithImages, with_notes
 from ..text.valid import valid_text

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import GenerationOptions, checked
 from ..prefix import MEDIA_BASE
+from ..spec.fields import checked
+from ..spec.task import GenerationOptions
 from ..text import FilledTemplate
 from ..text.chat import THINK
 from ..text.detokenize import bytes_of_tokens

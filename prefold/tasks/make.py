@@ -10,7 +10,7 @@ from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
-from ..options import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskOptions, options_of
+from ..spec.task import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
 from ..types import Exits
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
@@ -34,14 +34,14 @@ def make_task(
     name: str,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
-    options: TaskOptions | Mapping[str, Any] | None = None,
+    options: TaskSpec | Mapping[str, Any] | None = None,
     *,
     adapters: Collection[str] = (),
     images: Any = None,
     config: ModelConfig | None = None,
     **values: Any,
 ) -> Task:
-    """Returns the task `name` for a checkpoint, with the options that `prefold.options` has for it.
+    """Returns the task `name` for a checkpoint, with the options that `prefold.spec.task` has for it.
 
     options    the task's dataclass or a mapping; options may be keywords instead
     tokenizer  None: the task takes token ids only
@@ -52,7 +52,7 @@ def make_task(
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.
     """
-    o = options if isinstance(options, TaskOptions) else options_of(name, {**(options or {}), **values})
+    o = options if isinstance(options, TaskSpec) else options_of(name, {**(options or {}), **values})
     config = config or config_from(checkpoint.config)
     if name in ("score", "generate"):
         require_lm_head(config, checkpoint, name)
@@ -138,7 +138,7 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     if isinstance(o.labels, Mapping) and any(form != name for name, form in o.labels.items()):
         message = "labels have texts or descriptions, which the checkpoint's classification head does not read"
         raise InputError(message, field="labels", remedy="leave labels out, or use a causal LM")
-    of_both = {"labels", *(option.name for option in fields(TaskOptions))}
+    of_both = {"labels", *(option.name for option in fields(TaskSpec))}
     for option in fields(o):
         if option.name not in of_both and getattr(o, option.name) not in (option.default, []):
             message = f"{option.name} is for label likelihoods; the checkpoint classifies by its own head"

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import RerankOptions, checked
+from ..spec.fields import checked
+from ..spec.task import RerankOptions
 from ..text import RERANK_INSTRUCTION, FilledTemplate, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.media import Picture, check_cut, with_notes
 from ..text.prompts import fields_of, fill

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import LoopedOptions, SamplerOptions, check_options, checked, kind_of
+from ..spec.fields import check_options, checked, kind_of
+from ..spec.task import LoopedOptions, SamplerOptions
 from ..text.grammar import check_grammar
 from ..text.valid import valid_text
 from ..types import Grammar, Sampling

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..options import ScoreOptions, checked
+from ..spec.fields import checked
+from ..spec.task import ScoreOptions
 from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
 from ..text.tokenizer import PART_CHARACTERS

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..device import runs_triton, send
-from ..options import FILTERS, SamplerOptions, filters_of
+from ..spec.task import FILTERS, SamplerOptions, filters_of
 from .noise import gumbel, hash_ids
 
 # Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.

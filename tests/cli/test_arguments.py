@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prefold.cli import model as model_of_options
+from prefold.job import models
 
 
 def write(path, count, **more):
@@ -64,13 +64,13 @@ def test_the_timed_model_knows_the_images_of_the_prompts(prefold, tmp_path, monk
     write(tmp_path / "in.jsonl", 3)
     found = []
 
-    def load(o, checkpoint, tokenizer, media=None):
+    def load(model, checkpoint, tokenizer, media=None):
         found.append(media)
         raise LookupError
 
     table = object()
-    monkeypatch.setattr(model_of_options.LazyTasks, "media", table)
-    monkeypatch.setattr(model_of_options, "load_llm", load)
+    monkeypatch.setattr(models.LazyTasks, "media", table)
+    monkeypatch.setattr(models, "load_llm", load)
     with pytest.raises(LookupError):
         prefold("bench", "in.jsonl", "--task", "embed", "--prompt", "text")
     assert found == [table]

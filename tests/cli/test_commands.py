@@ -13,7 +13,7 @@ from tiny import tiny_checkpoint
 from prefold import LLM, cli, kernels
 from prefold.checkpoint import resolve
 from prefold.cli.answers import expand
-from prefold.cli.model import task_settings
+from prefold.cli.specs import job_spec
 from prefold.model import config_from
 
 
@@ -42,7 +42,7 @@ def test_a_text_a_line_and_lines_end_at_line_ends_only(tmp_path):
     texts = ["a form\x0cfeed", "a line\u2028separator", "next\x85line", "last"]
     (tmp_path / "texts.txt").write_bytes("\r\n".join(texts).encode() + b"\n\n")
     assert expand(f"@{tmp_path / 'texts.txt'}") == texts
-    assert task_settings("classify", {"labels_file": tmp_path / "texts.txt"}, None, None)["labels"] == texts
+    assert job_spec({"labels_file": tmp_path / "texts.txt"}, task="classify").tasks["classify"].labels == texts
 
 
 def test_embed_classify_and_score_of_texts(prefold, llm):

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from prefold.checkpoint import resolve
-from prefold.cli.input import render_chat
+from prefold.cli.specs import job_spec
 from prefold.errors import InputError
+from prefold.job.inputs import render_chat
 from prefold.text import load_tokenizer
 
 TASKS = ("embed", "classify", "score")
@@ -23,7 +24,7 @@ def ids(model):
     tokenizer = load_tokenizer(resolve(model))
 
     def make(task, messages, **o):
-        return render_chat(task, o, tokenizer)(messages).tolist()
+        return render_chat(task, job_spec(o, task=task), tokenizer)(messages).tolist()
 
     return make
 

@@ -21,6 +21,7 @@ from prefold import LLM
 from prefold.cli import main
 from prefold.cli.job import summary_lines
 from prefold.job.run import Summary
+from prefold.spec.job import JobSpec
 from prefold.types import Stats
 
 
@@ -358,10 +359,10 @@ def test_a_job_over_two_processes_survives_the_death_of_one(prefold, model, tmp_
 def test_the_summary_says_what_compiling_took():
     stats = Stats(tokens=10, unique_tokens=8, rows_computed=8, requests=2, seconds={"compile": 4.04})
     summary = Summary(records=2, stats=stats, seconds=9, load_seconds=2.5)
-    said = "\n".join(summary_lines(summary, {"output": None}, None))
+    said = "\n".join(summary_lines(summary, JobSpec(), None))
     assert "2.5 s of them loading the model, 4.0 s compiling kernels for the GPU (they are kept)" in said
     stats.seconds.clear()
-    assert "compiling" not in "\n".join(summary_lines(summary, {"output": None}, None))
+    assert "compiling" not in "\n".join(summary_lines(summary, JobSpec(), None))
 
 
 def test_a_broken_quote_costs_one_record(prefold, tmp_path, lines):
@@ -431,7 +432,7 @@ def test_an_empty_text_is_an_error(prefold, task):
 def test_the_summary_says_what_the_weights_are_stored_and_computed_in():
     stats = Stats(tokens=10, unique_tokens=8, rows_computed=8, requests=2)
     summary = Summary(records=2, stats=stats, seconds=9, load_seconds=2.5, dtype="bfloat16")
-    said = "\n".join(summary_lines(summary, {"output": None}, None, "Q4_1 GGUF"))
+    said = "\n".join(summary_lines(summary, JobSpec(), None, "Q4_1 GGUF"))
     assert "model     stored as Q4_1 GGUF, computed in bfloat16" in said
 
 

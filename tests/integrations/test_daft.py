@@ -236,9 +236,9 @@ def test_on_ray_every_row_comes_once(model, llm, partitions, replicas, kill):
 
 def test_every_option_of_a_model_is_a_keyword():
     from prefold.integrations.shared import split_options
-    from prefold.model_options import ModelOptions
+    from prefold.spec.model import ModelSpec
 
-    names = {"tokenizer", *ModelOptions.__dataclass_fields__}
+    names = {"tokenizer", *ModelSpec.__dataclass_fields__}
     assert split_options(dict.fromkeys([*names, "max_tokens"])) == (
         dict.fromkeys(names - {"seed"}),  # a seed is a task's
         {"seed": None, "max_tokens": None},

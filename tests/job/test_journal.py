@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.errors import JobError
+from prefold.job import journal as journal_module
 from prefold.job import output as output_module
 from prefold.job.journal import Journal, differences, journal_path, recorded_job
 from prefold.job.output import OutputOptions, open_output
@@ -131,7 +132,22 @@ def test_another_job_is_refused_and_told_apart(tmp_path):
     assert 'model.name: "m" in the journal, "other" now' in str(error.value)
     assert 'task: "embed" in the journal, "rerank" now' in str(error.value)
     assert "  input." not in str(error.value) and "--overwrite" in str(error.value)
-    assert path.read_bytes() == before
+    assert "earlier version" not in str(error.value) and path.read_bytes() == before
+
+
+def test_a_journal_of_an_earlier_version_goes_on_if_its_options_have_the_same_names(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    monkeypatch.setattr(journal_module, "_VERSION", 2)
+    out = open_file(path)
+    write(out, [1])
+    out.commit()
+    out.close()
+    monkeypatch.undo()
+    again = open_file(path)
+    assert again.resumed == 1
+    again.close()
+    with pytest.raises(JobError, match="an earlier version wrote it"):
+        open_file(path, job={**JOB, "options": {"labels": ["a", "b"]}})
 
 
 def test_an_output_without_a_journal_is_refused_until_overwritten(tmp_path):

@@ -13,7 +13,7 @@ from looped_dense import LOOPED, Dense, looped_checkpoint
 from running import as_request, prompts, run
 
 from prefold import LLM, InputError
-from prefold.cli.job import RESULT_OPTIONS
+from prefold.cli.specs import job_spec
 from prefold.engine.requests import check_exits
 from prefold.face.streams import ResponseStream
 from prefold.types import Exits, Readout
@@ -113,7 +113,8 @@ def test_options_of_tasks(model):
 
 
 def test_a_job_with_other_exits_is_another_job():
-    assert {"exit_threshold", "min_visits", "max_visits"} <= set(RESULT_OPTIONS)
+    given = {"exit_threshold": 0.5, "min_visits": 2, "max_visits": 3}
+    assert given.items() <= job_spec(given, task="embed").identity().items()
 
 
 def test_exits_that_cannot_be(model, tmp_path):

@@ -16,7 +16,7 @@ from visit_dense import RowByRow
 
 from prefold import LLM, InputError
 from prefold.cache import CacheOptions
-from prefold.cli.job import RESULT_OPTIONS
+from prefold.cli.specs import job_spec
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.errors import UnsupportedModelError
 from prefold.types import Exits
@@ -347,4 +347,5 @@ def test_what_cannot_be(gated, tmp_path):
 
 
 def test_a_job_with_other_exits_is_another_job():
-    assert {"exits", "exit_change", "exit_prompts", "route"} <= set(RESULT_OPTIONS)
+    given = {"exits": "save", "exit_change": 0.5, "exit_prompts": True, "route": (0, 1)}
+    assert given.items() <= job_spec(given, task="embed").identity().items()

@@ -10,7 +10,7 @@ from visit_dense import RowByRow
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.model_options import model_keywords
+from prefold.spec.model import model_keywords
 from prefold.types import Exits
 from prefold.worker.local import LocalWorker
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn.server
 
-from prefold.serve.options import ServeOptions
 from prefold.serve.run import Server, bind
 from prefold.serve.state import AppState
+from prefold.spec.server import ServerSpec
 
 # uvicorn looks each 0.1 s whether a server should end, and sleeps 0.1 s before it ends: here it is a tenth of that.
 uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)})
@@ -29,7 +29,7 @@ def serving(llm: Any, **options: Any) -> Iterator[Server]:
 
     llm  or None, for a server whose model is still being loaded
     """
-    made = ServeOptions(port=0, **options)
+    made = ServerSpec(port=0, **options)
     server = Server(AppState(made), bind(made))
     thread = threading.Thread(target=server.run_bound, daemon=True)
     thread.start()

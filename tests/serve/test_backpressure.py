@@ -10,7 +10,7 @@ from prefold.schedule.generate_step import NO_OWNER
 from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
-from prefold.serve.options import ServeOptions
+from prefold.spec.server import ServerSpec
 from prefold.types import Owner
 
 
@@ -28,7 +28,7 @@ def clock():
 
 @pytest.fixture
 def backpressure(clock):
-    return Backpressure(ServeOptions(max_waiting_requests=8), Keys(None), clock)
+    return Backpressure(ServerSpec(max_waiting_requests=8), Keys(None), clock)
 
 
 def answer(backpressure, clock, *, samples=1, seconds=1.0):
@@ -59,7 +59,7 @@ def shared(tmp_path, clock):
     path = tmp_path / "keys.toml"
     tables = (f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "abc")
     path.write_text("".join(tables) + "max_waiting_requests = 2\n")
-    return Backpressure(ServeOptions(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
+    return Backpressure(ServerSpec(max_waiting_requests=12, api_keys=str(path)), Keys(str(path)), clock)
 
 
 @pytest.mark.parametrize(("most_running", "taken"), [(256, 4), (3, 4), (1, 3), (0, 2)])
@@ -67,7 +67,7 @@ def test_requests_that_are_about_to_run_do_not_wait(tmp_path, most_running, take
     """A tenant has two sequences, and two requests of it may wait."""
     path = tmp_path / "keys.toml"
     path.write_text('[[key]]\nkey = "a"\ntenant = "a"\nmax_running = 2\nmax_waiting_requests = 2\n')
-    backpressure = Backpressure(ServeOptions(), Keys(str(path)), most_running=most_running)
+    backpressure = Backpressure(ServerSpec(), Keys(str(path)), most_running=most_running)
     assert filled(backpressure, Owner("a")) == taken
     assert backpressure.waiting[0] == 2 and backpressure.running == taken - 2
     for reply in list(backpressure.replies)[: taken - 2]:

@@ -11,7 +11,7 @@ from serving import Raw, serving, until
 from prefold.errors import JobError
 from prefold.serve.http import Bodies, Refusal
 from prefold.serve.keys import Tenant
-from prefold.serve.options import ServeOptions
+from prefold.spec.server import ServerSpec
 
 LONG = {"prompt": "the yes", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -33,7 +33,7 @@ def test_what_is_being_received_is_bounded(keys):
     one, other = Tenant("one"), Tenant("other")
 
     async def run():
-        bodies = Bodies(ServeOptions(max_receiving_bytes=100, api_keys=keys))
+        bodies = Bodies(ServerSpec(max_receiving_bytes=100, api_keys=keys))
         first = Sending(10, 30)
         reading = asyncio.create_task(bodies.read(first, one))
         await asyncio.sleep(0)
@@ -51,12 +51,12 @@ def test_what_is_being_received_is_bounded(keys):
 
 
 def test_a_body_that_is_allowed_can_be_received():
-    ServeOptions(max_body_bytes=1 << 30).check()
+    ServerSpec(max_body_bytes=1 << 30).check()
     for keys, least in ((None, 101), ("keys.toml", 202)):
         options = {"max_body_bytes": 101, "api_keys": keys}
         with pytest.raises(JobError, match=f"--max-body-bytes .* give --max-receiving-bytes {least} or more"):
-            ServeOptions(**options, max_receiving_bytes=least - 1).check()
-        ServeOptions(**options, max_receiving_bytes=least).check()
+            ServerSpec(**options, max_receiving_bytes=least - 1).check()
+        ServerSpec(**options, max_receiving_bytes=least).check()
 
 
 def test_an_answer_that_is_being_sent_holds_the_server_open(llm, tmp_path):

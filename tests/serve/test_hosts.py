@@ -7,14 +7,14 @@ import pytest
 from serving import serving
 
 from prefold.serve.http import Hosts, Refusal
-from prefold.serve.options import ServeOptions
+from prefold.spec.server import ServerSpec
 
 HERE = {"host": "localhost:8000"}
 
 
 def is_answered(headers, **options):
     try:
-        Hosts(ServeOptions(**options)).check([(name.encode(), value.encode()) for name, value in headers.items()])
+        Hosts(ServerSpec(**options)).check([(name.encode(), value.encode()) for name, value in headers.items()])
     except Refusal as refusal:
         assert refusal.status == 403
         return False
@@ -68,7 +68,7 @@ def test_a_server_that_others_reach_is_asked_by_names_it_does_not_know(name):
 @pytest.mark.parametrize("origin", ["null", "file://"])
 def test_a_page_without_a_name_is_not_told_of_names(origin):
     with pytest.raises(Refusal, match="not as a file") as refused:
-        Hosts(ServeOptions()).check([(b"host", b"localhost"), (b"origin", origin.encode())])
+        Hosts(ServerSpec()).check([(b"host", b"localhost"), (b"origin", origin.encode())])
     assert "--allowed-host" not in str(refused.value)
 
 

@@ -19,9 +19,10 @@ from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
 from prefold.api.body import TaskOrder
-from prefold.cli.model import image_reading
 from prefold.errors import InputError
 from prefold.images.items import image_cache
+from prefold.job.models import image_reading
+from prefold.spec.job import JobSpec
 from prefold.text.tokenizer import EscapingEncoder
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
@@ -180,7 +181,7 @@ def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
     import anthropic
     import openai
 
-    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.with_reader(**image_reading({})))
+    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.with_reader(**image_reading(JobSpec())))
     monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))

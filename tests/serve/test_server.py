@@ -18,8 +18,8 @@ from serving import KEYS, Raw, serving, until
 from prefold.engine import loop
 from prefold.errors import JobError
 from prefold.serve.keys import Keys
-from prefold.serve.options import ServeOptions
 from prefold.serve.run import bind
+from prefold.spec.server import ServerSpec
 from prefold.types import Owner, Request, Sampling
 
 TOO_LONG = "a " * 3000
@@ -291,11 +291,11 @@ def until_some(find):
 
 def test_addresses(tmp_path):
     with pytest.raises(JobError, match="insecure"):
-        ServeOptions(host="0.0.0.0").check()
-    ServeOptions(host="0.0.0.0", insecure=True).check()
-    taken = bind(ServeOptions(port=0))
+        ServerSpec(host="0.0.0.0").check()
+    ServerSpec(host="0.0.0.0", insecure=True).check()
+    taken = bind(ServerSpec(port=0))
     with pytest.raises(JobError, match="--port"):
-        bind(ServeOptions(port=taken.getsockname()[1]))
+        bind(ServerSpec(port=taken.getsockname()[1]))
     taken.close()
 
 

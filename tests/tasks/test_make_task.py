@@ -9,7 +9,7 @@ import pytest
 from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, UnsupportedModelError
-from prefold.options import options_of
+from prefold.spec.task import options_of
 from prefold.tasks import TASKS, make_task
 
 

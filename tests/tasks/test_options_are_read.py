@@ -11,8 +11,8 @@ from task_inputs import FakeCheckpoint, chatty
 
 import prefold
 from prefold import InputError
-from prefold.options import OPTIONS, EmbedOptions
-from prefold.options import option as declare
+from prefold.spec.fields import option as declare
+from prefold.spec.task import OPTIONS, EmbedOptions
 from prefold.tasks import make_task
 
 ITEMS = {
@@ -21,13 +21,14 @@ ITEMS = {
 }  # fmt: skip
 
 
-def options_read(kind, values, tasks_folder=str(Path(prefold.__file__).parent / "options.py")):
-    """(options of a task that note by whom they are read, the names that were read outside of prefold/options.py)."""
+def options_read(kind, values, spec_folder=str(Path(prefold.__file__).parent / "spec")):
+    """(options of a task that note by whom they are read, the names that were read outside of prefold/spec/)."""
     names, read = {one.name for one in fields(kind)}, set()
 
     class Noting(kind):
         def __getattribute__(self, name):
-            if name in names and sys._getframe(1).f_code.co_filename not in (tasks_folder, "<string>"):
+            reader = sys._getframe(1).f_code.co_filename
+            if name in names and reader != "<string>" and not reader.startswith(spec_folder):
                 read.add(name)
             return super().__getattribute__(name)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, JobError
-from prefold.options import checked
+from prefold.spec.fields import checked
 from prefold.tasks import EmbedItem, RerankItem, Work, make_task
 from prefold.tasks.base import Inputs, TextBatch, as_item, attempt
 from prefold.types import Request

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import JobError
-from ..options import option
+from .fields import option
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """ServeOptions are the options of a server, declared as in `prefold.options`. Those whose parameter of the command
-    line is None are set in Python only."""
+class ServerSpec:
+    """The options of a server. A field whose parameter of the command line is None is set in Python only."""
 
     host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
     port: int = option(8000, "Port to listen on; 0: one that is free.", least=0, most=65535)
     served_names: tuple[str, ...] = option(
         (), "A name that requests may ask for; the first stands in responses; by default the checkpoint's own."
-        " May be repeated.", "served_model_name",
+        " May be repeated.", flags="--served-model-name",
         metavar="NAME",
     )  # fmt: skip
     api_keys: str | None = option(
@@ -30,7 +29,7 @@ class ServeOptions:
         (),
         "Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
         " other than these and the machine's own. May be repeated.",
-        "allowed_host", metavar="NAME",
+        flags="--allowed-host", metavar="NAME",
     )  # fmt: skip
     data_dir: str | None = option(None, "Where files and batches are kept; none without it.", metavar="FOLDER")
     max_file_bytes: int = option(1 << 30, "Size of a file that is uploaded.")

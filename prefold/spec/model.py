@@ -1,16 +1,16 @@
-"""The options of a model, declared once with `prefold.options`: those of `LLM` and of the command line."""
+"""The options of a model, those of `LLM` and of the command line."""
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from os import PathLike
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from .errors import InputError
-from .options import check_options, check_values, option, wrong_value
+from ..errors import InputError
+from .fields import check_options, check_values, option, wrong_value
 
 T = TypeVar("T")
 
@@ -182,8 +182,8 @@ class SlotOptions(_CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(StepOptions, SlotOptions):
-    """A ModelOptions holds the options of `LLM`, which are fixed when it is made. Raises InputError for a bad value."""
+class ModelSpec(StepOptions, SlotOptions):
+    """A ModelSpec holds the options of `LLM`, which are fixed when it is made. Raises InputError for a bad value."""
 
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy: random weights of the model's shapes, for benchmarks.", one_of=("auto", "dummy"), on="model"
@@ -253,15 +253,24 @@ class ModelOptions(StepOptions, SlotOptions):
                 raise wrong_value("cache", cache, f"use off, {', '.join(POLICIES)}, or CacheOptions")
             object.__setattr__(self, "cache", None if cache == "off" else CacheOptions(policy=cache))
 
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords with which `LLM` has these options."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {name: value for name, value in values.items() if value is not None} | {"cache": self.cache or "off"}
 
-def model_options(values: Mapping[str, Any]) -> ModelOptions:
+    def for_job(self) -> ModelSpec:
+        """Return these options for a job, whose steps have many rows."""
+        return replace(self, weights="fast") if self.weights == "auto" else self
+
+
+def model_options(values: Mapping[str, Any]) -> ModelSpec:
     """Returns the options of a model by keywords of `LLM`. Raises InputError for an unknown one, and for bad values."""
     for name in values:
         if group := group_of(name):
             remedy = f'give {group}={{"{name}": ...}}'
             raise InputError(f"{name} is one of the options {group}", field=name, remedy=remedy, code="unknown_option")
-    check_options("LLM", values, ["model", "tokenizer", "media", *ModelOptions.__dataclass_fields__])
-    return ModelOptions(**values)
+    check_options("LLM", values, ["model", "tokenizer", "media", *ModelSpec.__dataclass_fields__])
+    return ModelSpec(**values)
 
 
 def group_of(name: str) -> str | None:
@@ -278,7 +287,7 @@ def model_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     return keywords
 
 
-def part_of(kind: type[T], options: ModelOptions, **values: Any) -> T:
+def part_of(kind: type[T], options: ModelSpec, **values: Any) -> T:
     """Returns an object of a dataclass that has the values of the model's options of the same names, and `values`."""
     names = [entry.name for entry in fields(cast(Any, kind)) if hasattr(options, entry.name)]
     return kind(**{name: getattr(options, name) for name in names} | values)
@@ -287,5 +296,5 @@ def part_of(kind: type[T], options: ModelOptions, **values: Any) -> T:
 def model_fields(*kinds: type) -> dict[str, Field[Any]]:
     """Returns {parameter of the command line: declaration} of a model's options. kinds: dataclasses whose options are
     returned; by default all of them, with those of groups and of the cache."""
-    every = [entry for kind in kinds or (ModelOptions, CacheOptions, *GROUPS.values()) for entry in fields(kind)]
+    every = [entry for kind in kinds or (ModelSpec, CacheOptions, *GROUPS.values()) for entry in fields(kind)]
     return {(entry.metadata["cli"] or (entry.name,))[0]: entry for entry in every if entry.metadata["on"] is not None}

@@ -1,28 +1,21 @@
-"""Declares the options of each task, once. All that knows options reads these dataclasses: the methods of LLM and their
-keywords, the command line, the bodies of HTTP and their schema, requests to other servers, the sampler's arrays, the
-journal and the docs. `model_options` declares those of a model in the same way, and `serve.options` those of a server.
+"""The options of each task.
 
-The metadata of a field say what it means (`doc`), which values it may have, and where it stands under which name; see
-`option`. `scripts/generate` writes what is made of them as text. Neither torch nor NumPy is imported here.
+These dataclasses are read by the methods of LLM and their keywords, the command line, the bodies of HTTP and their
+schema, requests to other servers, the sampler's arrays, the journal and the docs.
 """
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
-from difflib import get_close_matches
-from math import isfinite
-from numbers import Real
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from operator import attrgetter
-from textwrap import fill
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from .errors import InputError
+from ..errors import InputError
+from .fields import check_options, check_values, kind_of, option
 
-T = TypeVar("T")
 Truncate = bool | Literal["left", "right"]
 Pooling = Literal["last", "mean", "first"]
 Normalization = Literal["tokens", "bytes"]
@@ -43,53 +36,6 @@ class Grammar:
     kind: Literal["json_schema", "json", "regex", "choice", "lark"]
     text: str = ""
     compact: bool = True
-
-
-def option(
-    default: Any,
-    doc: str,
-    *cli: str | None,
-    one_of: tuple[Any, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-    above: bool = False,
-    journal: bool | None = None,
-    on: str | None = None,
-    http: str | None = "",
-    sent: Literal["openai", "vllm", "set", "own"] | None = None,
-    draws: Literal["filter", "penalty"] | None = None,
-    metavar: str | None = None,
-) -> Any:
-    """Returns a field of a dataclass of options.
-
-    cli          the parameters of the command line that it is made of: by default one of the field's own name; None:
-                 none
-    one_of       the values that are allowed, where not all are
-    least, most  the bounds of a number
-    above        whether the number has to be above `least`, which itself is not allowed
-    journal      whether a job with another value is another job: by default of a task's options, not of a model's
-    on           of a model's options: the commands of the command line that have it, by the group in `cli.options`;
-                 None: it is set in Python only
-    http         of how answers are made: the parameters of a request that set it, parted by blanks; "": that of the
-                 field's own name; None: none
-    sent         how a request to another server for text sets it. "openai": it is a parameter of OpenAI's API,
-                 and always sent, as a server may take what a body leaves out from its checkpoint's files; "vllm": it is
-                 none of OpenAI's, but most servers know it, so it is always sent to those that do; "set": it is sent
-                 where it is not the default; "own": bodies have a form of their own for it. None: no request
-                 to another server can set it, so that one which should is refused
-    draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
-    metavar      what the help of the command line writes in place of a value; None: as its type says
-    """
-    metadata = dict(locals())
-    del metadata["default"]
-    metadata["journal"] = on is None if journal is None else journal
-    return field(default=default, metadata=metadata)
-
-
-def kind_of(option: Field[Any]) -> type | None:
-    """Returns the type of an option's values, besides None: bool, int, float or str; None for any other type."""
-    simple = re.fullmatch(r"(bool|int|float|str)( \| None)?", str(option.type))
-    return {"bool": bool, "int": int, "float": float, "str": str}[simple[1]] if simple else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +186,7 @@ _SAMPLER = {entry.name for entry in fields(SamplerOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions(LoopedOptions):
+class TaskSpec(LoopedOptions):
     """Holds the options of all tasks. Raises InputError for a value that no checkpoint could take."""
 
     task: ClassVar[str] = ""
@@ -270,67 +216,8 @@ class TaskOptions(LoopedOptions):
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
 
 
-def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
-    """Raises InputError for a value of one of these options that its declaration does not allow."""
-    for entry in declared:
-        value, kind = getattr(options, entry.name), kind_of(entry)
-        allowed = entry.metadata["one_of"]
-        if allowed and not any(type(value) is type(choice) and value == choice for choice in allowed):
-            raise wrong_value(entry.name, value, f"use one of {', '.join(repr(choice) for choice in allowed)}")
-        if allowed or kind is None or (value is None and entry.default is None):
-            continue
-        limits = {name: entry.metadata[name] for name in ("least", "most", "above")}
-        object.__setattr__(options, entry.name, checked(kind, value, entry.name, **limits, quoted=False))
-
-
-def wrong_value(name: str, value: object, remedy: str, code: str = "invalid_input") -> InputError:
-    """Returns the error of an option with a value that it may not have."""
-    return InputError(f"{name} is {value!r:.80}", field=name, remedy=remedy, code=code)
-
-
-_WORDS: dict[type, str] = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}
-
-
-def checked(
-    kind: type,
-    value: Any,
-    field: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-    above: bool = False,
-    quoted: bool = True,
-) -> Any:
-    """Returns a value as a bool, str, int or float, `kind`. Raises InputError for a value of another type, or out of
-    bounds.
-
-    A whole number may come as 5.0, as out of a table, and numbers may be NumPy's. above: `least` itself is not allowed.
-    quoted: whether the message quotes the field, which may then be renamed.
-    """
-    # Nearly all values are of this kind, and within no bounds or these.
-    if type(value) is kind and kind is not float and least is None and most is None:
-        return value
-    expected = "give " + _WORDS[kind]
-    if least is not None:
-        expected += f", more than {least}" if above else f", {least} or more"
-    expected += "" if most is None else f", at most {most}"
-    name, is_bool = repr(field) if quoted else field, type(value).__name__ in ("bool", "bool_")  # NumPy's too
-    if kind is str or kind is bool:
-        fits = isinstance(value, str) if kind is str else is_bool
-    else:
-        fits = isinstance(value, Real) and not is_bool and (kind is float or value == value // 1)
-    if not fits:
-        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="wrong_type")
-    value = value if kind is str else kind(value)  # a text may be more than a str
-    # What is no number is within no bounds.
-    low = least is None or (value > least if above else value >= least)
-    if not low or not (most is None or value <= most) or (kind is float and not isfinite(value)):
-        raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="out_of_range")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(TaskOptions):
+class EmbedOptions(TaskSpec):
     """Holds the options of `embed`.
 
     None means what the checkpoint says (sentence-transformers' files, or a GGUF file's pooling type). A checkpoint that
@@ -359,7 +246,7 @@ class EmbedOptions(TaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerankOptions(TaskOptions):
+class RerankOptions(TaskSpec):
     """Holds the options of `rerank`."""
 
     task = "rerank"
@@ -381,7 +268,7 @@ class RerankOptions(TaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyOptions(TaskOptions):
+class ClassifyOptions(TaskSpec):
     """Holds the options of `classify`. With a checkpoint's classification head only max_length and truncate are
     allowed."""
 
@@ -410,7 +297,7 @@ class ClassifyOptions(TaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(TaskOptions):
+class ScoreOptions(TaskSpec):
     """Holds the options of `score`."""
 
     task = "score"
@@ -421,7 +308,7 @@ class ScoreOptions(TaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions(TaskOptions, ConversationOptions, SamplerOptions):
+class GenerationOptions(TaskSpec, ConversationOptions, SamplerOptions):
     """Holds the options of `generate`, `chat` and `stream`."""
 
     task = "generate"
@@ -453,42 +340,19 @@ class GenerationOptions(TaskOptions, ConversationOptions, SamplerOptions):
     )
 
 
-OPTIONS: dict[str, type[TaskOptions]] = {
+OPTIONS: dict[str, type[TaskSpec]] = {
     kind.task: kind for kind in (EmbedOptions, RerankOptions, ClassifyOptions, ScoreOptions, GenerationOptions)
 }
 
 
-def options_of(task: str, values: Mapping[str, Any]) -> TaskOptions:
+def options_of(task: str, values: Mapping[str, Any]) -> TaskSpec:
     """Returns the options of a task. Raises InputError for an unknown task or option, and for bad values."""
     if task not in OPTIONS:
         raise InputError(f"there is no task {task!r}", field="task", remedy=f"the tasks are {', '.join(OPTIONS)}")
-    names_by = cli_names(task)
-    check_options(task, values, [*names_by], {name: option for option, names in names_by.items() for name in names})
+    parameters = cli_names(task)
+    wholes = {name: option_of(task, option) for option, names in parameters.items() for name in names}
+    check_options(task, values, [*parameters], wholes)
     return OPTIONS[task](**values)
-
-
-def check_options(
-    owner: str, names: Iterable[str], valid: Sequence[str], options: Mapping[str, str] | None = None
-) -> None:
-    """Raises InputError for an option that is not known, naming the nearest known name. owner: the task or class;
-    options: {parameter of the command line: the option of the task `owner` that it is a part of}"""
-    for name in names:
-        if name not in valid:
-            whole = (options or {}).get(name)
-            hint = f"use {whole} ({option_of(owner, whole).metadata['doc'][:-1]}); " if whole else near(name, valid)
-            remedy = f"{hint}it has: {', '.join(valid)}"
-            raise InputError(f"{owner} has no option {name!r}", field=name, remedy=remedy, code="unknown_option")
-
-
-def near(name: str, candidates: Iterable[str], then: str = " ") -> str:
-    """Returns "did you mean NAME?" and `then` for a name that is not known: the nearest known one; "" for none."""
-    return "".join(f"did you mean {close}?{then}" for close in get_close_matches(name, [*candidates], n=1))
-
-
-def described(*kinds: type) -> str:
-    """Returns the options of dataclasses with what they mean, as lines of a docstring."""
-    lines = [f"    {entry.name:<18} {entry.metadata['doc']}" for kind in kinds for entry in fields(kind)]
-    return "\n".join(fill(line, 116, subsequent_indent=" " * 23) for line in lines)
 
 
 def option_of(task: str, name: str) -> Field[Any]:
@@ -499,7 +363,7 @@ def option_of(task: str, name: str) -> Field[Any]:
 def cli_names(task: str) -> dict[str, tuple[str, ...]]:
     """Returns {option of a task: the parameters of the command line that it is made of}; options of all tasks come
     last."""
-    common = {entry.name for entry in fields(TaskOptions)}
+    common = {entry.name for entry in fields(TaskSpec)}
     parameters = {}
     for entry in sorted(fields(OPTIONS[task]), key=lambda entry: entry.name in common):
         names = entry.metadata["cli"]

@@ -1,0 +1,11 @@
+"""What can be asked of prefold, as frozen dataclasses. An option is a field with type, default, bounds and help.
+
+fields  how a field is declared, and how values are checked
+task    the options of each task           model   the options of a model
+input   how a job is read                  output  where its results go
+fleet   what computes it                   job     a job as a whole
+server  the options of a server
+
+The command line, the keywords of Python, the bodies of HTTP, the journal of a job and the reference pages are made from
+these fields. Only the standard library and `prefold.errors` are imported here.
+"""
