@@ -201,10 +201,11 @@ class ModelEngine(EngineLoop):
         with the sharing of the engine's options and the read-out that the first window needs, and are submitted one by
         one, so that few of them wait. options: of `serve`"""
         remaining = iter(windows)
-        first = next(filter(None, remaining), None)
+        first = next(remaining, None)
         if first is not None:
             readout = joint_readout(readout, np.diff(first.target_offsets))
-            each = _one_by_one(itertools.chain([first], remaining))
+            windows = filter(None, itertools.chain([first], remaining))
+            each = ([((window, i), window.request(i))] for window in windows for i in range(window.num_requests))
             yield from self._run_in_slots(each, readout, tokenizer, **options)
 
     def _run_in_slots(
@@ -247,13 +248,3 @@ def _never() -> bool:
 def _by_tag(window: Window | None) -> list[tuple[bytes, Request]] | None:
     """Returns a window's requests by tag. Texts take long: what waits for them does not hold the window's images."""
     return None if window is None else [(tag, window.request(number)) for number, tag in enumerate(window.tags)]
-
-
-def _one_by_one(windows: Iterable[Window | None]) -> TaggedRequests:
-    """Yields the requests of windows, each in a list of its own, and None where no window waits, so that answers are
-    taken meanwhile."""
-    for window in windows:
-        if window is None:
-            yield None
-        else:
-            yield from ([((window, number), window.request(number))] for number in range(window.num_requests))
