@@ -101,7 +101,9 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
     if stats.tokens:
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
-        name, saved = ("bytes ", "") if in_bytes else ("tokens", f" ({stats.saved:.1%} saved)")
+        name = "bytes " if in_bytes else "tokens"
+        # If all requests fail, no row is computed, and none is saved.
+        saved = f" ({stats.saved:.1%} saved)" if stats.rows_computed and not in_bytes else ""
         lines.append(f"  {name}    {stats.tokens:,} in {_count(stats.requests, 'prompt')}{outputs}{of}")
         lines[-1] += ", as the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
         rows = f"  rows      {stats.rows_computed:,} computed{saved}, sharing {summary.sharing}"

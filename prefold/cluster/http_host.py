@@ -152,7 +152,9 @@ class HttpHost(AsyncHost):
         if name not in contexts and served_name(name) in contexts:
             name = served_name(name)
         if contexts and name not in contexts:
-            raise ReplicaDown(f"it has no model {name!r}; those it has: {', '.join(contexts)}", returns=False)
+            raise ReplicaDown(
+                f"it has no model {name!r}; those it has: {', '.join(contexts)}; name one with -m", returns=False
+            )
         lengths = [length for length in (self._o.context, contexts.get(name)) if length is not None]
         return name, min(lengths, default=None) if self._o.takes_ids else None
 

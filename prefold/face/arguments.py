@@ -64,15 +64,26 @@ def refuse_mapping(value: Any, argument: str) -> None:
 
 def as_list(value: Any, argument: str) -> Any:
     """Return the elements of a column: a Series, an array, a tensor, a generator. A text, a mapping and None stay as
-    they are. Raise InputError for a table."""
+    they are. Raise InputError for a table, and for a set, which has no order."""
     value = _array(value)
     refuse_table(value, argument)
+    if isinstance(value, (set, frozenset)):
+        message = f"{argument} is a {type(value).__name__}, which has no order"
+        raise InputError(message, field=argument, remedy="give a list", code="wrong_type")
     is_one = value is None or isinstance(value, (str, bytes, bytearray, Mapping))
     if is_one or not isinstance(value, Iterable) or _is_scalar(value):
         return value
     if hasattr(value, "to_pylist"):  # an array of PyArrow, whose elements are scalars of PyArrow
         return value.to_pylist()
     return list(value)
+
+
+def items_of(value: Any) -> list[Any]:
+    """Return the items of a task. Raise InputError for what holds no items: a text, a mapping, a table, a set."""
+    items = as_list(value, "items")
+    if not isinstance(items, list):
+        raise InputError(f"items is {_kind(items)}", field="items", remedy="give a list of items", code="wrong_type")
+    return items
 
 
 def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[Any], bool]:

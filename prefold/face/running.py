@@ -16,7 +16,7 @@ from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
-from .arguments import check_errors, first_error, take_adapters
+from .arguments import check_errors, first_error, items_of, take_adapters
 
 if TYPE_CHECKING:
     from ..engine import ModelEngine
@@ -112,7 +112,7 @@ class TaskRunner:
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:
         """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
-        return self._lines(task, list(items), CallForm())
+        return self._lines(task, items_of(items), CallForm())
 
     def _lines(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
         """Returns the task's dict of each item; of a bad item its InputError, where the call wants it back."""

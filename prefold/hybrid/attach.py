@@ -24,6 +24,8 @@ _WITH_STATES = {
     "mamba2": "Mamba2",
     "nemotron_h": "NemotronH",
     "recurrent_gemma": "RecurrentGemma",
+    "rwkv": "Rwkv",
+    "xlstm": "xLSTM",
     "zamba": "Zamba",
     "zamba2": "Zamba2",
 }

@@ -82,7 +82,7 @@ class Progress:
         if counts.saved is not None:
             parts.append(f"{counts.saved:.1%} saved")
         if counts.errors:
-            parts.append(f"{format_count(counts.errors)} errors")
+            parts.append(f"{format_count(counts.errors)} error{'s' * (counts.errors != 1)}")
         seconds_left = self.seconds_left(counts)
         if seconds_left is not None:
             parts.append(f"{format_seconds(seconds_left)} left")

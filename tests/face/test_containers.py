@@ -118,6 +118,7 @@ CALLS = {
     "continuations": lambda llm, texts: [s.logprob for s in llm.score("the", texts)],
     "generate": lambda llm, texts: [g.tokens for g in llm.generate(texts, **SHORT)],
 }
+CALLS["run"] = lambda llm, items: [line["num_tokens"] for line in llm.run(llm.task("embed"), items)]
 CHAT_CALLS = {"chat": lambda llm, chats: [g.tokens for g in llm.chat(chats, **SHORT)]}
 
 
@@ -156,6 +157,17 @@ def test_a_mapping_is_refused(llm, method):
     with pytest.raises(InputError) as caught:
         (CALLS | CHAT_CALLS | SINGLE)[method](llm, {"id": [1, 2], "body": TEXTS})
     assert "mapping" in caught.value.message or "'id'" in caught.value.message
+
+
+@pytest.mark.parametrize("method", [*CALLS, *CHAT_CALLS])
+def test_a_set_has_no_order(llm, method):
+    with pytest.raises(InputError, match="is a set, which has no order; give a list"):
+        (CALLS | CHAT_CALLS)[method](llm, set(TEXTS))
+
+
+def test_a_text_is_no_list_of_items(llm):
+    with pytest.raises(InputError, match="items is 'yes'.*; give a list of items"):
+        llm.run(llm.task("embed"), "yes")
 
 
 def test_a_conversation_may_be_an_array(llm):

@@ -138,4 +138,4 @@ def test_a_job(folder, tmp_path, task):
     command += ["--labels", "yes,no"] if task == "classify" else ["--max-tokens", "2"]
     result = CliRunner().invoke(main, command)
     said = result.output + ((tmp_path / "out.jsonl").read_text() if (tmp_path / "out.jsonl").exists() else "")
-    assert result.exit_code != 0 and "no LM head" in said
+    assert result.exit_code != 0 and "no LM head" in said and "saved" not in said

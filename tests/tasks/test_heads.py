@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
+from prefold.cli import main
 from prefold.errors import CheckpointError, UnsupportedModelError
+from tests.serve.serving import serving
 
 PAD = 5
 # With padding at the end, in the middle, nowhere and everywhere.
@@ -56,6 +60,60 @@ def test_transformers_modules_read_it_too(tmp_path, monkeypatch):
         assert llm.model.computed_by
         found = logits(llm, IDS)
     np.testing.assert_allclose(found, [logits_of(model, ids) for ids in IDS], rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A classifier of three labels; its sizes have a compiled program."""
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 64, "num_labels": 3, "pad_token_id": PAD}
+    return tiny_checkpoint(tmp_path_factory.mktemp("classifier"), "qwen3", head="classifier", **sizes)
+
+
+SHARED = [*range(8, 48)]
+LONG = [[*SHARED, 9], [*SHARED, 9, PAD], SHARED, [*SHARED, *[PAD] * 30], [PAD] * 50, [*SHARED, PAD, 9, PAD]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_prefill": True}, {"max_batch_rows": 7}, {"sharing": "off"}, {"sharing": "mlp"}], ids=str
+)
+def test_however_rows_are_computed(classifier, options):
+    """Padding shares rows with what it follows, lies in other steps, and may be in the cache already."""
+    model = reference(classifier, "classifier")
+    wanted = [logits_of(model, ids) for ids in LONG]
+    with LLM(str(classifier), dtype="float32", **options) as llm:
+        for _ in range(2):  # the second time all rows may be kept
+            np.testing.assert_allclose(logits(llm, LONG), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [(True, slice(20)), ("left", slice(-20, None))])
+def test_padding_counts_when_a_text_is_cut(classifier, truncate, kept):
+    model = reference(classifier, "classifier")
+    with LLM(str(classifier), dtype="float32") as llm:
+        task = llm.task("classify", max_length=20, truncate=truncate)
+        found = [[*line["logits"].values()] for line in llm.run(task, LONG)]
+    np.testing.assert_allclose(found, [logits_of(model, ids[kept]) for ids in LONG], rtol=1e-4, atol=1e-4)
+
+
+def test_a_server_and_a_job_read_it_too(classifier, tmp_path):
+    """The token of <|endoftext|> is 0; the tokenizer takes it from texts."""
+    change_copy(classifier, tmp_path, "config.json", pad_token_id=0)
+    texts, model = (
+        ["the yes", "the yes<|endoftext|>", "no<|endoftext|><|endoftext|>"],
+        reference(tmp_path, "classifier"),
+    )
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        ids = [llm.tokenizer.encode(text).tolist() for text in texts]
+        assert [tokens[-1] for tokens in ids[1:]] == [0, 0]
+        wanted = [torch.tensor(logits_of(model, tokens)).softmax(-1).tolist() for tokens in ids]
+        with serving(llm) as server:
+            answer = httpx.post(f"{server.url}/classify", json={"input": texts}, timeout=60).json()
+    np.testing.assert_allclose([row["probs"] for row in answer["data"]], wanted, atol=1e-5)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    job = ["classify", str(tmp_path / "in.jsonl"), "-m", str(tmp_path), "--dtype", "float32", "--keep-order"]
+    done = CliRunner().invoke(main, [*job, "-o", str(tmp_path / "out.jsonl")])
+    assert done.exit_code == 0, done.output
+    lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    np.testing.assert_allclose([[*line["probabilities"].values()] for line in lines], wanted, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
