@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from ..errors import InputError
 from ..options import kind_of, near, option_of
 from ..schedule.generate_step import NO_OWNER
+from ..tasks.results import Answer
 from ..types import Owner, Readout
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class TaskOrder:
 
     task: str
     items: Sequence[Any]
-    make: Callable[[list[dict[str, Any]]], Any] = list
+    make: Callable[[list[Any]], Any] = list
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
     share: bool = True
@@ -237,23 +238,21 @@ class Batchable(Settings, kw_only=True):
         raise NotImplementedError
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Any]) -> dict[str, Any]:
         """Returns the response without its id, time, model and usage."""
         raise NotImplementedError
 
     @classmethod
-    def usage(cls, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the numbers of tokens. results: the answer to each item"""
-        tokens = sum(result["num_tokens"] for result in results)
+    def usage(cls, answers: Sequence[Any]) -> dict[str, Any]:
+        """Returns the numbers of tokens. answers: the task's answer to each item"""
+        tokens = sum([answer.num_tokens for answer in answers])
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
     @classmethod
-    def response(
-        cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]], *, model: str, id: str
-    ) -> dict[str, Any]:
+    def response(cls, meta: Mapping[str, Any], answers: Sequence[Answer], *, model: str, id: str) -> dict[str, Any]:
         """Returns the response. model: its name there; id: follows the prefix of the response's id"""
         head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
-        return head | cls.body(meta, results) | {"model": model, "usage": cls.usage(results)}
+        return head | cls.body(meta, answers) | {"model": model, "usage": cls.usage(answers)}
 
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
