@@ -66,10 +66,10 @@ class Word(StrEnum):
         return next((word for word in cls if isinstance(value, str) and value.lower() == word.lower()), None)
 
 
-class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A Body is the body of a request, whose fields are those of its class. A null stands for a field's default.
 
-    A value of type Any is checked by its task, as in a record.
+    A value of type Any is checked by its task, as in a record. `sent` writes a body for another server.
 
     unsupported   {refused field: its values that change nothing, which are accepted}
     batch         {field that is refused in a line of a batch: (values that change nothing, the remedy)}
@@ -87,6 +87,12 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     may_be_empty: ClassVar[bool] = False
     is_listed: ClassVar[bool] = True
     is_strict: ClassVar[bool] = True
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """Return the body as an object of JSON, without the fields that have their defaults."""
+        sent: dict[str, Any] = msgspec.to_builtins(self)
+        return sent
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:

@@ -543,7 +543,9 @@ class Chunks(Events):
         self._answers[item] = answer
         self._counts[item] = {0: answer.num_generated}
         # The log-probabilities of all tokens but the last ones were sent with their text.
-        bare = replace(answer, choices=tuple([replace(choice, logprobs=None) for choice in answer.choices]))
+        bare = answer
+        if answer.choices[0].logprobs is not None:
+            bare = replace(answer, choices=tuple([replace(choice, logprobs=None) for choice in answer.choices]))
         for sample, whole in enumerate(self._kind.body(self._meta, [bare])["choices"]):
             index = item * self._samples + sample
             choice, message = self._choices[index], whole["message"] if self._chat else {"content": whole["text"]}

@@ -45,10 +45,6 @@ class Answer(Jsonable):
                 line[name] = value.tolist() if isinstance(value, np.ndarray) and name not in VECTORS else value
         return line
 
-    def is_finite(self) -> bool:
-        """Return whether no number that the model computed is NaN or infinite."""
-        return all(all_finite(getattr(self, name)) for name in self.numbers)
-
 
 @cache
 def _listed(kind: type[Answer]) -> list[tuple[str, bool]]:
@@ -58,7 +54,13 @@ def _listed(kind: type[Answer]) -> list[tuple[str, bool]]:
 
 
 def all_finite(value: Any) -> bool:
-    """Return whether no number in a value is NaN or infinite."""
+    """Return whether no number in a value is NaN or infinite. Of an answer, its `numbers` count."""
+    if isinstance(value, Answer):
+        for name in value.numbers:
+            part = getattr(value, name)
+            if part is not None and not all_finite(part):
+                return False
+        return True
     if isinstance(value, dict):
         return all_finite([*value.values()])
     if isinstance(value, (list, tuple)):
@@ -247,15 +249,13 @@ class Generation(Answer):
     thinks: bool | None = None
     prompt: list[Token] | None = None
 
+    numbers: ClassVar = ("choices", "prompt")
     unlisted: ClassVar = frozenset({"prompt_ids", "thinks", "prompt"})
 
     def line(self) -> dict[str, Any]:
         line = Answer.line(self)
-        choices = [choice.line() for choice in line.pop("choices")]
-        return (choices[0] if len(choices) == 1 else {"choices": choices}) | line
-
-    def is_finite(self) -> bool:
-        return all([choice.is_finite() for choice in self.choices]) and all_finite(self.prompt)
+        choices = line.pop("choices")
+        return (choices[0].line() if len(choices) == 1 else {"choices": [one.line() for one in choices]}) | line
 
 
 # {task: the classes of its answers}; a Choice is part of a Generation

@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..stream import LiveInput, Spool, Window
 from ..types import Request
 from .base import attempt
-from .results import Answer
+from .results import Answer, all_finite
 from .sampling import seed_at
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
@@ -76,7 +76,7 @@ def finish(task: Any, note: Any, results: Sequence[Any]) -> Answer:
         if isinstance(result, InputError):
             raise result
     answer: Answer = task.finish(note, results)
-    if not answer.is_finite():
+    if not all_finite(answer):
         raise not_finite()
     return answer
 
