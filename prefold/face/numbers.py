@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..options import checked
-from ..tasks import Work
+from ..tasks import ClassifyItem, EmbedItem, RerankItem, ScoreItem, Work
 from ..tasks.results import Classification, Ranking, Score
 from ..tasks.run import not_finite
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
@@ -60,7 +60,7 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be embedded.
         """
         items, single = as_texts(texts, "texts")
-        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
+        call, named, task_options = read_call("texts", _items(EmbedItem, items), single, errors, options)
         answers = self._answers(self.task("embed", **task_options), named, call)
         embeddings: list[Any] = [out if isinstance(out, InputError) else out.embedding for out in answers]
         if single:
@@ -107,7 +107,7 @@ class NumericTasks(TaskRunner):
         progress = options.pop("progress", False)
         call = CallForm("documents", back=check_errors(errors), progress=progress)
         task: Any = self.task("rerank", **options)
-        works = task.prepare([{"query": query, "document": item} for item in items])
+        works = task.prepare([RerankItem(query, item) for item in items])
         if not call.back:
             first_error(works, call.argument)
         results = self._run_works(task, works, call)
@@ -163,7 +163,7 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
-        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
+        call, named, task_options = read_call("texts", _items(ClassifyItem, items), single, errors, options)
         task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
         answers: list[Classification | InputError] = self._answers(task, named, call)
         return _only(answers) if single else answers
@@ -228,7 +228,7 @@ class NumericTasks(TaskRunner):
         """
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            call, named, task_options = read_call("prompts", _named(items, "text"), single, errors, options)
+            call, named, task_options = read_call("prompts", _items(ScoreItem, items), single, errors, options)
             scores: list[Score | InputError] = self._answers(self.task("score", **task_options), named, call)
             return _only(scores) if single else scores
         pairs_of, single, many = pair_up(prompts, continuations)
@@ -246,9 +246,9 @@ def _error_of(work: Work | InputError, results: Sequence[Any] | None) -> InputEr
     return next((part for part in (work, *(results or ())) if isinstance(part, InputError)), None)
 
 
-def _named(items: Sequence[Any], name: str) -> list[Any]:
-    """Returns each item as {name: item}; an InputError stays as it is."""
-    return [item if isinstance(item, InputError) else {name: item} for item in items]
+def _items(kind: Callable[..., Any], texts: Sequence[Any]) -> list[Any]:
+    """Return an item of this kind for each text; an InputError stays as it is."""
+    return [text if isinstance(text, InputError) else kind(text=text) for text in texts]
 
 
 def _only(answers: Sequence[T]) -> T:

@@ -19,7 +19,6 @@ from ..types import Generated, Jsonable
 
 # Fields that are vectors of float32 numbers: in a line they are lists, nested so many deep.
 VECTORS = {"embedding": 1, "embeddings": 2}
-Notes = list[str] | None  # what happened to an item's images
 
 
 class Answer(Jsonable):
@@ -77,7 +76,7 @@ class Embedding(Answer):
 
     embedding: np.ndarray
     num_tokens: int = 0
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
 
     numbers: ClassVar = ("embedding",)
 
@@ -93,7 +92,7 @@ class EmbeddingList(Answer):
 
     embeddings: np.ndarray
     num_tokens: int = 0
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
 
     numbers: ClassVar = ("embeddings",)
 
@@ -109,7 +108,7 @@ class Relevance(Answer):
 
     score: float
     num_tokens: int = 0
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
     cached_tokens: int | None = None  # tokens of the prompt that were in the KV store; None: unknown
 
     numbers: ClassVar = ("score",)
@@ -139,7 +138,7 @@ class Ranking(Answer):
     errors: dict[int, InputError] = field(default_factory=dict)
     num_tokens: int = 0
     documents: list[Any] | None = None
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
     cached_tokens: int | None = None
 
     numbers: ClassVar = ("scores",)
@@ -166,7 +165,7 @@ class Classification(Answer):
     logprobs: dict[str, float] | None = None
     logits: dict[str, float] | None = None
     num_tokens: int = 0
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
 
     numbers: ClassVar = ("probabilities", "logprobs", "logits")
 
@@ -185,7 +184,7 @@ class Score(Answer):
     logprobs: np.ndarray
     greedy: bool
     num_tokens: int = 0
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
 
     numbers: ClassVar = ("logprob", "logprobs")
 
@@ -244,7 +243,7 @@ class Generation(Answer):
     num_generated: int = 0
     cached_tokens: int = 0
     approximate_tokens: int | None = None
-    image_notes: Notes = None
+    image_notes: list[str] | None = None
     prompt_ids: list[int] | None = None
     thinks: bool | None = None
     prompt: list[Token] | None = None
