@@ -153,7 +153,9 @@ class Scoring(Pairs):
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Relevance | Ranking]) -> Result:
-        scores = [score for answer in answers for score in answer.scores.tolist()]
+        scores: list[float] = []
+        for answer in answers:
+            scores += answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
         return {"object": "list", "data": [{"object": "score", "index": i, "score": s} for i, s in enumerate(scores)]}
 
 

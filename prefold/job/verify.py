@@ -147,7 +147,8 @@ def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answ
     for i, answer in zip(valid, answers, strict=True):
         item = items[i]
         if isinstance(answer, (Relevance, Ranking)):
-            out.setdefault(_key(item, "query", i), []).extend(answer.scores.tolist())
+            scores = answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
+            out.setdefault(_key(item, "query", i), []).extend(scores)
         elif isinstance(answer, Classification):
             out[i] = list(answer.probabilities.values())
         elif isinstance(answer, Score):

@@ -114,11 +114,6 @@ class Relevance(Answer):
     numbers: ClassVar = ("score",)
     unlisted: ClassVar = frozenset({"cached_tokens"})
 
-    @property
-    def scores(self) -> np.ndarray:
-        """Return the score as the only one of a list."""
-        return np.array([self.score])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking(Answer):
