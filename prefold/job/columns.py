@@ -24,7 +24,7 @@ from ..tasks.results import ANSWERS, VECTORS, Answer
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map
 _EXACT = 1 << 53  # whole numbers up to here are exact in a float64
 # Columns whose numbers are real numbers, even if all of them are whole.
-_REAL = {name for kinds in ANSWERS.values() for kind in kinds for name in kind.numbers}
+_REAL = {name for kinds in ANSWERS.values() for kind in kinds for name in kind.numbers if name not in kind.unlisted}
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
 
 

@@ -65,4 +65,4 @@ def test_names_of_lines_and_columns_of_real_numbers_follow_from_the_fields():
     form = TableForm()
     real = ["embedding", "score", "scores", "logprob", "logprobs", "probabilities", "logits"]
     assert all(form.kind(name).real for name in real)
-    assert not any(form.kind(name).real for name in ("order", "num_tokens", "text", "num_bytes"))
+    assert not any(form.kind(name).real for name in ("order", "num_tokens", "text", "num_bytes", "prompt"))
