@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         RankError,
         UnsupportedModelError,
     )
-    from .face.results import Classification, Piece, Ranking, Score
     from .llm import LLM
+    from .tasks.results import Classification, Piece, Ranking, Score
     from .text.media import TextWithImages
     from .text.prompts import FilledTemplate
     from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
@@ -60,7 +60,7 @@ __all__ = [
 
 _MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
 _MODULES |= {"TextWithImages": "text.media"}
-_MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "face.results")
+_MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "tasks.results")
 _MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
 
 

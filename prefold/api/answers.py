@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError
+from ..tasks.results import Generation
 from ..text.chat import THINK
 from ..text.schemas import with_keywords
 
@@ -253,8 +254,8 @@ class Events:
         the end. count: tokens of the sample so far"""
         raise NotImplementedError
 
-    def end(self, item: int, result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the events that end the samples of an item. result: the item's answer"""
+    def end(self, item: int, answer: Generation) -> Iterator[dict[str, Any]]:
+        """Yields the events that end the samples of an item. answer: the item's"""
         raise NotImplementedError
 
     def last(self) -> Iterator[dict[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
 from ..errors import InputError
+from ..tasks.results import Generation
 from .answers import ChoiceText, Events
 from .body import Body as RequestBody
 from .body import Ignored, Model, ServedModel, TaskOrder, doc, doc_of_option
@@ -236,9 +237,9 @@ def _tool(tool: Tool) -> Body:
 # ----------------------------------------------------------------------------------------------------- responses
 
 
-def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) -> Body:
-    """Returns the response to a request. results: the answer to its only item"""
-    (choice,), (result,) = chat_body(meta, results)["choices"], results
+def message_body(meta: Body, answers: Sequence[Generation], *, model: str, id: str) -> Body:
+    """Returns the response to a request. answers: the answer to its only item"""
+    (choice,), (answer,) = chat_body(meta, answers)["choices"], answers
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []
     for call in message.get("tool_calls", ()):
@@ -248,7 +249,7 @@ def message_body(meta: Body, results: Sequence[Body], *, model: str, id: str) ->
     reason, stop = choice["finish_reason"], choice["stop_reason"]
     stop = stop if isinstance(stop, str) else None
     end = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "stop_sequence" if stop else "end_turn")
-    body = {"content": content, "stop_reason": end, "stop_sequence": stop, "usage": _usage(result)}
+    body = {"content": content, "stop_reason": end, "stop_sequence": stop, "usage": _usage(answer)}
     return _head(model, id) | body
 
 
@@ -256,12 +257,11 @@ def _head(model: str, id: str) -> Body:
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "model": model}
 
 
-def _usage(result: Mapping[str, Any]) -> Body:
-    cached_tokens = result["cached_tokens"]
-    approximate = {name: result[name] for name in ("approximate_tokens",) if name in result}
+def _usage(answer: Generation) -> Body:
+    approximate = {} if answer.approximate_tokens is None else {"approximate_tokens": answer.approximate_tokens}
     return approximate | {
-        "input_tokens": result["num_tokens"] - cached_tokens, "output_tokens": result["num_generated"],
-        "cache_read_input_tokens": cached_tokens, "cache_creation_input_tokens": 0,
+        "input_tokens": answer.num_tokens - answer.cached_tokens, "output_tokens": answer.num_generated,
+        "cache_read_input_tokens": answer.cached_tokens, "cache_creation_input_tokens": 0,
     }  # fmt: skip
 
 
@@ -280,8 +280,8 @@ class MessageEvents(Events):
     def piece(self, item: int, sample: int, text: str, tokens: list[Body], count: int) -> Iterator[Body]:
         yield from self._send(self._text.add(text)[1])
 
-    def end(self, item: int, result: Body) -> Iterator[Body]:
-        whole = message_body(self._meta, [result], model=self._model, id=self._id)
+    def end(self, item: int, answer: Generation) -> Iterator[Body]:
+        whole = message_body(self._meta, [answer], model=self._model, id=self._id)
         text = next((block["text"] for block in whole["content"] if block["type"] == "text"), "")
         yield from self._send(self._text.rest({"content": text})[1])
         if self._has_text:

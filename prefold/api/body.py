@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..schedule.generate_step import NO_OWNER
 from ..spec.fields import kind_of, near
 from ..spec.task import option_of
+from ..tasks.results import Answer
 from ..types import Owner, Readout
 
 T = TypeVar("T")
@@ -66,10 +67,10 @@ class Word(StrEnum):
         return next((word for word in cls if isinstance(value, str) and value.lower() == word.lower()), None)
 
 
-class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A Body is the body of a request, whose fields are those of its class. A null stands for a field's default.
 
-    A value of type Any is checked by its task, as in a record.
+    A value of type Any is checked by its task, as in a record. `sent` writes a body for another server.
 
     unsupported   {refused field: its values that change nothing, which are accepted}
     batch         {field that is refused in a line of a batch: (values that change nothing, the remedy)}
@@ -87,6 +88,12 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
     may_be_empty: ClassVar[bool] = False
     is_listed: ClassVar[bool] = True
     is_strict: ClassVar[bool] = True
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """Return the body as an object of JSON, without the fields that have their defaults."""
+        sent: dict[str, Any] = msgspec.to_builtins(self)
+        return sent
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:
@@ -155,7 +162,7 @@ class TaskOrder:
 
     task: str
     items: Sequence[Any]
-    make: Callable[[list[dict[str, Any]]], Any] = list
+    make: Callable[[list[Any]], Any] = list
     options: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, str] = field(default_factory=dict)
     share: bool = True
@@ -238,23 +245,21 @@ class Batchable(Settings, kw_only=True):
         raise NotImplementedError
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Any]) -> dict[str, Any]:
         """Returns the response without its id, time, model and usage."""
         raise NotImplementedError
 
     @classmethod
-    def usage(cls, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the numbers of tokens. results: the answer to each item"""
-        tokens = sum(result["num_tokens"] for result in results)
+    def usage(cls, answers: Sequence[Any]) -> dict[str, Any]:
+        """Returns the numbers of tokens. answers: the task's answer to each item"""
+        tokens = sum([answer.num_tokens for answer in answers])
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
     @classmethod
-    def response(
-        cls, meta: Mapping[str, Any], results: Sequence[dict[str, Any]], *, model: str, id: str
-    ) -> dict[str, Any]:
+    def response(cls, meta: Mapping[str, Any], answers: Sequence[Answer], *, model: str, id: str) -> dict[str, Any]:
         """Returns the response. model: its name there; id: follows the prefix of the response's id"""
         head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
-        return head | cls.body(meta, results) | {"model": model, "usage": cls.usage(results)}
+        return head | cls.body(meta, answers) | {"model": model, "usage": cls.usage(answers)}
 
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar
@@ -17,6 +17,7 @@ import msgspec
 from ..errors import InputError
 from ..spec.fields import checked
 from ..spec.task import http_names
+from ..tasks.results import Choice, Generation
 from ..tasks.sampling import format_grammar, seed_at
 from .answers import ChoiceText, Events, calls_in, read_tools, split_reasoning
 from .body import (
@@ -94,8 +95,8 @@ class Streamable(Batchable, kw_only=True):
     }
 
     @classmethod
-    def usage(cls, results: Sequence[Result]) -> Result:
-        return usage_of(results)
+    def usage(cls, answers: Sequence[Generation]) -> Result:
+        return usage_of(answers)
 
     def check_stream_options(self) -> None:
         """Raises InputError for options of a stream without "stream": true."""
@@ -241,8 +242,8 @@ class Chat(Generating):
         return [item | {"sampling": sampling} | self.item_fields], meta
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
-        return chat_body(meta, results)
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
+        return chat_body(meta, answers)
 
 
 class Completion(Generating, kw_only=True):
@@ -276,12 +277,12 @@ class Completion(Generating, kw_only=True):
         ], meta
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
         """Returns the response to a request with one prompt or several; the samples of a prompt follow each other."""
         choices: list[Result] = []
-        for place, result in enumerate(results):
-            for choice in choices_of(result):
-                text, entries = choice.get("text"), choice.get("logprobs")
+        for place, answer in enumerate(answers):
+            for choice in answer.choices:
+                text, entries = choice.text, choice.logprobs
                 if "echo" in meta:
                     prompt = meta["echo"][place]
                     if not isinstance(prompt, str):
@@ -289,13 +290,13 @@ class Completion(Generating, kw_only=True):
                     text = prompt + (text or "")
                     if entries is not None:
                         count = meta["echo_logprobs"]
-                        entries = [*(token | {"top": token["top"][:count]} for token in result["prompt"]), *entries]
+                        entries = [*(token | {"top": token["top"][:count]} for token in answer.prompt or ()), *entries]
                 logprobs = None if entries is None else completion_logprobs(entries)
                 head = {"index": len(choices), "text": text, "logprobs": logprobs}
                 if "prompt_logprobs" in meta:
-                    head["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
-                if "prompt_ids" in result:
-                    head |= {"token_ids": choice["tokens"], "prompt_token_ids": result["prompt_ids"]}
+                    head["prompt_logprobs"] = prompt_logprobs(answer.prompt or (), meta["prompt_logprobs"])
+                if answer.prompt_ids is not None:
+                    head |= {"token_ids": choice.tokens, "prompt_token_ids": answer.prompt_ids}
                 choices.append(head | _ending(choice))
         return {"object": "text_completion", "choices": choices} | _fingerprint(meta)
 
@@ -322,14 +323,14 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------ responses
 
 
-def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
+def chat_body(meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
     """Returns the response to a chat request, without its id, time, model and usage."""
-    choices, (result,) = [], results
-    for index, choice in enumerate(choices_of(result)):
-        logprobs = chat_logprobs(choice["logprobs"]) if "logprobs" in choice else None
-        content, thought, ending = choice.get("text"), "", _ending(choice)
-        if "thinks" in result and content:
-            thought, content = split_reasoning(content, result["thinks"])
+    choices, (answer,) = [], answers
+    for index, choice in enumerate(answer.choices):
+        logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
+        content, thought, ending = choice.text, "", _ending(choice)
+        if answer.thinks is not None and content:
+            thought, content = split_reasoning(content, answer.thinks)
         message = {"role": "assistant", "content": content or None if thought else content, "refusal": None}
         if thought and "hides_reasoning" not in meta:
             message |= reasoning_of(thought)
@@ -344,11 +345,11 @@ def chat_body(meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
         choices.append({"index": index, "message": message, "logprobs": logprobs} | ending)
     body = _fingerprint(meta)
     if "prompt_logprobs" in meta:
-        body["prompt_logprobs"] = prompt_logprobs(result["prompt"], meta["prompt_logprobs"])
-    if "prompt_ids" in result:
-        body["prompt_token_ids"] = result["prompt_ids"]
-        for tool_calls, choice in zip(choices, choices_of(result), strict=True):
-            tool_calls["token_ids"] = choice["tokens"]
+        body["prompt_logprobs"] = prompt_logprobs(answer.prompt or (), meta["prompt_logprobs"])
+    if answer.prompt_ids is not None:
+        body["prompt_token_ids"] = answer.prompt_ids
+        for made, choice in zip(choices, answer.choices, strict=True):
+            made["token_ids"] = choice.tokens
     return {"object": "chat.completion", "choices": choices} | body
 
 
@@ -361,17 +362,16 @@ def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in ("system_fingerprint",) if name in meta}
 
 
-def usage_of(results: Sequence[Result]) -> Result:
+def usage_of(answers: Sequence[Generation]) -> Result:
     """Returns the usage of a response: tokens of prompts, and of outputs."""
-    prompt, generated_tokens, cached_tokens = (
-        sum(result[name] for result in results) for name in ("num_tokens", "num_generated", "cached_tokens")
-    )
-    details = {"cached_tokens": cached_tokens}
-    if approximate := sum(result.get("approximate_tokens", 0) for result in results):
+    prompt = sum([answer.num_tokens for answer in answers])
+    generated_tokens = sum([answer.num_generated for answer in answers])
+    details = {"cached_tokens": sum([answer.cached_tokens for answer in answers])}
+    if approximate := sum([answer.approximate_tokens or 0 for answer in answers]):
         details["approximate_tokens"] = approximate
-    choices = [choice for result in results if "thinks" in result for choice in choices_of(result)]
-    thought = sum(choice["reasoning_tokens"] for choice in choices)
-    reasoning = {"completion_tokens_details": {"reasoning_tokens": thought}} if choices else {}
+    thinking = [choice for answer in answers if answer.thinks is not None for choice in answer.choices]
+    thought = sum([choice.reasoning_tokens or 0 for choice in thinking])
+    reasoning = {"completion_tokens_details": {"reasoning_tokens": thought}} if thinking else {}
     return reasoning | {
         "prompt_tokens": prompt,
         "completion_tokens": generated_tokens,
@@ -380,13 +380,8 @@ def usage_of(results: Sequence[Result]) -> Result:
     }
 
 
-def choices_of(result: Result) -> list[Result]:
-    """Returns the samples of an answer; the answer itself if it has one."""
-    return result.get("choices") or [result]
-
-
-def _ending(choice: dict[str, Any]) -> dict[str, Any]:
-    return {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop")}
+def _ending(choice: Choice) -> dict[str, Any]:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop}
 
 
 def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
@@ -522,7 +517,7 @@ class Chunks(Events):
         self._head = {"id": f"{kind.prefix}{id}", "object": name, "created": int(time.time()), "model": model}
         self._head |= _fingerprint(meta)
         self._choices: list[_Choice] = []
-        self._results: dict[int, Result] = {}
+        self._answers: dict[int, Generation] = {}
         self._input_tokens = 0
         self._counts: dict[int, dict[int, int]] = {}  # {item: {sample: tokens}}
 
@@ -550,11 +545,14 @@ class Chunks(Events):
                 chunk["choices"][0]["logprobs"] = self._logprobs(choice, tokens)
             yield self._with_ids(chunk, choice)
 
-    def end(self, item: int, result: Result) -> Iterator[Result]:
-        self._results[item] = result
-        self._counts[item] = {0: result["num_generated"]}
+    def end(self, item: int, answer: Generation) -> Iterator[Result]:
+        self._answers[item] = answer
+        self._counts[item] = {0: answer.num_generated}
         # The log-probabilities of all tokens but the last ones were sent with their text.
-        for sample, whole in enumerate(self._kind.body(self._meta, [_bare(result)])["choices"]):
+        bare = answer
+        if answer.choices[0].logprobs is not None:
+            bare = replace(answer, choices=tuple([replace(choice, logprobs=None) for choice in answer.choices]))
+        for sample, whole in enumerate(self._kind.body(self._meta, [bare])["choices"]):
             index = item * self._samples + sample
             choice, message = self._choices[index], whole["message"] if self._chat else {"content": whole["text"]}
             thought, rest = choice.text.rest(message)
@@ -564,8 +562,8 @@ class Chunks(Events):
             (entry,) = chunk["choices"]
             if thought:
                 entry["delta"] |= reasoning_of(thought)
-            if tokens := choices_of(result)[sample].get("logprobs", ())[choice.num_logprobs :]:
-                entry["logprobs"] = self._logprobs(choice, list(tokens))
+            if tokens := (answer.choices[sample].logprobs or [])[choice.num_logprobs :]:
+                entry["logprobs"] = self._logprobs(choice, tokens)
             if "tool_calls" in message:
                 # OpenAI's packages see the end of a call's arguments in a later chunk with the finish_reason.
                 entry["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
@@ -576,7 +574,7 @@ class Chunks(Events):
 
     def last(self) -> Iterator[Result]:
         if self._options.include_usage:
-            usage = usage_of([self._results[item] for item in sorted(self._results)])
+            usage = usage_of([self._answers[item] for item in sorted(self._answers)])
             yield self._head | {"choices": [], "usage": usage}
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> Result:
@@ -607,9 +605,3 @@ class Chunks(Events):
             counts = {"prompt_tokens": self._input_tokens, "completion_tokens": num_generated}
             return chunk | {"usage": counts | {"total_tokens": self._input_tokens + num_generated}}
         return chunk | ({"usage": None} if self._options.include_usage else {})
-
-
-def _bare(result: Result) -> Result:
-    """Returns an answer without the log-probabilities of its tokens."""
-    bare = {name: value for name, value in result.items() if name != "logprobs"}
-    return bare | {"choices": [_bare(choice) for choice in bare["choices"]]} if "choices" in bare else bare

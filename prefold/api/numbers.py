@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
 from ..tasks.embed import is_list_of_texts
+from ..tasks.results import Answer, Classification, Embedding, EmbeddingList, Ranking, Relevance
 from .body import (
     IDS_OR_LISTS,
     TEXT_OR_TEXTS,
@@ -50,16 +51,11 @@ class Embeddings(Batchable):
         return [{"text": self.input, "dimensions": self.dimensions}], {"encoding": self.encoding_format.value}
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
-        vectors = vectors_in(results[0])
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Embedding | EmbeddingList]) -> Result:
+        vectors: Any = answers[0].vectors
         vectors = in_base64(vectors) if meta["encoding"] == "base64" else vectors
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
         return {"object": "list", "data": data}
-
-
-def vectors_in(result: Result) -> Any:
-    """Returns the vectors of an answer to one text or several."""
-    return result["embeddings"] if "embeddings" in result else [result["embedding"]]
 
 
 def in_base64(vectors: Any) -> list[str]:
@@ -84,12 +80,10 @@ class Pairs(Batchable, kw_only=True):
     task = "rerank"
 
     @classmethod
-    def usage(cls, results: Sequence[Result]) -> Result:
-        usage = Batchable.usage(results)
-        if not all("cached_tokens" in result for result in results):
-            return usage
-        cached_tokens = sum(result["cached_tokens"] for result in results)
-        return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    def usage(cls, answers: Sequence[Relevance | Ranking]) -> Result:
+        usage = Batchable.usage(answers)
+        cached_tokens = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
+        return usage | {"prompt_tokens_details": {"cached_tokens": sum(cached_tokens)}} if cached_tokens else usage
 
 
 class Rerank(Pairs):
@@ -112,12 +106,12 @@ class Rerank(Pairs):
         return [{name: value for name in names if (value := getattr(self, name)) is not None}], {}
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
-        (result,) = results
-        entries: list[Result] = [{"index": i, "relevance_score": result["scores"][i]} for i in result["order"]]
-        for entry, document in zip(entries, result.get("documents", []), strict=False):
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Ranking]) -> Result:
+        (ranking,) = answers
+        entries: list[Result] = [{"index": i, "relevance_score": score} for i, score in ranking]
+        for entry, document in zip(entries, ranking.documents or [], strict=False):
             entry["document"] = {"text": document}
-        units = {"search_units": -(-len(result["scores"]) // SEARCH_UNIT)}
+        units = {"search_units": -(-len(ranking.scores) // SEARCH_UNIT)}
         return {"results": entries, "meta": {"api_version": {"version": "2"}, "billed_units": units}}
 
 
@@ -158,8 +152,10 @@ class Scoring(Pairs):
         return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
 
     @classmethod
-    def body(cls, meta: Mapping[str, Any], results: Sequence[Result]) -> Result:
-        scores = [score for result in results for score in result.get("scores", [result.get("score")])]
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Relevance | Ranking]) -> Result:
+        scores: list[float] = []
+        for answer in answers:
+            scores += answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
         return {"object": "list", "data": [{"object": "score", "index": i, "score": s} for i, s in enumerate(scores)]}
 
 
@@ -177,32 +173,32 @@ class Classify(Settings):
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
     def _labels(self, served: ServedModel, id: str) -> TaskOrder:
-        kind = "logits" if self.use_activation is False else "probabilities"
 
-        def entry(result: Result) -> Result:
-            return self._entry(result, np.array([*result[kind].values()]))
+        def entry(answer: Classification) -> Result:
+            values = answer.logits if self.use_activation is False else answer.probabilities
+            return self._entry(answer, np.array([*(values or {}).values()]))
 
         return self._ordered(served, id, "classify", entry, {})
 
-    def _entry(self, result: Result, values: np.ndarray) -> Result:
-        return {"label": result["label"], "probs": values, "num_classes": len(values)}
+    def _entry(self, answer: Any, values: np.ndarray) -> Result:
+        return {"label": answer.label, "probs": values, "num_classes": len(values)}
 
     def _ordered(
         self,
         served: ServedModel,
         id: str,
         task: str,
-        entry: Callable[[Result], Result],
+        entry: Callable[[Any], Result],
         options: Mapping[str, Any],
         **more: Any,
     ) -> TaskOrder:
         """Returns the order of an item for each text. entry: entry(answer to an item) -> its part of the response; id:
         of the response; more: further fields of each item"""
 
-        def make(results: Sequence[Result]) -> Result:
+        def make(answers: Sequence[Answer]) -> Result:
             head = {"id": id, "object": "list", "created": int(time.time()), "model": served.model}
-            data = [{"index": index} | entry(result) for index, result in enumerate(results)]
-            return head | {"data": data, "usage": Batchable.usage(results)}
+            data = [{"index": index} | entry(answer) for index, answer in enumerate(answers)]
+            return head | {"data": data, "usage": Batchable.usage(answers)}
 
         texts = self.input if is_list_of_texts(self.input) else [self.input]
         items, options = [{"text": text, **more} for text in texts], {**options, **self.options(task)}
@@ -226,8 +222,8 @@ class Pooling(Classify, kw_only=True):
         if task == "embed":
             options = {} if self.use_activation is None else {"normalize": self.use_activation}
 
-            def entry(result: Result) -> Result:
-                return self._entry(result, result["embedding"])
+            def entry(answer: Embedding) -> Result:
+                return self._entry(answer, answer.embedding)
 
             return self._ordered(served, id, task, entry, options, dimensions=self.dimensions)
         if self.dimensions is not None:
@@ -235,7 +231,7 @@ class Pooling(Classify, kw_only=True):
             raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
         return self._labels(served, id)
 
-    def _entry(self, result: Result, values: np.ndarray) -> Result:
+    def _entry(self, answer: Any, values: np.ndarray) -> Result:
         return {"object": "pooling", "data": in_base64([values])[0] if self.encoding_format == "base64" else values}
 
 
@@ -295,10 +291,10 @@ class CohereEmbed(Body, kw_only=True):
         if prompt in served.llm.task("embed").settings.prompts:
             options["prompt_name"] = prompt
 
-        def make(results: Sequence[Result]) -> Result:
-            (result,) = results
-            meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": result["num_tokens"]}}
-            head, vectors = {"id": served.id, "texts": self.texts, "meta": meta}, result["embeddings"]
+        def make(answers: Sequence[EmbeddingList]) -> Result:
+            (answer,) = answers
+            meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": answer.num_tokens}}
+            head, vectors = {"id": served.id, "texts": self.texts, "meta": meta}, answer.embeddings
             if types is None:
                 return head | {"response_type": "embeddings_floats", "embeddings": vectors}
             forms = {kind: _FORMS[kind](vectors) for kind in types}

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from ..errors import InputError
 from ..spec.task import SamplerOptions, http_names
+from ..tasks.results import Generation
 from .answers import ChoiceText, Events
 from .body import METADATA_REMEDY, OBJECTS, Ignored, Metadata, ServedModel, TaskOrder, converted, doc
 from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body, chat_logprobs, sampled, usage_of
@@ -109,8 +110,8 @@ class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         return items, meta | {"asked": repeated, "metadata": self.metadata or {}}
 
     @classmethod
-    def response(cls, meta: Mapping[str, Any], results: Sequence[Body], *, model: str, id: str) -> Body:
-        return responses_body({**meta, "id": id}, results) | {"model": model}
+    def response(cls, meta: Mapping[str, Any], answers: Sequence[Any], *, model: str, id: str) -> Body:
+        return responses_body({**meta, "id": id}, answers) | {"model": model}
 
 
 class Part(Struct):
@@ -265,9 +266,9 @@ def _format(format: Format | None) -> Body | None:
 # ------------------------------------------------------------------------------------------------------ responses
 
 
-def responses_body(meta: Body, results: Sequence[Body]) -> Body:
+def responses_body(meta: Body, answers: Sequence[Generation]) -> Body:
     """Returns the response, without the model. `meta["id"]` makes its id, and those of its output items."""
-    (choice,) = chat_body(meta, results)["choices"]
+    (choice,) = chat_body(meta, answers)["choices"]
     message, id = choice["message"], meta["id"]
     calls = message.get("tool_calls", [])
     is_cut = choice["finish_reason"] == "length"
@@ -284,7 +285,7 @@ def responses_body(meta: Body, results: Sequence[Body]) -> Body:
         function = call["function"]
         item = {"id": f"fc_{id}{i}", "type": "function_call", "status": "completed", "call_id": call["id"]}
         output.append(item | {"name": function["name"], "arguments": function["arguments"]})
-    usage = usage_of(results)
+    usage = usage_of(answers)
     return _head(meta) | {
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -357,8 +358,8 @@ class ResponseEvents(Events):
         has_logprobs = text and tokens and "logprob" in tokens[0] and not self._holds_text
         yield from self._send(text, chat_logprobs(tokens)["content"] if has_logprobs else [])
 
-    def end(self, item: int, result: Body) -> Iterator[Body]:
-        whole = responses_body(self._meta, [result]) | {"model": self._model}
+    def end(self, item: int, answer: Generation) -> Iterator[Body]:
+        whole = responses_body(self._meta, [answer]) | {"model": self._model}
         for index, item in enumerate(whole["output"]):
             if item["type"] == "reasoning":
                 yield from self._think(item["content"][0]["text"][len(self._thought) :])

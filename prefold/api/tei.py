@@ -11,10 +11,10 @@ from msgspec import Meta
 from ..errors import InputError, UnsupportedModelError
 from ..tasks.classify import sigmoid, softmax
 from ..tasks.rerank import CosineTask
+from ..tasks.results import Classification, Embedding, Ranking
 from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Model, ServedModel, TaskOrder, Word, doc
-from .numbers import labels_of, vectors_in
+from .numbers import labels_of
 
-Results = Sequence[dict[str, Any]]
 # What TEI answers with: {status, or code, of a refusal: (status, error_type)}
 _TYPES: dict[int | str, tuple[int, str]] = {
     429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy"), 400: (422, "Validation"),
@@ -70,7 +70,7 @@ class TeiEmbed(TeiBody, kw_only=True):
         """Returns the order for a vector of each input. Raises UnsupportedModelError."""
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
-        order = TaskOrder("embed", items, lambda results: vectors_in(*results), options, {"text": "inputs"})
+        order = TaskOrder("embed", items, lambda answers: answers[0].vectors, options, {"text": "inputs"})
         return vectors_of(order, served)
 
 
@@ -99,9 +99,8 @@ class TeiRerank(TeiBody, kw_only=True):
         if self.truncate:
             options["truncate"] = "left" if self.truncation_direction == "Left" else True
 
-        def make(results: Results) -> Any:
-            (result,) = results
-            entries = [{"index": i, "score": result["scores"][i]} for i in result["order"]]
+        def make(answers: Sequence[Ranking]) -> Any:
+            entries: list[dict[str, Any]] = [{"index": i, "score": score} for i, score in answers[0]]
             return [entry | {"text": self.texts[entry["index"]]} for entry in entries] if self.return_text else entries
 
         item = {"query": self.query, "documents": self.texts, "top_n": self.top_n}
@@ -142,16 +141,16 @@ class TeiPredict(TeiBody, kw_only=True):
             message, remedy = "'raw_scores' and 'function_to_apply' exclude each other", "give one of them"
             raise InputError(message, field="function_to_apply", remedy=remedy)
 
-        def labels(result: dict[str, Any]) -> Any:
-            scores = result["probabilities"]
+        def labels(answer: Classification) -> Any:
+            scores = answer.probabilities
             if function:
-                values = _FUNCTIONS[function.value](np.array([*result["logits"].values()]))
+                values = _FUNCTIONS[function.value](np.array([*(answer.logits or {}).values()]))
                 scores = dict(zip(scores, values.tolist(), strict=True))
             best = sorted(scores.items(), key=lambda pair: -pair[1])[: parameters.top_k]
             return [{"score": value, "label": label} for label, value in best]
 
-        def make(results: Results) -> Any:
-            lists = [labels(result) for result in results]
+        def make(answers: Sequence[Classification]) -> Any:
+            lists = [labels(answer) for answer in answers]
             return lists if is_list or self.parameters is not None else lists[0]
 
         items = [{"text": text} for text in texts]
@@ -179,8 +178,8 @@ class TeiSimilarity(Body):
         """Returns the order for the cosine of the angle between a sentence and each of several. Raises
         UnsupportedModelError."""
 
-        def make(results: Results) -> Any:
-            vectors = np.stack([result["embedding"] for result in results])
+        def make(answers: Sequence[Embedding]) -> Any:
+            vectors = np.stack([answer.embedding for answer in answers])
             return vectors[1:] @ vectors[0]
 
         options = {"normalize": True, **(self.parameters or Prompted()).options}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from ..files import is_stream, read_text, text_of
 from ..spec.fields import SpecError
 from ..spec.job import JobSpec
 from .process import notice
+
+if TYPE_CHECKING:
+    from ..tasks.results import Classification, Embedding, Ranking, Score
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
@@ -68,7 +71,7 @@ def answer(
     (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=spec.seed))])
     if as_json or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
-            click.echo(dumps({**text, **result}).encode())  # JSON is UTF-8 whatever the locale
+            click.echo(dumps({**text, **result.line()}).encode())  # JSON is UTF-8 whatever the locale
         return
     _SHOW[task](texts, results)
     _summary(engine, spec)
@@ -138,37 +141,36 @@ def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list
     return items, items
 
 
-def _show_rerank(texts: list[str], results: list[dict[str, Any]]) -> None:
-    result = results[0]
-    for place, index in enumerate(result["order"], 1):
-        score = click.style(f"{result['scores'][index]:.4f}", bold=True)
+def _show_rerank(texts: list[str], answers: list[Ranking]) -> None:
+    for place, (index, number) in enumerate(answers[0], 1):
+        score = click.style(f"{number:.4f}", bold=True)
         click.echo(f"{place:>3}  {score}  {one_line(texts[1 + index])}")
 
 
-def _show_embed(texts: list[str], results: list[dict[str, Any]]) -> None:
+def _show_embed(texts: list[str], answers: list[Embedding]) -> None:
     import numpy as np
 
-    vectors = np.stack([result["embedding"] for result in results]).astype(np.float64)
+    vectors = np.stack([answer.embedding for answer in answers]).astype(np.float64)
     vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     click.echo(f"{len(texts)} vectors of {vectors.shape[1]} values (--json prints them). Cosine similarity:")
     for i, row in enumerate(vectors @ vectors.T):
         click.echo(f"{i + 1:>3}  {' '.join(f'{x:5.2f}' for x in row[:12])}  {one_line(texts[i], 50)}")
 
 
-def _show_classify(texts: list[str], results: list[dict[str, Any]]) -> None:
-    for text, result in zip(texts, results, strict=True):
-        best = sorted(result["probabilities"].items(), key=lambda pair: -pair[1])[:3]
-        label = click.style(result["label"], bold=True)
+def _show_classify(texts: list[str], answers: list[Classification]) -> None:
+    for text, answer in zip(texts, answers, strict=True):
+        best = sorted(answer.probabilities.items(), key=lambda pair: -pair[1])[:3]
+        label = click.style(answer.label, bold=True)
         rest = ", ".join(f"{name} {p:.1%}" for name, p in best)
         click.echo(f"{label}  ({rest})  {one_line(text, 60)}")
 
 
-def _show_score(texts: list[str], results: list[dict[str, Any]]) -> None:
+def _show_score(texts: list[str], answers: list[Score]) -> None:
     named = texts[1:] if len(texts) > 1 else texts
-    for text, result in zip(named, results, strict=True):
-        logprob = click.style(f"{result['logprob']:10.4f}", bold=True)
-        greedy = "  greedy" if result["greedy"] else ""
-        click.echo(f"{logprob}  {result['num_tokens']:>4} tokens{greedy}  {one_line(text)}")
+    for text, answer in zip(named, answers, strict=True):
+        logprob = click.style(f"{answer.logprob:10.4f}", bold=True)
+        greedy = "  greedy" if answer.greedy else ""
+        click.echo(f"{logprob}  {answer.num_tokens:>4} tokens{greedy}  {one_line(text)}")
 
 
 def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
@@ -236,6 +238,6 @@ def one_line(text: str, width: int = 90) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-_SHOW: dict[str, Callable[[list[str], list[dict[str, Any]]], None]] = {
+_SHOW: dict[str, Callable[[list[str], list[Any]], None]] = {
     "rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score,
 }  # fmt: skip

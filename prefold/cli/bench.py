@@ -197,7 +197,7 @@ def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str,
     started = time.perf_counter()
     results = run_works(engine, task, works, sharing=sharing)
     seconds, stats = time.perf_counter() - started, engine.stats
-    scores = [result["scores"] for result in finish_items(task, works, results)]
+    scores = [ranking.scores.tolist() for ranking in finish_items(task, works, results)]
     return {"seconds": seconds, "stats": stats, "scores": scores}
 
 

@@ -12,10 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..api.completions import Chat, Completion
+from ..api.numbers import Embeddings
+from ..api.tei import TeiEmbed
 from ..checkpoint import BUILT_IN, Checkpoint, resolve
 from ..errors import CheckpointError, InputError
 from ..prefix import MEDIA_BASE
-from ..spec.task import not_sent, sent_names
+from ..spec.task import Grammar, not_sent, sent_names
 from ..text import Tokenizer, tokenizer_or_none
 from ..types import Generated, Readout, Request, Result, Sampling, Stats
 from .replicas import cannot_ask, generation_stats
@@ -25,8 +28,8 @@ from .replicas import cannot_ask, generation_stats
 MESSAGES = "\x00messages\x00"
 _NOT_KNOWN = -1  # the id of a generated token that the server does not name
 
-# Fields of Sampling that bodies have by the same name: what is always sent, what OpenAI has no name for (most other
-# servers know it), and what is sent where it is not the default.
+# What differs between servers: the fields of Sampling that are sent to every server, those that OpenAI has no name for
+# (most other servers know them), and those that are sent if they are not the default. Bodies have them by these names.
 _ALWAYS, NOT_OPENAIS, _WHERE_SET = sent_names("openai"), sent_names("vllm"), sent_names("set")
 _DEFAULTS = {f.name: f.default for f in fields(Sampling)}
 
@@ -68,30 +71,32 @@ def generation_body(
     _check([request], sampling, with_text)
     always = (*_ALWAYS, *NOT_OPENAIS) if knows_all else _ALWAYS
     values = {name: getattr(sampling, name) for name in (*_ALWAYS, *NOT_OPENAIS, *_WHERE_SET)}
-    body: dict[str, Any] = {"model": request.adapter or model}
-    body |= {name: value for name, value in values.items() if name in always or value != _DEFAULTS[name]}
-    if body.get("top_k") == 0:
-        body["top_k"] = -1  # which means all tokens everywhere; some servers refuse 0
-    if sampling.logit_bias:
-        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.stop_ids:
-        body["stop_token_ids"] = list(sampling.stop_ids)
-    if request.salt:
-        body["cache_salt"] = request.salt
-    if sampling.grammar is not None:
-        body["response_format"] = {"type": "json_object"}
-        if sampling.grammar.kind == "json_schema":
-            schema = {"name": "answer", "schema": json.loads(sampling.grammar.text), "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    values = {name: value for name, value in values.items() if name in always or value != _DEFAULTS[name]}
+    if values.get("top_k") == 0:
+        values["top_k"] = -1  # which means all tokens everywhere; some servers refuse 0
+    shared: dict[str, Any] = values | {
+        "model": request.adapter or model,
+        "max_tokens": sampling.max_tokens,
+        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_ids) or None,
+        "cache_salt": request.salt or None,
+        "response_format": _response_format(sampling.grammar),
+    }
     text = None if text_of is None else text_of(request.tokens)
     if text is not None and text.startswith(MESSAGES):
-        # Without a limit a conversation is answered until the context is full.
-        limit = {} if sampling.max_tokens is None else {"max_tokens": sampling.max_tokens}
-        return "/v1/chat/completions", body | limit | _conversation(text)
-    body["max_tokens"] = _room(request, context) if sampling.max_tokens is None else sampling.max_tokens
-    return "/v1/completions", body | {"prompt": request.tokens.tolist() if text is None else text}
+        # Without max_tokens a conversation is answered until the context is full.
+        return "/v1/chat/completions", Chat(**shared, **_conversation(text)).sent
+    if sampling.max_tokens is None:
+        shared["max_tokens"] = _room(request, context)
+    return "/v1/completions", Completion(prompt=request.tokens.tolist() if text is None else text, **shared).sent
+
+
+def _response_format(grammar: Grammar | None) -> dict[str, Any] | None:
+    if grammar is None or grammar.kind != "json_schema":
+        return None if grammar is None else {"type": "json_object"}
+    schema = {"name": "answer", "schema": json.loads(grammar.text), "strict": True}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _room(request: Request, context: int | None) -> int:
@@ -183,10 +188,10 @@ def embedding_bodies(
     model = adapter or model
     if text_of is None:
         ids = [request.tokens.tolist() for request in requests]
-        return [("/v1/embeddings", {"model": model, "input": ids})]
+        return [("/v1/embeddings", Embeddings(model=model, input=ids).sent)]
     texts = [text_of(request.tokens) for request in requests]
-    bodies: list[tuple[str, dict[str, Any]]] = [("/v1/embeddings", {"model": model, "input": texts})]
-    return bodies if adapter else [*bodies, ("/embed", {"inputs": texts})]
+    bodies = [("/v1/embeddings", Embeddings(model=model, input=texts).sent)]
+    return bodies if adapter else [*bodies, ("/embed", TeiEmbed(inputs=texts).sent)]
 
 
 def embeddings_of(answer: Any, count: int) -> list[Result]:
@@ -214,10 +219,10 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
                 "a server reads only targets that follow in the prompt", field="targets", code="unsupported"
             )
         ends = [int(targets[-1])]
-    body: dict[str, Any] = {"model": request.adapter or model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-    if request.salt:
-        body["cache_salt"] = request.salt
-    return [("/v1/completions", body | {"prompt": [*request.tokens.tolist(), int(end)]}) for end in ends]
+    shared: dict[str, Any] = {"model": request.adapter or model, "cache_salt": request.salt or None}
+    shared |= {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    prompts = [[*request.tokens.tolist(), int(end)] for end in ends]
+    return [("/v1/completions", Completion(prompt=prompt, **shared).sent) for prompt in prompts]
 
 
 def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> Result:

@@ -2,7 +2,6 @@
 
 arguments   reads what callers hand over, as items of the tasks
 keywords    names the keywords of the methods, for editors and type checkers
-results     defines what callers get back
 running     makes each task once, and runs it
 numbers     has embed, rerank, classify and score
 streams     has coroutines that wait for the answers of an engine

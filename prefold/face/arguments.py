@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..tasks import ClassifyItem, EmbedItem, ScoreItem
 from ..text.media import TextWithImages
 
 T = TypeVar("T")
@@ -145,15 +147,17 @@ def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) ->
 def _with_adapter(item: Any, name: str | None) -> Any:
     if name is None or isinstance(item, InputError):
         return item
-    if isinstance(item, list) and all(isinstance(pair, Mapping) and "continuation" in pair for pair in item):
-        return [{**pair, "adapter": name} for pair in item]
+    if isinstance(item, (EmbedItem, ClassifyItem, ScoreItem)):
+        return replace(item, adapter=name)
+    if isinstance(item, list) and item and isinstance(item[0], ScoreItem):
+        return [replace(pair, adapter=name) for pair in item]
     if isinstance(item, Mapping):
         return item if item.get("adapter") is not None else {**item, "adapter": name}
     is_chat = isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping)
     return {"messages" if is_chat else "prompt": item, "adapter": name}
 
 
-def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]], bool, bool]:
+def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bool, bool]:
     """Returns (pairs of each prompt, whether a single prompt was given, whether continuations were given as lists).
 
     One prompt has one continuation or a list of them; of several prompts each has one, or each has a list.
@@ -173,10 +177,7 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[dict[str, Any]]
             remedy = "give each prompt one continuation, or each a list of them"
             raise InputError("some continuations are lists and some are not", field="continuations", remedy=remedy)
         lists = [values for values, _ in split]
-    pairs = [
-        [{"prompt": text, "continuation": continuation} for continuation in many]
-        for text, many in zip(texts, lists, strict=True)
-    ]
+    pairs = [[ScoreItem(text, continuation) for continuation in many] for text, many in zip(texts, lists, strict=True)]
     return pairs, single, not is_single
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
@@ -10,10 +10,11 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import checked
-from ..tasks.run import finish_items
+from ..tasks import ClassifyItem, EmbedItem, RerankItem, ScoreItem, Work
+from ..tasks.results import Classification, Ranking, Score
+from ..tasks.run import not_finite
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
-from .results import Classification, Ranking, Score
 from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
@@ -59,9 +60,9 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be embedded.
         """
         items, single = as_texts(texts, "texts")
-        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
-        lines = self._lines(self.task("embed", **task_options), named, call)
-        embeddings: list[Any] = [line if isinstance(line, InputError) else line["embedding"] for line in lines]
+        call, named, task_options = read_call("texts", _items(EmbedItem, items), single, errors, options)
+        answers = self._answers(self.task("embed", **task_options), named, call)
+        embeddings: list[Any] = [out if isinstance(out, InputError) else out.embedding for out in answers]
         if single:
             return cast(Vector, embeddings[0])
         if call.back:
@@ -106,22 +107,23 @@ class NumericTasks(TaskRunner):
         progress = options.pop("progress", False)
         call = CallForm("documents", back=check_errors(errors), progress=progress)
         task: Any = self.task("rerank", **options)
-        works = task.prepare([{"query": query, "document": item} for item in items])
+        works = task.prepare([RerankItem(query, item) for item in items])
         if not call.back:
             first_error(works, call.argument)
         results = self._run_works(task, works, call)
-        lines = finish_items(task, works, results)
-        if not call.back:
-            first_error(lines, call.argument)
-        bad = {i: line for i, line in enumerate(lines) if isinstance(line, InputError)}
-        scores = np.full(len(items), np.nan)
+        bad = {i: error for i, pair in enumerate(zip(works, results, strict=True)) if (error := _error_of(*pair))}
         good = [i for i in range(len(items)) if i not in bad]
-        if not good:
-            return Ranking(scores, [], bad)
-        together = task.gather([works[i] for i in good], top_n)
-        (line,) = finish_items(task, [together], [[result for i in good for result in results[i] or ()]])
-        scores[good] = line["scores"]
-        return Ranking(scores, [good[i] for i in line["order"]], bad)
+        ranking = Ranking(np.empty(0), [])
+        if good:
+            together = task.gather([works[i] for i in good], top_n)
+            ranking = task.finish(together.note, [result for i in good for result in results[i] or ()])
+        bad |= {good[i]: not_finite() for i in np.flatnonzero(~np.isfinite(ranking.scores)).tolist()}
+        if not call.back:
+            first_error([bad.get(i) for i in range(len(items))], call.argument)
+        scores = np.full(len(items), np.nan)
+        scores[good] = ranking.scores
+        scores[list(bad)] = np.nan
+        return replace(ranking, scores=scores, order=[good[i] for i in ranking.order], errors=dict(sorted(bad.items())))
 
     @overload
     def classify(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
@@ -161,12 +163,9 @@ class NumericTasks(TaskRunner):
         Raises InputError naming the text that cannot be classified.
         """
         items, single = as_texts(texts, "texts")
-        call, named, task_options = read_call("texts", _named(items, "text"), single, errors, options)
+        call, named, task_options = read_call("texts", _items(ClassifyItem, items), single, errors, options)
         task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
-        answers = [
-            line if isinstance(line, InputError) else Classification(line["label"], line["probabilities"])
-            for line in self._lines(task, named, call)
-        ]
+        answers: list[Classification | InputError] = self._answers(task, named, call)
         return _only(answers) if single else answers
 
     @overload
@@ -229,30 +228,27 @@ class NumericTasks(TaskRunner):
         """
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
-            call, named, task_options = read_call("prompts", _named(items, "text"), single, errors, options)
-            scores = self._scores(self.task("score", **task_options), named, call)
+            call, named, task_options = read_call("prompts", _items(ScoreItem, items), single, errors, options)
+            scores: list[Score | InputError] = self._answers(self.task("score", **task_options), named, call)
             return _only(scores) if single else scores
         pairs_of, single, many = pair_up(prompts, continuations)
         call, lists, task_options = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
         task = self.task("score", **task_options)
         flat = [pair for pairs in lists for pair in pairs]
         call = replace(call, single=single and not many)
-        results = iter(self._scores(task, flat, call))
+        results: Iterator[Score | InputError] = iter(self._answers(task, flat, call))
         answers = [[next(results) for _ in pairs] if many else next(results) for pairs in lists]
         return _only(answers) if single else answers
 
-    def _scores(self, task: Any, records: Sequence[Any], call: CallForm) -> list[Score | InputError]:
-        return [
-            line
-            if isinstance(line, InputError)
-            else Score(line["logprob"], np.asarray(line["logprobs"], np.float32), line["greedy"])
-            for line in self._lines(task, records, call)
-        ]
+
+def _error_of(work: Work | InputError, results: Sequence[Any] | None) -> InputError | None:
+    """Return the error of a work or of one of its results; None if there is none."""
+    return next((part for part in (work, *(results or ())) if isinstance(part, InputError)), None)
 
 
-def _named(items: Sequence[Any], name: str) -> list[Any]:
-    """Returns each item as {name: item}; an InputError stays as it is."""
-    return [item if isinstance(item, InputError) else {name: item} for item in items]
+def _items(kind: Callable[..., Any], texts: Sequence[Any]) -> list[Any]:
+    """Return an item of this kind for each text; an InputError stays as it is."""
+    return [text if isinstance(text, InputError) else kind(text=text) for text in texts]
 
 
 def _only(answers: Sequence[T]) -> T:

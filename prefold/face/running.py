@@ -112,10 +112,10 @@ class TaskRunner:
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:
         """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
-        return self._lines(task, items_of(items), CallForm())
+        return [answer.line() for answer in self._answers(task, items_of(items), CallForm())]
 
-    def _lines(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
-        """Returns the task's dict of each item; of a bad item its InputError, where the call wants it back."""
+    def _answers(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
+        """Return the task's answer to each item; for a bad item its InputError, if the call wants it back."""
         answers = finish_items(task, *self._results(task, items, call))
         return answers if call.back else first_error(answers, call.argument, single=call.single)
 

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 from ..engine.samples import TextPiece
 from ..engine.streamed import stream
 from ..errors import InputError
+from ..tasks.results import Piece
 from ..tasks.run import seed_of, with_seed
 from ..types import Generated, Request
 from .arguments import Message, Prompt, Text, as_items, as_list, chats_of, first_error
 from .keywords import GenerationKeywords
-from .results import Piece
 from .running import TaskRunner, read_call, warn_of_images
 from .streams import astream
 

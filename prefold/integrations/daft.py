@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..errors import InputError, MissingExtraError
 from ..records.fields import without_filler
 from ..tasks.base import attempt
@@ -222,12 +220,12 @@ class _Prompter(_Runner):
         answer = item if isinstance(item, InputError) else await self._model.run_one("generate", self._options, item)
         if self._format is not None and not isinstance(answer, InputError):
             try:
-                return self._format.model_validate_json(answer["text"])
+                return self._format.model_validate_json(answer.choices[0].text)
             except ValueError as error:
                 remedy = "give a larger max_tokens"
                 answer = InputError(f"the answer is not of the format: {error!s:.200}", field="prompt", remedy=remedy)
         result = self._call.value(answer)
-        return None if result is None else result["text"]
+        return None if result is None else result.choices[0].text
 
 
 class _Embedder(_Runner):
@@ -235,7 +233,7 @@ class _Embedder(_Runner):
         items, places = _items(text)
         answers = await self._model.run_many_async(self._call.task, self._call.options, items)
         results = _in_place(self._call, len(text), places, answers)
-        return [None if result is None else np.asarray(result["embedding"], np.float32) for result in results]
+        return [None if result is None else result.embedding for result in results]
 
 
 class _Classifier(_Runner):
@@ -243,7 +241,7 @@ class _Classifier(_Runner):
         options = {**self._call.options, "labels": [labels] if isinstance(labels, str) else list(labels)}
         items, places = _items(text)
         results = _in_place(self._call, len(text), places, self._model.run_many(self._call.task, options, items))
-        return [None if result is None else result["label"] for result in results]
+        return [None if result is None else result.label for result in results]
 
 
 def _items(texts: list[str]) -> tuple[list[Any], list[int]]:
@@ -307,7 +305,8 @@ class _Generate(_Runner):
             answer = await self._model.run_one("generate", self._call.options, answer)
         if isinstance(answer, InputError):
             return {name: str(answer) if name == "error" else None for name in _STRUCT}
-        return {name: answer.get(name) for name in _STRUCT}
+        line = answer.line()
+        return {name: line.get(name) for name in _STRUCT}
 
 
 def stats(model: str = DEFAULT_MODEL, **options: Any) -> dict[str, Any]:

@@ -84,8 +84,9 @@ class PrefoldBatches:
         errors = [str(a) if isinstance(a, InputError) else None for a in answers]
         # With its type: that of a column of nulls alone is another one, and files of such blocks do not go together.
         out = {**batch, self._error: pyarrow.array(errors, pyarrow.string())}
+        lines = [{} if isinstance(a, InputError) else a.line() for a in answers]
         for name, column in self._names.items():
-            out[column] = _array([None if isinstance(a, InputError) else a.get(name) for a in answers])
+            out[column] = _array([line.get(name) for line in lines])
         yield out
 
     async def _answers(self, values: list[Any]) -> list[Any]:

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import JobError, MissingExtraError
-from ..records.record import RecordAdapter, Source
+from ..records.record import RecordAdapter, Source, dumps
 from ..records.tables import TableAdapter
+from ..tasks.results import ANSWERS, VECTORS, Answer
 
 _MOST_FIELDS = 256  # of a struct; an object with more keys is a map
 _EXACT = 1 << 53  # whole numbers up to here are exact in a float64
-# Columns whose numbers are real numbers, even where all of them happen to be whole.
-_REAL = {"embedding", "embeddings", "score", "scores", "logprob", "logprobs", "probabilities", "logits"}
+# Columns whose numbers are real numbers, even if all of them are whole.
+_REAL = {name for kinds in ANSWERS.values() for kind in kinds for name in kind.numbers if name not in kind.unlisted}
 _UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
-_SINGLE = {"embedding": 1, "embeddings": 2}  # columns of float32 numbers, in lists nested so many deep
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TableForm:
     empty: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, adapter: RecordAdapter, source: Source, example: Mapping[str, Any] | None = None) -> TableForm:
+    def of(cls, adapter: RecordAdapter, source: Source, example: Answer | None = None) -> TableForm:
         """Returns the form of a job's output, in which repeated columns of the input have their types. example: an
         answer of the task"""
         if not isinstance(adapter, TableAdapter):
@@ -52,7 +52,7 @@ class TableForm:
         names = adapter.columns_used.repeated()
         types_or_none = {name: type_at(source.types, path) for name, path in names.items()}
         types = {name: type for name, type in types_or_none.items() if type is not None}
-        empty = adapter.line(0, {}, [dict(example)]) if example is not None else {}
+        empty = json.loads(dumps(adapter.line(0, {}, [example]))) if example is not None else {}
         return cls(("record", *names), adapter.reserved, types, empty)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
@@ -275,9 +275,9 @@ def _timestamp(text: str, unit: str) -> int:
 def single(pa: Any, name: str) -> Any:
     """Returns the Arrow type of a task's column of float32 vectors; None for any other column."""
     type = pa.float32()
-    for _ in range(_SINGLE.get(name, 0)):
+    for _ in range(VECTORS.get(name, 0)):
         type = pa.list_(type)
-    return type if name in _SINGLE else None
+    return type if name in VECTORS else None
 
 
 def cell(name: str, value: Any) -> Any:

@@ -85,8 +85,8 @@ class Flow:
 
     def _line(self, task: Any, record: DoneRecord) -> str:
         """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
-        results = [finish(task, note, values) for note, values in record.items]
-        return dumps(self.job.adapter.line(record.number, record.meta, results))
+        answers = [finish(task, note, values) for note, values in record.items]
+        return dumps(self.job.adapter.line(record.number, record.meta, answers))
 
 
 def run_beside(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..records.record import Record, RecordAdapter
+from ..tasks.results import Answer, Classification, Embedding, EmbeddingList, Ranking, Relevance, Score
 
 NEIGHBOURS = 64
 _BLOCK = 8
@@ -139,20 +140,21 @@ def _discordant(x: np.ndarray, y: np.ndarray) -> int:
     return count // 2  # each was seen from both sides
 
 
-def _rankings(items: Sequence[Any], valid: Sequence[int], outputs: Sequence[dict[str, Any]]) -> dict[Any, np.ndarray]:
+def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answer]) -> dict[Any, np.ndarray]:
     """Returns the values that are ranked against each other, by the query, text or group that they belong to."""
     out: dict[Any, list[float]] = {}
     vectors: list[np.ndarray] = []
-    for i, output in zip(valid, outputs, strict=True):
+    for i, answer in zip(valid, answers, strict=True):
         item = items[i]
-        if "scores" in output or "score" in output:
-            out.setdefault(_key(item, "query", i), []).extend(output.get("scores", [output.get("score")]))
-        elif "probabilities" in output:
-            out[i] = list(output["probabilities"].values())
-        elif "logprob" in output:
-            out.setdefault(_key(item, "prompt", i), []).append(output["logprob"])
-        elif "embeddings" in output or "embedding" in output:
-            vectors += list(output.get("embeddings", [output.get("embedding")]))
+        if isinstance(answer, (Relevance, Ranking)):
+            scores = answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
+            out.setdefault(_key(item, "query", i), []).extend(scores)
+        elif isinstance(answer, Classification):
+            out[i] = list(answer.probabilities.values())
+        elif isinstance(answer, Score):
+            out.setdefault(_key(item, "prompt", i), []).append(answer.logprob)
+        elif isinstance(answer, (Embedding, EmbeddingList)):
+            vectors += [*answer.vectors]
     ranked = {key: np.array(values, np.float64) for key, values in out.items()}
     return ranked | (_neighbours(vectors) if vectors else {})
 

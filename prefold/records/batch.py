@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..api import ENDPOINTS, KINDS, openai_error
 from ..api.body import renamed
 from ..errors import InputError, record_error
+from ..tasks.results import Answer
 from ..text.valid import valid_text
 from .record import ParsedRecord, Record, TextSet, error_object
 
@@ -126,9 +127,9 @@ class OpenAIBatch:
         """Returns (the task's items for a body, the meta of its response). Raises InputError."""
         return KINDS[kind].of(body, in_batch=True).read(self.sampling)
 
-    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
         model = meta.get("model", self.served)
-        body = KINDS[meta["kind"]].response(meta | self._about, results, model=model, id=self._digest(number))
+        body = KINDS[meta["kind"]].response(meta | self._about, answers, model=model, id=self._digest(number))
         add_usage(self.usage, body.get("usage") or {})
         return self._response(number, meta["id"], 200, body)
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import InputError
+from ..tasks.results import Answer
 
 # Output lines are JSON, with float32 numbers as short as they can be and still exact.
 #
@@ -182,8 +183,8 @@ class RecordAdapter(Protocol):
         """Returns a record as a task's items. It does not raise: errors are in the result."""
         ...
 
-    def line(self, number: int, meta: Any, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the output object of a record. results: the task's answer to each of its items"""
+    def line(self, number: int, meta: Any, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Returns the output object of a record. answers: the task's answer to each of its items"""
         ...
 
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from ..spec.fields import near
+from ..tasks.results import Answer, Classification, names_in_lines
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
 
-# The names in an output line that are not the user's: those of every line (""), and those that each task adds.
-_RESERVED = {
-    "": {"record", "id", "error", "results", "num_tokens", "image_notes"},
-    "embed": {"embedding", "embeddings"},
-    "rerank": {"score", "scores", "order", "documents"},
-    "classify": {"label", "probabilities", "logprobs", "logits"},
-    "score": {"logprob", "logprobs", "greedy", "num_bytes"},
-    "generate": {
-        *("text", "tokens", "finish_reason", "stop", "logprobs", "choices"),
-        *("num_generated", "cached_tokens", "approximate_tokens"),
-    },
-}
+# The names that every output line has beside the fields of its task's answer.
+_OF_LINES = {"record", "id", "error", "results"}
 _USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
     "classify": {"prompt": ("text", "prompt", "input")},
@@ -39,7 +30,7 @@ _USUAL = {
 def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
     """Returns the names of a task's own fields in an output line; columns that it repeats need other names. has_id:
     whether lines have an id of their own (--id)"""
-    names = _RESERVED[""] | _RESERVED[task]
+    names = _OF_LINES | names_in_lines(task)
     return frozenset(names if has_id else names - {"id"})
 
 
@@ -309,10 +300,18 @@ class TableAdapter:
         out |= {"image": columns.image} if columns.image else {}
         return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
-    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+        for answer in answers:
+            if isinstance(answer, Classification) and answer.label:  # an example has none
+                self.labels[answer.label] += 1
         head = self._head(number, meta)
-        self.labels.update(result["label"] for result in results if result.get("label"))  # an example has none
-        return head | ({"results": results} if meta.get("many") else results[0])
+        if meta.get("many"):
+            return head | {"results": [self._fields_of(answer, is_part=True) for answer in answers]}
+        return head | self._fields_of(answers[0])
+
+    def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
+        """Return the fields of an answer in the record's line, or if `is_part` in a list of the record's results."""
+        return answer.line()
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
         name, bracket, index = (error.field or "").partition("[")
@@ -352,19 +351,14 @@ class LabelColumns(TableAdapter):
         clashes = self._every and name == column and bare(name, "input_").startswith(self.prefix)
         return f"input_{name}" if clashes else name
 
-    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-        return super().line(number, meta, [self._flat(result) for result in results])
-
-    def _flat(self, result: dict[str, Any]) -> dict[str, Any]:
-        probabilities = result["probabilities"]
-        own = {
-            "label": result["label"],
-            "p": probabilities.get(result["label"], 0.0),
-        }  # the label of an example is empty
+    def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
+        assert isinstance(answer, Classification)
+        # The label of an example is empty.
+        own = {"label": answer.label, "p": answer.probabilities.get(answer.label, 0.0)}
         if self._every:
-            own |= {self.prefix + label: p for label, p in probabilities.items()}
-        objects = {"probabilities", "logprobs", "logits"}
-        return own | {name: value for name, value in result.items() if self._keeps or name not in objects}
+            own |= {self.prefix + label: p for label, p in answer.probabilities.items()}
+        objects = () if self._keeps else answer.numbers
+        return own | {name: value for name, value in answer.line().items() if name not in objects}
 
 
 PREFIX = "answer_"
@@ -382,11 +376,9 @@ class AnswerColumns(TableAdapter):
         name = super().kept_name(column)
         return f"input_{name}" if name == column and bare(name, "input_").startswith(PREFIX) else name
 
-    def line(self, number: int, meta: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the output object of a record, followed by the properties of its answer."""
-        repeated = set() if meta.get("many") else set(self.columns_used.keep)
-        every = self.columns_used.keep_all and not meta.get("many")
-        return super().line(number, meta, [with_columns(result, repeated, every=every) for result in results])
+    def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
+        repeated = set() if is_part else set(self.columns_used.keep)
+        return with_columns(answer.line(), repeated, every=self.columns_used.keep_all and not is_part)
 
 
 def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bool = False) -> dict[str, Any]:

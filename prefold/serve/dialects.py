@@ -30,6 +30,7 @@ from ..api.tei import (
     tei_error,
 )  # fmt: skip
 from ..errors import InputError
+from ..tasks.results import Embedding
 from ..text.valid import valid_text
 from ..types import Readout
 from .context import Dialect, Entry, Handle, RequestContext
@@ -224,8 +225,8 @@ async def embed_all(context: RequestContext) -> Response:
         raise InputError(message, field="inputs", remedy=remedy, code="too_many")
     items, options = [{"text": ids} for ids in texts], {"normalize": False}
 
-    def make(results: list[dict[str, Any]]) -> Any:
-        return [result["embedding"] for result in results]
+    def make(answers: list[Embedding]) -> Any:
+        return [answer.embedding for answer in answers]
 
     every = replace(order, items=items, options=options, make=make, readout=Readout("every"))
     return await context.answer(every)

@@ -41,6 +41,7 @@ from ..spec.task import GenerationOptions
 from ..tasks import GenerateTask, Work
 from ..tasks.base import attempt
 from ..tasks.make import inputs_of
+from ..tasks.results import Answer, Generation
 from ..tasks.run import finish_items
 from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
 from .backpressure import Backpressure, FairQueue
@@ -104,20 +105,20 @@ class RequestHandler:
         self.watch.note(step)
         self._metrics.step_sizes.note(step.rows)
 
-    async def answer(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
+    async def answer(self, order: TaskOrder) -> tuple[list[Answer], bool]:
         """Returns (the task's answer to each item, whether they are quick to write). If prompts are scored too, an
-        answer has the "prompt" of PromptTask. Raises InputError or Refusal."""
+        answer has the `prompt` of PromptTask. Raises InputError or Refusal."""
         if order.echo is None:
             return await self._results(order)
         # A namespace of its own keeps scores from being shared with other requests.
         namespace = order.namespace if order.share else order.namespace + uuid4().hex
-        prompts, _ = await self._results(replace(order, namespace=namespace))
-        if all("finish_reason" in result for result in prompts):
+        prompts: list[Any] = (await self._results(replace(order, namespace=namespace)))[0]
+        if all(prompt.choices for prompt in prompts):
             return prompts, False
-        samples, _ = await self._results(replace(order, echo=None))
-        return [sample | {"prompt": prompt["prompt"]} for sample, prompt in zip(samples, prompts, strict=True)], False
+        samples: list[Any] = (await self._results(replace(order, echo=None)))[0]
+        return [replace(sample, prompt=p.prompt) for sample, p in zip(samples, prompts, strict=True)], False
 
-    async def _results(self, order: TaskOrder) -> tuple[list[dict[str, Any]], bool]:
+    async def _results(self, order: TaskOrder) -> tuple[list[Answer], bool]:
         replies: list[ResponseStream]
         async with self._streams_of(order, text=False) as (task, works, replies):
             answers = dict.fromkeys(range(len(replies)))
@@ -140,8 +141,9 @@ class RequestHandler:
         else:
             self._metrics.read([len(request.tokens) for work in works for request in work.requests])
         if order.task == "rerank":
-            for answer, of_item in zip(answers_of_items, results, strict=True):
-                answer["cached_tokens"] = sum(result.cached_tokens or 0 for result in of_item)
+            cached_tokens = [sum([result.cached_tokens or 0 for result in of_item]) for of_item in results]
+            pairs = zip(answers_of_items, cached_tokens, strict=True)
+            answers_of_items = [replace(answer, cached_tokens=count) for answer, count in pairs]
         return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:
@@ -150,7 +152,7 @@ class RequestHandler:
         writer = order.events
         async with self._streams_of(order, text=True) as (task, works, replies):
 
-            def ended(number: int, answer: Any) -> tuple[dict[str, Any], bytes]:
+            def ended(number: int, answer: Any) -> tuple[Generation, bytes]:
                 result = result_or_raise(*finish_items(task, [works[number]], [[answer]]))
                 return result, event_bytes(writer, writer.end(number, result))
 
@@ -365,9 +367,8 @@ def result_or_raise(value: Any) -> Any:
 class PromptTask:
     """A PromptTask computes the log-probabilities of the tokens of prompts that a GenerateTask would continue.
 
-    Result: {"prompt": an entry for each token}. An entry is one of "logprobs" in a result of generation, with the
-    token's "rank"; "logprob" is None in the first. If no token is to be generated, or only the most likely one, which
-    is known as well, the result has the fields of a result of generation too.
+    The answer is a Generation with `prompt`: an entry for each token, whose "logprob" is None in the first. It has a
+    choice if no token is to be generated, or only the most likely one, which is known as well.
     """
 
     name = "generate"
@@ -395,7 +396,7 @@ class PromptTask:
         note = {"note": work.note, "request": request}
         return Work([replace(request, targets=targets, sampling=None)], note)
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Result]) -> Generation:
         """Returns the answer to an item."""
         (result,), request = results, note["request"]
         names, values = self._inner.token_logprobs, result.values.tolist()
@@ -408,7 +409,9 @@ class PromptTask:
             else:
                 prompt.append(names(token, entry[1]) | {"rank": int(entry[0][1])})
         generated = self._generation(request, rows[-1])
-        return ({} if generated is None else self._inner.finish(note["note"], [[generated]])) | {"prompt": prompt}
+        if generated is None:
+            return Generation((), prompt=prompt)
+        return replace(self._inner.finish(note["note"], [[generated]]), prompt=prompt)
 
     def _generation(self, request: Request, last: TokenLogprobs) -> Generated | None:
         """Returns the generated output; None if it has to be computed. last: the log-probabilities after the prompt"""

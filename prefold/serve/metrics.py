@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter as TallyCounter
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -31,6 +31,7 @@ from .. import __version__
 from ..engine.handles import Handle
 from ..engine.meter import StepInfo
 from ..report.page import merged
+from ..tasks.results import Generation
 from ..types import Generated, GenerationStats
 
 # vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Those below vLLM's
@@ -137,16 +138,16 @@ class Metrics:
             self.cancelled.inc()
         return response
 
-    def continued(self, handle: Handle, samples: Sequence[Generated], result: Mapping[str, Any]) -> None:
-        """Counts a prompt that was continued. samples: its texts; result: of its item"""
+    def continued(self, handle: Handle, samples: Sequence[Generated], answer: Generation) -> None:
+        """Counts a prompt that was continued. samples: its texts; answer: to its item"""
         tenant, longest = handle.owner.tenant, max(len(sample.tokens) for sample in samples)
-        note(completion=result["num_generated"])
-        self.prefix_queries.labels(tenant or "").inc(result["num_tokens"])
-        self.prefix_hits.labels(tenant or "").inc(result["cached_tokens"])
-        self.approximate.labels(tenant or "").inc(result.get("approximate_tokens", 0))
-        self.prompt_tokens.inc(result["num_tokens"])
-        self.prompt_sizes.note(result["num_tokens"])
-        self.text_sizes.note(result["num_generated"])
+        note(completion=answer.num_generated)
+        self.prefix_queries.labels(tenant or "").inc(answer.num_tokens)
+        self.prefix_hits.labels(tenant or "").inc(answer.cached_tokens)
+        self.approximate.labels(tenant or "").inc(answer.approximate_tokens or 0)
+        self.prompt_tokens.inc(answer.num_tokens)
+        self.prompt_sizes.note(answer.num_tokens)
+        self.text_sizes.note(answer.num_generated)
         self.longest_sizes.note(longest)
         for sample in samples:
             self.success.labels(sample.finish_reason).inc()

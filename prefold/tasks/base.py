@@ -1,12 +1,13 @@
 """Defines the interface of tasks, and how they check, encode and cut texts.
 
-A task turns items (one record each) into requests for the engine, and the engine's results into a dict. Between the two
-calls it keeps only a small JSON-able note, so a job may put the requests on disk and run them in any order. An error
-belongs to one item. A prompt that is too long is cut in its longest column, and the text around that column stays.
+A task turns items (one record each) into requests for the engine, and the engine's results into an `Answer`. Between
+the two calls it keeps only a small JSON-able note, so a job may put the requests on disk and run them in any order. An
+error belongs to one item. A prompt that is too long is cut in its longest column, and the text around that column
+stays.
 
     works = task.prepare(items)                    # a Work, or an InputError, for each item
     results = [... of task.readout, for each work.requests ...]
-    line = task.finish(work.note, results)         # results in the order of work.requests
+    answer = task.finish(work.note, results)       # results in the order of work.requests
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, TextWithImages, check_cut, notes_of, refuse_images
 from ..text.valid import check_said, valid_text
 from ..types import Exits, Medium, Readout, Request
+from .results import Answer
 
 T = TypeVar("T")
 TRUNCATE = "truncate=True (--truncate)"
@@ -374,7 +376,7 @@ class Task:
     inputs: Inputs
     readout: Readout
     item_type: type
-    example: Mapping[str, Any]
+    example: Answer
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         """Returns a Work for each item, or the InputError of an item that is wrong."""
@@ -391,7 +393,7 @@ class Task:
         encoded."""
         raise NotImplementedError
 
-    def finish(self, note: Any, results: Sequence[Any]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Any]) -> Answer:
         """Returns the answer to an item. note, results: of its Work; results of its requests, in order"""
         raise NotImplementedError
 

@@ -14,11 +14,12 @@ import numpy as np
 from ..errors import InputError, warn_caller
 from ..spec.task import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, FilledTemplate
-from ..text.media import Picture, with_notes
+from ..text.media import Picture, notes_in
 from ..text.prompts import CONTENT_FREE
 from ..text.valid import check_said, valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, cut_end, level, sigmoid, work_of
+from .results import Classification
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
 MUCH_LONGER = 4  # tokens by which labels' lengths may differ without a warning
@@ -40,8 +41,7 @@ class ClassifyTask(Task):
     """A ClassifyTask classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a
     bare text.
 
-    Result: {"label": the best, "probabilities": {label: p}, "logprobs": {label: log-likelihood},
-    "num_tokens": prompt and label tokens}. Probabilities are the softmax of the labels' summed
+    The answer is a Classification with `logprobs`. Probabilities are the softmax of the labels' summed
     log-likelihoods, each divided by its label's tokens or bytes if `normalization` says so.
 
     Contextual calibration (Zhao et al. 2021, "Calibrate Before Use": W = diag(1 / p_cf), b = 0) divides
@@ -98,14 +98,14 @@ class ClassifyTask(Task):
         is_wanted = self.calibrate and self.calibration is None
         return [ClassifyItem(text) for text in CONTENT_FREE] if is_wanted else []
 
-    def with_calibration(self, outputs: Sequence[Mapping[str, Any]] | np.ndarray) -> ClassifyTask:
+    def with_calibration(self, outputs: Sequence[Classification] | np.ndarray) -> ClassifyTask:
         """Returns a calibrated copy of the task.
 
         outputs   the answers to `calibration_items()`, or probabilities, float [labels] or [texts, labels]
 
         Raises InputError for outputs of another shape, and for values that are not probabilities.
         """
-        rows = [[o["probabilities"][label] for label in self.labels] if isinstance(o, Mapping) else o for o in outputs]
+        rows = [[*o.probabilities.values()] if isinstance(o, Classification) else o for o in outputs]
         mean = np.asarray(rows, dtype=np.float64)
         mean = mean.mean(axis=0) if mean.ndim == 2 else mean
         if mean.shape != (len(self.labels),) or not np.isfinite(mean).all() or (mean < 0).any():
@@ -178,24 +178,24 @@ class ClassifyTask(Task):
         return work_of(requests, pictures)
 
     @property
-    def example(self) -> dict[str, Any]:
+    def example(self) -> Classification:
         zeros = dict.fromkeys(self.labels, 0.0)
-        return {"label": "", "probabilities": zeros, "logprobs": zeros, "num_tokens": 0}
+        return Classification("", zeros, logprobs=zeros)
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Result]) -> Classification:
         sums = np.array([np.asarray(result.values, dtype=np.float64).sum() for result in results])
         scores = sums / self._lengths(results)
         if self.calibration is not None:
             # softmax(score - log p_cf) is p / p_cf, scaled to sum to 1.
             scores = scores - np.log(np.maximum(self.calibration, 1e-300))
         probabilities = softmax(scores)
-        line = {
-            "label": self.labels[int(np.argmax(scores))],
-            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
-            "logprobs": dict(zip(self.labels, sums.tolist(), strict=True)),
-            "num_tokens": note["tokens"],
-        }
-        return with_notes(line, note)
+        return Classification(
+            self.labels[int(np.argmax(scores))],
+            dict(zip(self.labels, probabilities.tolist(), strict=True)),
+            logprobs=dict(zip(self.labels, sums.tolist(), strict=True)),
+            num_tokens=note["tokens"],
+            image_notes=notes_in(note),
+        )
 
     def _lengths(self, results: Sequence[Result]) -> np.ndarray:
         if self.normalization == "tokens":
@@ -213,9 +213,9 @@ class ClassifyHeadTask(Task):
     """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are ClassifyItem, a mapping with its
     fields, or a bare text, which is encoded as it is.
 
-    Result: {"label": the best, "probabilities": {label: p}, "logits": {label: logit}, "num_tokens"}.
-    As in transformers' pipeline, `problem_type` of config.json says how logits become probabilities. "regression": the
-    logits themselves. One label, or "multi_label_classification": the sigmoid of each. Otherwise: their softmax.
+    The answer is a Classification with `logits`. As in transformers' pipeline, `problem_type` of config.json says how
+    logits become probabilities. "regression": the logits themselves. One label, or "multi_label_classification": the
+    sigmoid of each. Otherwise: their softmax.
     """
 
     name = "classify"
@@ -273,20 +273,20 @@ class ClassifyHeadTask(Task):
         return make
 
     @property
-    def example(self) -> dict[str, Any]:
+    def example(self) -> Classification:
         zeros = dict.fromkeys(self.labels, 0.0)
-        return {"label": "", "probabilities": zeros, "logits": zeros, "num_tokens": 0}
+        return Classification("", zeros, logits=zeros)
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Result]) -> Classification:
         logits = np.asarray(results[0].values, dtype=np.float64)
         probabilities = self.activation(logits)
-        line = {
-            "label": self.labels[int(np.argmax(logits))],
-            "probabilities": dict(zip(self.labels, probabilities.tolist(), strict=True)),
-            "logits": dict(zip(self.labels, logits.tolist(), strict=True)),
-            "num_tokens": note["tokens"],
-        }
-        return with_notes(line, note)
+        return Classification(
+            self.labels[int(np.argmax(logits))],
+            dict(zip(self.labels, probabilities.tolist(), strict=True)),
+            logits=dict(zip(self.labels, logits.tolist(), strict=True)),
+            num_tokens=note["tokens"],
+            image_notes=notes_in(note),
+        )
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:

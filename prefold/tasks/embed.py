@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,11 @@ from ..prefix import SPAN_BASE
 from ..spec.fields import checked
 from ..spec.task import EmbedOptions
 from ..text import FilledTemplate, Tokenizer, instructed_query
-from ..text.media import Picture, TextWithImages, with_notes
+from ..text.media import Picture, TextWithImages, notes_in
 from ..text.valid import valid_text
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, TextBatch, Work, work_of
+from .results import Answer, Embedding, EmbeddingList
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 
@@ -40,12 +41,11 @@ class EmbedItem:
 class EmbedTask(Task):
     """An EmbedTask embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
 
-    Result of one text: {"embedding": float32 [dimensions], "num_tokens": int}; of a list of texts:
-    {"embeddings": float32 [n, dimensions], "num_tokens": int}.
+    The answer to one text is an Embedding, to a list of texts an EmbeddingList.
     """
 
     name = "embed"
-    example: Mapping[str, Any] = {"embedding": [0.0], "num_tokens": 0}
+    example: Answer = Embedding(np.zeros(1, np.float32))
     item_type: type = EmbedItem
 
     def __init__(self, inputs: Inputs, options: EmbedOptions | None = None, settings: EmbedSettings | None = None):
@@ -176,9 +176,15 @@ class EmbedTask(Task):
         # Tokenizers lower-case one character at a time, so that a sigma at the end of a word is no special case.
         return "".join(map(str.lower, text)) if self.settings.lower_case else text
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Result]) -> Answer:
+        vectors = self._vectors(note["dimensions"], results)
+        kind, value = (EmbeddingList, vectors) if note["many"] else (Embedding, vectors[0])
+        return kind(np.ascontiguousarray(value), note["tokens"], notes_in(note))
+
+    def _vectors(self, dimensions: int | None, results: Sequence[Result]) -> np.ndarray:
+        """Return the vectors of results, float32 [results, dimensions]. dimensions: the item's"""
         vectors = np.stack([np.asarray(result.values, dtype=np.float32) for result in results])
-        dimensions = note["dimensions"] or self.dimensions
+        dimensions = dimensions or self.dimensions
         if dimensions is not None:
             vectors = vectors[:, :dimensions]
         if self.settings.normalize:
@@ -186,8 +192,7 @@ class EmbedTask(Task):
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         if dimensions is None and self.settings.truncate_dim is not None:
             vectors = vectors[:, : self.settings.truncate_dim]
-        key, value = ("embeddings", vectors) if note["many"] else ("embedding", vectors[0])
-        return with_notes({key: np.ascontiguousarray(value), "num_tokens": note["tokens"]}, note)
+        return vectors
 
 
 def first_token(request: Request) -> Request:

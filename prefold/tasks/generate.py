@@ -18,11 +18,12 @@ from ..spec.task import GenerationOptions
 from ..text import FilledTemplate
 from ..text.chat import THINK
 from ..text.detokenize import bytes_of_tokens
-from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, refuse_images, too_long, with_notes
+from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, notes_in, refuse_images, too_long
 from ..text.schemas import example_of
 from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
+from .results import Choice, Generation, Token
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 
@@ -33,15 +34,8 @@ class GenerateTask(Task):
     """A GenerateTask continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token
     ids), or a list of messages.
 
-    Result: {"text", "finish_reason" ("stop" or "length"), "num_tokens" (of the prompt), "num_generated",
-    "cached_tokens" (tokens of the prompt that were not computed for it)}, with "approximate_tokens" where some of the
-    prompt's K/V was computed at other positions and copied, "stop" (the text or id) where one ended the output,
-    "logprobs" if asked for, a list of {"id", "token", "bytes", "logprob", "top": [{"id", "token", "bytes",
-    "logprob"}]}, and "tokens" (ids) in place of "text" where the model has no tokenizer. An item `with_ids` has
-    "prompt_ids", and "tokens" in any case; `with_reasoning` it has "thinks" (whether the prompt ends with <think>) and
-    "reasoning_tokens" (how many tokens of the text are reasoning) where the model may think.
-    With several samples "text", "finish_reason", "stop", "logprobs", "tokens" and "reasoning_tokens" are in "choices",
-    one object a sample.
+    The answer is a Generation with a Choice for each sample. An item `with_ids` is answered with `prompt_ids` and
+    `tokens`, and an item `with_reasoning` with `thinks` and `reasoning_tokens` if the model may think.
 
     The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
     template writes its own. Token ids are taken as they are.
@@ -80,7 +74,7 @@ class GenerateTask(Task):
         self.readout = Readout("tokens")
 
     @property
-    def example(self) -> dict[str, Any]:
+    def example(self) -> Generation:
         grammar = self.sampling.grammar
         is_described = grammar is not None and grammar.kind == "json_schema"
         text = json.dumps(example_of(json.loads(grammar.text))) if is_described else ""
@@ -303,34 +297,32 @@ class GenerateTask(Task):
             message += f" is more than the model's context of {self.context}"
         return InputError(message, field=field, remedy=remedy, code="too_long")
 
-    def finish(self, note: Any, results: Sequence[list[Generated] | InputError]) -> dict[str, Any]:
-        samples = results[0]
-        if isinstance(samples, InputError):  # the engine could not run the request
-            raise samples
-        counts = {
-            "num_tokens": note["tokens"],
-            "num_generated": sum(len(sample.tokens) for sample in samples),
-            "cached_tokens": samples[0].cached_tokens or 0,
-        }
-        if samples[0].approximate_tokens:
-            counts["approximate_tokens"] = samples[0].approximate_tokens
-        choices = [self._choice(sample, note) for sample in samples]
-        counts |= {name: note[field] for name, field in (("prompt_ids", "ids"), ("thinks", "thinks")) if field in note}
-        return with_notes((choices[0] if len(choices) == 1 else {"choices": choices}) | counts, note)
+    def finish(self, note: Any, results: Sequence[list[Generated]]) -> Generation:
+        (samples,) = results
+        return Generation(
+            tuple([self._choice(sample, note) for sample in samples]),
+            num_tokens=note["tokens"],
+            num_generated=sum([len(sample.tokens) for sample in samples]),
+            cached_tokens=samples[0].cached_tokens or 0,
+            approximate_tokens=samples[0].approximate_tokens or None,
+            image_notes=notes_in(note),
+            prompt_ids=note.get("ids"),
+            thinks=note.get("thinks"),
+        )
 
-    def _choice(self, sample: Generated, note: Mapping[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = {} if sample.text is None else {"text": sample.text}
-        if sample.text is None or "ids" in note:
-            choice["tokens"] = list(sample.tokens)
-        if "thinks" in note:
-            choice["reasoning_tokens"] = self._reasoning_tokens(sample, note["thinks"])
-        choice["finish_reason"] = sample.finish_reason
-        if sample.stop is not None:
-            choice["stop"] = sample.stop
+    def _choice(self, sample: Generated, note: Mapping[str, Any]) -> Choice:
+        logprobs = None
         if sample.logprobs is not None:
             pairs = zip(sample.tokens, sample.logprobs, strict=True)
-            choice["logprobs"] = [self.token_logprobs(token, entry) for token, entry in pairs]
-        return choice
+            logprobs = [self.token_logprobs(token, entry) for token, entry in pairs]
+        return Choice(
+            text=sample.text,
+            tokens=list(sample.tokens) if sample.text is None or "ids" in note else None,
+            reasoning_tokens=self._reasoning_tokens(sample, note["thinks"]) if "thinks" in note else None,
+            finish_reason=sample.finish_reason,
+            stop=sample.stop,
+            logprobs=logprobs,
+        )
 
     def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
         """Returns how many tokens of a sample are reasoning. opened: whether the prompt ends with <think>"""
@@ -342,11 +334,11 @@ class GenerateTask(Task):
         decode = self.inputs.tokenizer.decode
         return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n]))
 
-    def token_logprobs(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
+    def token_logprobs(self, token: int, entry: TokenLogprobs) -> Token:
         """Returns the result's entry for a token of an output and its log-probabilities."""
         return self._token(token, entry.logprob) | {"top": [self._token(*pair) for pair in entry.top]}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> Token:
         if self.inputs.tokenizer is None:
             return {"id": token, "logprob": logprob}
         data = self._bytes_of(token)

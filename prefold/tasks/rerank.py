@@ -13,12 +13,13 @@ from ..errors import InputError
 from ..spec.fields import checked
 from ..spec.task import RerankOptions
 from ..text import RERANK_INSTRUCTION, FilledTemplate, RerankPrompt, Tokenizer, rerank_prompt
-from ..text.media import Picture, check_cut, with_notes
+from ..text.media import Picture, check_cut, notes_in
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
 from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode_alone, part_of, sigmoid, work_of
 from .embed import EmbedTask, is_list_of_texts
+from .results import Answer, Ranking, Relevance
 from .score import leading_ids
 from .sentence import PairSettings
 
@@ -102,9 +103,7 @@ class RerankTask(Task):
     """A RerankTask scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or
     list of documents).
 
-    Result of one document: {"score": float}. Of a list: {"scores": [float] in the order given,
-    "order": [index], best first, equal ones in the order given, `top_n` of them at most}, and with
-    return_documents also {"documents": [text] in that order}. Both have "num_tokens".
+    The answer to one document is a Relevance, to a list a Ranking, in which equal documents keep their order.
 
     The prompt is Qwen3-Reranker's, a template, or the bare pair (see `__init__`).
     The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token. A checkpoint with a
@@ -113,7 +112,7 @@ class RerankTask(Task):
     """
 
     name = "rerank"
-    example: Mapping[str, Any] = {"score": 0.0, "num_tokens": 0}
+    example: Answer = Relevance(0.0)
     item_type = RerankItem
 
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
@@ -219,10 +218,10 @@ class RerankTask(Task):
                 code="too_long",
             )
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
-        margins = [self._margin(result) for result in results]
+    def finish(self, note: Any, results: Sequence[Result]) -> Answer:
+        margins = np.array([self._margin(result) for result in results])
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
-        return _ranked(note, margins, self.activation(np.array(margins)).tolist())
+        return _ranked(note, margins, self.activation(margins))
 
     def _margin(self, result: Result) -> float:
         values = result.values
@@ -262,11 +261,11 @@ class CosineTask(EmbedTask):
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n, in_pairs=True)
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
+    def finish(self, note: Any, results: Sequence[Result]) -> Answer:
         results = [results[0], *results[1::2]] if note.get("in_pairs") else results  # the query comes once
-        vectors = super().finish({"dimensions": None, "many": True, **note}, results)["embeddings"]
+        vectors = np.ascontiguousarray(self._vectors(None, results))
         lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.float32(1e-12))
-        scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).tolist()
+        scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).astype(np.float64)
         return _ranked(note, scores, scores)
 
 
@@ -338,15 +337,14 @@ def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
     return note
 
 
-def _ranked(note: Mapping[str, Any], keys: Sequence[float], scores: Sequence[float]) -> dict[str, Any]:
-    """Returns the answer to an item. keys: by which its documents are ordered, the largest first"""
+def _ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Answer:
+    """Return the answer to an item. keys: the documents are ordered by these, the largest first"""
     if not note.get("list"):
-        return with_notes({"score": scores[0], "num_tokens": note["tokens"]}, note)
-    order = sorted(range(len(keys)), key=lambda i: -keys[i])[: note["top_n"]]
-    line: dict[str, Any] = {"scores": scores, "order": order, "num_tokens": note["tokens"]}
-    if "documents" in note:
-        line["documents"] = [note["documents"][i] for i in order]
-    return with_notes(line, note)
+        return Relevance(float(scores[0]), note["tokens"], notes_in(note))
+    order = np.argsort(-keys, kind="stable")
+    order = order[np.isfinite(scores[order])][: note["top_n"]].tolist()
+    documents = [note["documents"][i] for i in order] if "documents" in note else None
+    return Ranking(scores, order, num_tokens=note["tokens"], documents=documents, image_notes=notes_in(note))
 
 
 def _text_of(document: Any) -> Any:

@@ -7,16 +7,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from math import isfinite
 from typing import Any
-
-import numpy as np
 
 from ..engine.protocol import Engine
 from ..errors import InputError
 from ..stream import LiveInput, Spool, Window
 from ..types import Request
 from .base import attempt
+from .results import Answer, all_finite
 from .sampling import seed_at
 
 _TAG = struct.Struct("<qq")  # number of the work, part of the work
@@ -71,29 +69,22 @@ def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
     return results
 
 
-def finish(task: Any, note: Any, results: Sequence[Any]) -> dict[str, Any]:
+def finish(task: Any, note: Any, results: Sequence[Any]) -> Answer:
     """Returns the task's answer to an item. Raises an InputError that is among the results, and one of code
     "not_finite" for an answer that holds NaN or infinity."""
     for result in results:
         if isinstance(result, InputError):
             raise result
-    answer = task.finish(note, results)
+    answer: Answer = task.finish(note, results)
     if not all_finite(answer):
-        remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
-        raise InputError("the result is not a finite number", remedy=remedy, code="not_finite")
+        raise not_finite()
     return answer
 
 
-def all_finite(value: Any) -> bool:
-    """Returns whether no number in a result is NaN or infinite."""
-    if isinstance(value, dict):
-        return all(map(all_finite, value.values()))
-    if isinstance(value, (list, tuple)):
-        # One call for each log-probability of a long text would take long.
-        return all(map(isfinite if {*map(type, value)} == {float} else all_finite, value))
-    if isinstance(value, (float, np.floating, np.ndarray)):
-        return bool(np.isfinite(value).all())
-    return True
+def not_finite() -> InputError:
+    """Return the error of a result that holds NaN or infinity."""
+    remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+    return InputError("the result is not a finite number", remedy=remedy, code="not_finite")
 
 
 def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:

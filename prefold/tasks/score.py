@@ -3,7 +3,7 @@ of EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from ..errors import InputError
 from ..spec.fields import checked
 from ..spec.task import ScoreOptions
 from ..text import FilledTemplate, Tokenizer
-from ..text.media import ImageIds, Picture, check_cut, notes_of, with_notes
+from ..text.media import ImageIds, Picture, check_cut, notes_in, notes_of
 from ..text.tokenizer import PART_CHARACTERS
 from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, encode_alone
+from .results import Answer, Score, TextScore
 
 CONTINUATION_TOO_LONG = "shorten it, since truncation cuts the prompt only"
 PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
@@ -42,9 +43,7 @@ class ScoreTask(Task):
     """A ScoreTask scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text
     (rolling).
 
-    Result: {"logprob": sum, natural logarithm, "logprobs": one for each token, "greedy": whether every
-    token is the model's first choice, "num_tokens": tokens scored}, and for a rolling text "num_bytes"
-    (UTF-8; None for token ids).
+    The answer is a Score, to a rolling text a TextScore.
 
     Prompt and continuation are encoded together and split after the length of the prompt's own
     encoding; white space at the prompt's end goes to the continuation. The tokenizer's leading special
@@ -57,7 +56,7 @@ class ScoreTask(Task):
     """
 
     name = "score"
-    example: Mapping[str, Any] = {"logprob": 0.0, "logprobs": [0.0], "greedy": True, "num_tokens": 0}
+    example: Answer = Score(0.0, np.zeros(1, np.float32), True)
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, options: ScoreOptions):
@@ -175,16 +174,14 @@ class ScoreTask(Task):
         requests = [self.inputs.request(tokens, "text", targets) for tokens, targets in stretches]
         return Work(requests, {"bytes": num_bytes})
 
-    def finish(self, note: Any, results: Sequence[Result]) -> dict[str, Any]:
-        logprobs = np.concatenate([result.values for result in results]).astype(np.float64)
-        line = {
-            "logprob": float(logprobs.sum()),
-            "logprobs": logprobs.tolist(),
-            "greedy": all(bool(np.all(result.greedy)) for result in results),
-            "num_tokens": logprobs.size,
-        }
+    def finish(self, note: Any, results: Sequence[Result]) -> Score:
+        logprobs = np.concatenate([result.values for result in results])
+        logprob = float(logprobs.astype(np.float64).sum())
+        greedy = all(bool(np.all(result.greedy)) for result in results)
         note = note or {}
-        return with_notes(line | ({"num_bytes": note["bytes"]} if "bytes" in note else {}), note)
+        if "bytes" in note:
+            return TextScore(logprob, logprobs, greedy, logprobs.size, num_bytes=note["bytes"])
+        return Score(logprob, logprobs, greedy, logprobs.size, notes_in(note))
 
 
 def _refuse_rows(text: Text, field: str) -> None:

@@ -98,9 +98,9 @@ def notes_of(pictures: Sequence[Picture]) -> dict[str, Any]:
     return {KEY: notes} if notes else {}
 
 
-def with_notes(line: dict[str, Any], note: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a line with the image notes of a Work's note."""
-    return line | {KEY: note[KEY]} if KEY in note else line
+def notes_in(note: Mapping[str, Any]) -> list[str] | None:
+    """Return the image notes of a Work's note; None if there are none."""
+    return note.get(KEY)
 
 
 @dataclass(frozen=True)

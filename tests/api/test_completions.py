@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from answering import answer_of
 
 from prefold.errors import InputError
 from prefold.records.batch import OpenAIBatch
@@ -29,7 +30,7 @@ def sampling(body, url=CHAT, **options):
 
 
 def result(text="out", **more):
-    return {"text": text, "finish_reason": "stop", "num_tokens": 7, "num_generated": 3, "cached_tokens": 5} | more
+    return answer_of(**{"text": text, "num_tokens": 7, "num_generated": 3, "cached_tokens": 5, **more})
 
 
 def body_of(batch, parsed, *results):
@@ -58,7 +59,7 @@ def test_a_completion_request_and_its_response():
     assert parsed.items == [{"prompt": "p", "sampling": {"temperature": 1.0, "max_tokens": 16, "n": 2}}]
     choices = [{"text": "a", "finish_reason": "length"}, {"text": "b", "finish_reason": "stop", "stop": "\n"}]
     counts = {"num_tokens": 7, "num_generated": 9, "cached_tokens": 0}
-    body = body_of(batch, parsed, {"choices": choices, **counts})
+    body = body_of(batch, parsed, answer_of(choices=choices, **counts))
     assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
     assert body["choices"] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": "length", "stop_reason": None},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from answering import answer_of
 
 from prefold.api.answers import ReasoningSplitter, split_reasoning
 from prefold.api.completions import Chat, Chunks, StreamOptions, chat_body
 from prefold.api.responses import ResponseEvents, Responses, responses_body
 from prefold.errors import InputError
+from prefold.tasks.results import Answer
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -33,9 +35,9 @@ def test_parting(text, opened, thought, answer, size):
     assert tuple(map("".join, zip(*pieces, strict=True))) == (thought, answer)
 
 
-def result_of(text: str, opened: bool, reason: str = "stop") -> dict:
+def result_of(text: str, opened: bool, reason: str = "stop") -> Answer:
     counts = {"num_tokens": 3, "num_generated": len(text), "cached_tokens": 0}
-    return {"text": text, "finish_reason": reason, "thinks": opened, "reasoning_tokens": 2, **counts}
+    return answer_of(text=text, finish_reason=reason, thinks=opened, reasoning_tokens=2, **counts)
 
 
 def chat_of(**body):
@@ -71,7 +73,7 @@ def test_chats_whole_and_streamed(text, opened, thought, answer, hidden):
 def test_what_a_grammar_makes_holds_no_reasoning():
     (item,), _ = chat_of(response_format={"type": "json_object"})
     assert not item["with_reasoning"]
-    (choice,) = chat_body({}, [{"text": "<think>", "finish_reason": "stop", "num_tokens": 1}])["choices"]
+    (choice,) = chat_body({}, [answer_of(text="<think>", num_tokens=1)])["choices"]
     assert choice["message"]["content"] == "<think>"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from answering import answer_of
 from llguidance import LLMatcher, LLTokenizer
 
 from prefold.api.answers import ChoiceText, calls_in, grammar_of_calls, read_tools
@@ -109,8 +110,8 @@ def response_calls(body):
     return [item["name"] for item in found["output"]]
 
 
-TWO = {"text": '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f"}</tool_call>', "finish_reason": "stop",
-       "num_tokens": 7, "num_generated": 3, "cached_tokens": 0}  # fmt: skip
+CALLS = '<tool_call>{"name": "g"}</tool_call><tool_call>{"name": "f"}</tool_call>'
+TWO = answer_of(text=CALLS, num_tokens=7, num_generated=3)
 ALONE = {"parallel_tool_calls": False}
 
 

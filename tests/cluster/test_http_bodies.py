@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from prefold.api.answers import calls_in
+from prefold.api.completions import Completion
+from prefold.api.numbers import Embeddings
+from prefold.api.tei import TeiEmbed
 from prefold.cluster.http_bodies import MESSAGES, embedding_bodies, generated_of, generation_body
 from prefold.errors import InputError
+from prefold.spec.task import Grammar
 from prefold.types import Readout, Request, Sampling
 
 
@@ -88,3 +92,22 @@ def test_a_server_without_adapters_is_not_asked_in_their_place():
     request = Request(np.array([1], np.int32), adapter="fr")
     ((path, body),) = embedding_bodies([request], Readout("last"), "m", lambda tokens: "text")
     assert (path, body["model"]) == ("/v1/embeddings", "fr")
+
+
+def test_a_server_of_prefold_reads_what_was_asked():
+    """Bodies are written and read by the same structs."""
+    asked = {"temperature": 0.5, "top_k": 7, "seed": 2**64 - 1, "n": 2, "min_tokens": 1, "max_tokens": 3}
+    grammar = Grammar("json_schema", '{"type": "object"}')
+    more = {"stop": ("a",), "stop_ids": (5,), "logit_bias": ((7, -1.5),), "grammar": grammar}
+    request = Request(np.array([5], np.int32), sampling=Sampling(**asked, **more), salt="s")
+    _, body = generation_body(request, "m", None, True, knows_all=False)
+    (item,), _ = Completion.of(json.loads(json.dumps(body))).read({})
+    assert (item["prompt"], item["salt"]) == ([5], "s")
+    defaults = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    lists = {"stop": ["a"], "stop_ids": [5], "logit_bias": {"7": -1.5}, "grammar": {"json_schema": {"type": "object"}}}
+    assert item["sampling"] == asked | defaults | lists
+    bodies = embedding_bodies([Request(np.array([5], np.int32))], Readout("last"), "m", lambda tokens: "x")
+    assert [kind.of(body).sent for kind, (_, body) in zip((Embeddings, TeiEmbed), bodies, strict=True)] == [
+        {"model": "m", "input": ["x"]},
+        {"inputs": ["x"]},
+    ]

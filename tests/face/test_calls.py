@@ -170,6 +170,20 @@ def test_bad_items_are_given_back_among_the_good_ones(llm):
     assert isinstance(found[0], InputError) and found[1].text is not None  # found out when it was to run
 
 
+def test_a_ranking_is_finished_once_and_names_documents_that_are_not_finite(llm, monkeypatch):
+    task, calls = llm.task("rerank"), []
+    margins = {1: 0.5, 2: float("nan"), 3: 2.0}
+    monkeypatch.setattr(task, "_margin", lambda result: calls.append(result) or margins[len(calls)])
+    ranking = llm.rerank("yes", ["no", "the", "no no"], errors="return", top_n=2)
+    assert len(calls) == 3
+    assert ranking.order == [2, 0] and [*ranking.errors] == [1] and ranking.errors[1].code == "not_finite"
+    assert np.isnan(ranking.scores).tolist() == [False, True, False] and ranking.num_tokens > 0
+    calls.clear()
+    with pytest.raises(InputError, match="not a finite number") as caught:
+        llm.rerank("yes", ["no", "the", "no no"])
+    assert "item 1 of documents" in str(caught.value)
+
+
 def test_remedies_name_the_option(llm):
     for method in (llm.embed, llm.generate, lambda v, **o: llm.classify(v, ["yes", "no"], **o)):
         with pytest.raises(InputError, match="truncate=True") as caught:

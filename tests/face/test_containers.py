@@ -166,7 +166,7 @@ def test_a_set_has_no_order(llm, method):
 
 
 def test_a_text_is_no_list_of_items(llm):
-    with pytest.raises(InputError, match="items is 'yes'.*; give a list of items"):
+    with pytest.raises(InputError, match=r"items is 'yes'.*; give a list of items"):
         llm.run(llm.task("embed"), "yes")
 
 

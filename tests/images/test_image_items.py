@@ -330,7 +330,7 @@ def test_an_animation_is_told_beside_numbers(made, name, item, options, result):
     data = file_of(PICTURES[0], "GIF", save_all=True, append_images=PICTURES[1:])
     for image, notes in ((data, ["images[0] is an animation, of which the first frame is seen"]), (PICTURES[0], None)):
         (work,) = task.prepare([item(TextWithImages("what?", [image]))])
-        assert task.finish(work.note, [result] * len(work.requests)).get("image_notes") == notes
+        assert task.finish(work.note, [result] * len(work.requests)).line().get("image_notes") == notes
 
 
 def test_a_text_model_says_what_to_load(tmp_path):

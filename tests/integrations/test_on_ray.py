@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from answering import answer_of
 from tiny import tiny_checkpoint
 from tiny_vision import tiny_vision
 
@@ -22,6 +23,7 @@ from prefold.cluster.fleet import Fleet
 from prefold.errors import FleetError, InputError, JobError
 from prefold.integrations import shared
 from prefold.tasks.base import Work
+from prefold.tasks.results import Relevance
 from prefold.types import Readout, Request, Sampling
 from tests.cluster.fakes import ThreadReplicas
 from tests.job.fakes import digest
@@ -50,14 +52,14 @@ class Task:
         return ["calibrate"] if self.options.get("calibrated") else []
 
     def with_calibration(self, outputs):
-        self.shift = outputs[0]["value"]
+        self.shift = outputs[0].score
         return self
 
     def finish(self, note, results):
         (found,) = results
         if self.name == "echo":
-            return {"text": found[0].text}
-        return {"value": float(found.values[0]) - self.shift}
+            return answer_of(text=found[0].text)
+        return Relevance(float(found.values[0]) - self.shift)
 
 
 def run(replicas, go, **fleet):
@@ -87,8 +89,8 @@ def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
 
     replicas = ThreadReplicas("ab", before=lambda name, tokens: time.sleep(0.001))
     echoes, numbers, (empty, *many), requests = run(replicas, go)
-    assert [one["text"] for (one,) in echoes] == [f"{item}/0" for item in items]
-    wanted = [{"value": digest(item.encode())} for item in items]
+    assert [one.choices[0].text for (one,) in echoes] == [f"{item}/0" for item in items]
+    wanted = [Relevance(digest(item.encode())) for item in items]
     assert [one for (one,) in numbers] == many == wanted
     assert isinstance(empty, InputError) and requests == 3 * 120 and all(replicas.given.values())
 
@@ -110,7 +112,7 @@ def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
         await asyncio.gather(echo(), echo(), echo(), number())
 
     run(ThreadReplicas("a", before=lambda name, tokens: time.sleep(0.001)), go)
-    assert answered == [{"value": digest(b"abc")}]
+    assert answered == [Relevance(digest(b"abc"))]
 
 
 def test_a_task_that_asks_for_it_is_calibrated_once():
@@ -121,7 +123,7 @@ def test_a_task_that_asks_for_it_is_calibrated_once():
 
     (a,), (b,) = run(replicas, go)
     shift = digest(b"calibrate")
-    assert (a["value"], b["value"]) == (digest(b"a") - shift, digest(b"b") - shift)
+    assert (a.score, b.score) == (digest(b"a") - shift, digest(b"b") - shift)
     assert replicas.given == {"a": 3}
 
 
@@ -136,7 +138,7 @@ def test_an_item_that_replicas_die_of_is_given_up_and_no_other():
     replicas = ThreadReplicas("ab", before=before, returns=True)
     found = run(replicas, lambda front: front.run_many("echo", {}, items))
     assert isinstance(found[30], InputError) and found[30].code == "replicas_lost" and len(replicas.killed) >= 2
-    assert [one["text"] for one in found if not isinstance(one, InputError)] == [
+    assert [one.choices[0].text for one in found if not isinstance(one, InputError)] == [
         f"{item}/0" for item in items[:30] + items[31:]
     ]
 
@@ -158,7 +160,7 @@ def test_what_cannot_be_opened_or_made_is_said():
             await front.run_many("sing", {}, ["a"])
         return await front.run_many("echo", {}, ["a"])
 
-    assert run(ThreadReplicas("a"), go) == [{"text": "a/0"}]
+    assert run(ThreadReplicas("a"), go) == [answer_of(text="a/0")]
 
     def fails():
         raise JobError("there is no room")
@@ -197,7 +199,8 @@ async def both():
 
 made, vectors = asyncio.run(both())
 again = model.run_many("embed", {}, [{"text": ""}, {"text": texts[0]}])
-found = [[one["text"] for one in made], [one["embedding"].tolist() for one in vectors], str(again[0]), model.stats()]
+made = [one.choices[0].text for one in made]
+found = [made, [one.embedding.tolist() for one in vectors], str(again[0]), model.stats()]
 print(json.dumps(found))
 """
 

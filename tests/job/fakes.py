@@ -15,6 +15,7 @@ from prefold.errors import InputError
 from prefold.stream import LiveInput, LiveWindows
 from prefold.stream.live_windows import watched
 from prefold.tasks.base import Inputs, Task, Work
+from prefold.tasks.results import Answer, Choice, Generation, Ranking, Relevance
 from prefold.types import Generated, GenerationStats, Readout, Request, Result, Sampling, Stats
 
 MAX_TOKENS = 200
@@ -27,6 +28,15 @@ def digest(data: bytes) -> float:
 
 def tokens_of(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class FakeAnswer(Relevance):
+    embedding: np.ndarray
+
+    @property
+    def vectors(self) -> np.ndarray:
+        return self.embedding[None]
 
 
 class FakeTask(Task):
@@ -53,12 +63,11 @@ class FakeTask(Task):
         note = {"tokens": sum(map(len, whole)), "many": "documents" in item}
         return Work([Request(tokens_of(text)) for text in whole], note)
 
-    def finish(self, note: Any, results: list[Result]) -> dict[str, Any]:
-        scores = [float(result.values[0]) for result in results]
+    def finish(self, note: Any, results: list[Result]) -> Answer:
+        scores = np.array([float(result.values[0]) for result in results])
         if note["many"]:
-            order = sorted(range(len(scores)), key=lambda i: -scores[i])
-            return {"scores": scores, "order": order, "num_tokens": note["tokens"]}
-        return {"score": scores[0], "embedding": results[0].values, "num_tokens": note["tokens"]}
+            return Ranking(scores, np.argsort(-scores, kind="stable").tolist(), num_tokens=note["tokens"])
+        return FakeAnswer(float(scores[0]), note["tokens"], embedding=results[0].values)
 
 
 class FakeGenerateTask(FakeTask):
@@ -75,9 +84,10 @@ class FakeGenerateTask(FakeTask):
             return work
         return Work([Request(work.requests[0].tokens, sampling=self.sampling)], work.note)
 
-    def finish(self, note: Any, results: list[list[Generated]]) -> dict[str, Any]:
+    def finish(self, note: Any, results: list[list[Generated]]) -> Generation:
         (samples,) = results
-        return {"text": samples[0].text, "num_tokens": note["tokens"], "num_generated": len(samples[0].tokens)}
+        choice = Choice(text=samples[0].text, finish_reason="stop")
+        return Generation((choice,), num_tokens=note["tokens"], num_generated=len(samples[0].tokens))
 
 
 @dataclass

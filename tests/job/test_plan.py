@@ -16,6 +16,8 @@ from prefold.records.record import Record
 from prefold.records.source import open_source
 from prefold.records.tables import Columns, TableAdapter
 from prefold.tasks.base import Work
+from prefold.tasks.results import Embedding
+from prefold.tasks.results import Score as ScoreAnswer
 from prefold.tasks.run import calibrated, run_items
 from prefold.types import Request, Result
 from tests.report.shapes import shape_of
@@ -89,8 +91,8 @@ def test_items_run_in_memory():
     task = FakeTask("rerank", "logits")
     items = [{"query": "q", "documents": ["b", "a"]}, {"query": "x" * 300, "document": "y"}, {"text": "t"}]
     results = run_items(FakeEngine(), task, items)
-    assert results[0]["scores"] == [digest(b"qb"), digest(b"qa")]
-    assert isinstance(results[1], InputError) and results[2]["score"] == digest(b"t")
+    assert results[0].scores.tolist() == [digest(b"qb"), digest(b"qa")]
+    assert isinstance(results[1], InputError) and results[2].score == digest(b"t")
     assert calibrated(FakeEngine(), task) is task
 
 
@@ -118,7 +120,7 @@ def test_differences_are_what_was_changed():
 
 class Embed(FakeTask):
     def finish(self, note, results):
-        return {"embedding": results[0].values}
+        return Embedding(results[0].values)
 
 
 def vectors(values):
@@ -157,7 +159,8 @@ def test_a_long_ranking_is_compared_piece_by_piece():
 def test_greedy_flags_that_change_are_counted():
     class Score(FakeTask):
         def finish(self, note, results):
-            return {"logprob": float(sum(r.values.sum() for r in results)), "num_tokens": 1}
+            logprobs = np.concatenate([result.values for result in results])
+            return ScoreAnswer(float(logprobs.sum()), logprobs, True)
 
     work = [Work([Request(np.array([1], np.int32))])]
     a = [[Result(np.array([-1, -2], np.float32), np.array([True, False]))]]

@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 
 import pytest
+from answering import answer_of
 
 from prefold.errors import JobError
 from prefold.records.fields import Template
 from prefold.records.record import Record, dumps
 from prefold.records.tables import AnswerColumns, Columns, LabelColumns, with_columns
+from prefold.tasks.results import Classification
 
 
 def test_properties_follow_what_a_line_has_itself():
     adapter = AnswerColumns("generate", Columns(prompt=Template("q", "--prompt"), keep={"gold": "g"}))
     meta = adapter.read(Record(1, {"q": "x", "g": "yes"})).meta
     answer = {"gold": "no", "text": "mine", "answer_text": 3, "record": None, "n": [1, {"a": 2.5}]}
-    result = {"text": json.dumps(answer), "finish_reason": "stop"}
+    result = answer_of(text=json.dumps(answer))
     assert adapter.line(7, meta, [result]) == {
-        "record": 7, "gold": "yes", **result,
+        "record": 7, "gold": "yes", **result.line(),
         "answer_gold": "no", "answer_text": "mine", "answer_answer_text": 3, "answer_record": None,
         "n": [1, {"a": 2.5}],
     }  # fmt: skip
     many = adapter.read(Record(1, {"q": ["x", "y"], "g": "yes"})).meta
-    line = adapter.line(7, many, [result, {"text": "{"}])
-    assert line["results"][0]["gold"] == "no" and line["results"][1] == {"text": "{"}
+    cut = answer_of(text="{")
+    line = adapter.line(7, many, [result, cut])
+    assert line["results"][0]["gold"] == "no" and line["results"][1] == cut.line()
 
 
 def test_names_do_not_depend_on_the_record():
@@ -33,11 +36,12 @@ def test_names_do_not_depend_on_the_record():
     found = {"answer_name": 1, "answer_text": 2, "answer_answer_text": 3}
     for columns in ({}, {"name": "x"}, {"answer_name": "x", "input_answer_name": "y", "input_text": 5, "text": 6}):
         data = {"q": "x", **columns}
-        line = adapter.line(1, adapter.read(Record(1, data)).meta, [{"text": json.dumps(answer)}])
+        result = answer_of(text=json.dumps(answer))
+        line = adapter.line(1, adapter.read(Record(1, data)).meta, [result])
         assert {name: line.get(name) for name in found} == found
         kept = {adapter.kept_name(name): value for name, value in columns.items()}
         assert len(kept) == len(columns) and {name: line[name] for name in kept} == kept
-        assert set(line) == {"record", "text", "q", *found, *kept}
+        assert set(line) == {"record", "q", *result.line(), *found, *kept}
 
 
 def test_no_name_is_given_twice():
@@ -67,15 +71,13 @@ def labelled(**options):
     return LabelColumns("classify", Columns(prompt=Template("q", "--prompt"), **options.pop("columns", {})), **options)
 
 
-RESULT = {
-    "label": "yes", "probabilities": {"yes": 0.75, "no": 0.25}, "logprobs": {"yes": -1.0, "no": -2.0}, "num_tokens": 9,
-}  # fmt: skip
+RESULT = Classification("yes", {"yes": 0.75, "no": 0.25}, logprobs={"yes": -1.0, "no": -2.0}, num_tokens=9)
 
 
 def test_a_table_has_the_label_and_its_probability_and_on_request_all():
     base = {"record": 1, "label": "yes", "p": 0.75}
     assert labelled().line(1, {}, [RESULT]) == base | {"num_tokens": 9}
-    assert labelled(keeps=True).line(1, {}, [RESULT]) == base | RESULT
+    assert labelled(keeps=True).line(1, {}, [RESULT]) == base | RESULT.line()
     every = labelled(every=True).line(1, {}, [RESULT])
     assert every == base | {"p_yes": 0.75, "p_no": 0.25, "num_tokens": 9}
     assert [*every] == ["record", "label", "p", "p_yes", "p_no", "num_tokens"]

@@ -6,6 +6,7 @@ import base64
 
 import numpy as np
 import pytest
+from answering import answer_of
 
 from prefold.errors import InputError
 from prefold.records.batch import OpenAIBatch
@@ -30,7 +31,7 @@ def test_embeddings_request_and_response():
     assert parsed.error is None and parsed.task == "embed"
     assert parsed.items == [{"text": ["x", "y"], "dimensions": 2}]
     vectors = np.array([[0.5, 1], [0.25, 0]], np.float32)
-    out = batch.line(7, parsed.meta, [{"embeddings": vectors, "num_tokens": 5}])
+    out = batch.line(7, parsed.meta, [answer_of(embeddings=vectors, num_tokens=5)])
     assert out["custom_id"] == "a" and out["error"] is None and out["id"].startswith("batch_req_")
     assert out["response"]["status_code"] == 200 and out["response"]["request_id"]
     body = out["response"]["body"]
@@ -46,7 +47,7 @@ def test_embeddings_of_token_ids_in_base64():
     batch = adapter()
     parsed = read(batch, line(body={"input": [1, 2, 3], "encoding_format": "base64"}))
     assert parsed.items == [{"text": [1, 2, 3], "dimensions": None}]
-    out = batch.line(1, parsed.meta, [{"embedding": np.array([0.5, -2], np.float32), "num_tokens": 3}])
+    out = batch.line(1, parsed.meta, [answer_of(embedding=np.array([0.5, -2], np.float32), num_tokens=3)])
     text = out["response"]["body"]["data"][0]["embedding"]
     assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == [0.5, -2]
 
@@ -58,7 +59,7 @@ def test_rerank(url):
     parsed = read(batch, line(url=url, body=body))
     assert parsed.error is None and parsed.task == "rerank"
     assert parsed.items == [body]
-    result = {"scores": [0.1, 0.9, 0.5], "order": [1, 2], "documents": ["d1", "d2"], "num_tokens": 9}
+    result = answer_of(scores=[0.1, 0.9, 0.5], order=[1, 2], documents=["d1", "d2"], num_tokens=9)
     out = batch.line(1, parsed.meta, [result])["response"]["body"]
     assert out["results"] == [
         {"index": 1, "relevance_score": 0.9, "document": {"text": "d1"}},
@@ -70,11 +71,12 @@ def test_score_one_to_many_and_pairs():
     batch = adapter()
     parsed = read(batch, line("a", "/v1/score", {"text_1": "q", "text_2": ["x", "y"]}))
     assert parsed.items == [{"query": "q", "documents": ["x", "y"], "instruction": None}]
-    data = batch.line(1, parsed.meta, [{"scores": [0.25, 0.5], "order": [1, 0], "num_tokens": 4}])["response"]["body"]
+    ranking = answer_of(scores=[0.25, 0.5], order=[1, 0], num_tokens=4)
+    data = batch.line(1, parsed.meta, [ranking])["response"]["body"]
     assert data["data"] == [{"object": "score", "index": i, "score": s} for i, s in enumerate((0.25, 0.5))]
     parsed = read(batch, line("b", "/v1/score", {"queries": ["q", "r"], "documents": ["x", "y"]}))
     assert [(i["query"], i["document"]) for i in parsed.items] == [("q", "x"), ("r", "y")]
-    results = [{"score": 0.5, "num_tokens": 2}, {"score": 0.75, "num_tokens": 3}]
+    results = [answer_of(score=0.5, num_tokens=2), answer_of(score=0.75, num_tokens=3)]
     out = batch.line(1, parsed.meta, results)["response"]["body"]
     assert [d["score"] for d in out["data"]] == [0.5, 0.75] and out["usage"]["total_tokens"] == 5
     parsed = read(batch, line("c", "/v1/score", {"text_1": ["q", "r"], "text_2": ["x"]}))
@@ -144,7 +146,7 @@ def test_a_whole_number_is_a_custom_id_and_comes_back_as_one():
     batch = adapter()
     parsed = read(batch, line(7))
     assert parsed.error is None
-    out = batch.line(1, parsed.meta, [{"embedding": np.zeros(1, np.float32), "num_tokens": 1}])
+    out = batch.line(1, parsed.meta, [answer_of(embedding=np.zeros(1, np.float32), num_tokens=1)])
     assert out["custom_id"] == 7 and type(out["custom_id"]) is int
     assert read(batch, line("7"), 2).error is None
     assert read(batch, line(7), 3).error.code == "duplicate_custom_id"
@@ -168,7 +170,7 @@ def test_duplicate_custom_ids_and_lines_that_are_no_json():
 
 def test_ids_are_the_same_again_and_different_otherwise():
     parsed = read(adapter(), line())
-    result = [{"embedding": np.zeros(1, np.float32), "num_tokens": 1}]
+    result = [answer_of(embedding=np.zeros(1, np.float32), num_tokens=1)]
     one, again = (adapter().line(n, parsed.meta, result)["id"] for n in (1, 1))
     assert one == again
     assert one != adapter().line(2, parsed.meta, result)["id"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from answering import answer_of
 
 from prefold.errors import InputError, JobError
 from prefold.records.fields import Template
 from prefold.records.record import Record
 from prefold.records.tables import Columns, TableAdapter, default_columns
+
+SCORES = [answer_of(logprob=x, logprobs=[x], greedy=True) for x in (-1.0, -2.0)]
 
 
 def t(text, option="--prompt"):
@@ -22,8 +25,8 @@ def test_embed_one_and_many():
     adapter = TableAdapter("embed", Columns(prompt=t("body"), id="key", keep={"lang": "lang"}))
     parsed = read(adapter, {"body": "x", "key": 7, "lang": None})
     assert parsed.items == [{"text": "x"}]
-    line = adapter.line(4, parsed.meta, [{"embedding": [1.0]}])
-    assert line == {"record": 4, "id": 7, "lang": None, "embedding": [1.0]}
+    line = adapter.line(4, parsed.meta, [answer_of(embedding=[1.0])])
+    assert line == {"record": 4, "id": 7, "lang": None, "embedding": [1.0], "num_tokens": 0}
     assert read(adapter, {"body": ["x", "y"], "key": "k", "lang": "en"}).items == [{"text": ["x", "y"]}]
 
 
@@ -41,10 +44,10 @@ def test_score_continuations_and_rolling():
     adapter = TableAdapter("score", Columns(prompt=t("p"), continuation=t("choices")))
     parsed = read(adapter, {"p": "a", "choices": ["x", "y"]})
     assert parsed.items == [{"prompt": "a", "continuation": "x"}, {"prompt": "a", "continuation": "y"}]
-    line = adapter.line(1, parsed.meta, [{"logprob": -1.0}, {"logprob": -2.0}])
-    assert line == {"record": 1, "results": [{"logprob": -1.0}, {"logprob": -2.0}]}
+    line = adapter.line(1, parsed.meta, [*SCORES])
+    assert line == {"record": 1, "results": [score.line() for score in SCORES]}
     single = read(adapter, {"p": "a", "choices": ["x"]})
-    assert adapter.line(1, single.meta, [{"logprob": -1.0}])["results"] == [{"logprob": -1.0}]
+    assert adapter.line(1, single.meta, SCORES[:1])["results"] == [SCORES[0].line()]
     kept = TableAdapter("score", Columns(prompt=t("p"), continuation=t("choices")), keep_empty=True)
     assert read(kept, {"p": "", "choices": "x"}).items == [{"prompt": "", "continuation": "x"}]
     rolling = TableAdapter("score", Columns(prompt=t("p")))
@@ -56,7 +59,8 @@ def test_generate_prompts_messages_and_tools():
     assert read(plain, {"q": "x"}).items == [{"prompt": "x"}]
     many = read(plain, {"q": ["x", "y"]})
     assert many.items == [{"prompt": "x"}, {"prompt": "y"}]
-    assert plain.line(1, many.meta, [{"text": "a"}, {"text": "b"}])["results"] == [{"text": "a"}, {"text": "b"}]
+    both = [answer_of(text="a"), answer_of(text="b")]
+    assert plain.line(1, many.meta, both)["results"] == [answer.line() for answer in both]
     chat = TableAdapter("generate", Columns(prompt=t("Say {q}"), tools="t", adapter="a"), chat=True)
     user = [{"role": "user", "content": "Say x"}]
     parsed = read(chat, {"q": "x", "t": '[{"name": "f"}]', "a": ""})
@@ -136,7 +140,8 @@ def test_columns_are_checked_against_a_known_header():
             TableAdapter("embed", Columns(prompt=t("text"), keep={name: name}))
     renamed = TableAdapter("embed", Columns(prompt=t("text"), keep={"mine": "record"}))
     parsed = read(renamed, {"text": "x", "record": 77})
-    assert renamed.line(1, parsed.meta, [{"embedding": [1.0]}]) == {"record": 1, "mine": 77, "embedding": [1.0]}
+    line = renamed.line(1, parsed.meta, [answer_of(embedding=[1.0])])
+    assert line == {"record": 1, "mine": 77, "embedding": [1.0], "num_tokens": 0}
 
 
 EMPTY = [(None, "null", "null"), (float("nan"), "NaN", "null"), ("", "empty", "empty")]
@@ -177,8 +182,9 @@ def test_all_columns_are_kept_and_own_names_are_moved():
     adapter = TableAdapter("generate", Columns(prompt=t("q"), keep_all=True, keep={"b": "q"}))
     assert adapter.columns is None
     parsed = read(adapter, {"q": "x", "text": 1, "id": 2, "other": float("nan")})
-    line = adapter.line(1, parsed.meta, [{"text": "out"}])
-    assert line == {"record": 1, "q": "x", "input_text": 1, "id": 2, "other": None, "b": "x", "text": "out"}
+    line = adapter.line(1, parsed.meta, [answer_of(text="out")])
+    kept = {"record": 1, "q": "x", "input_text": 1, "id": 2, "other": None, "b": "x"}
+    assert line == kept | answer_of(text="out").line()
 
 
 def test_a_column_names_the_adapter_of_every_task():

@@ -24,6 +24,7 @@ from prefold.api.body import ServedModel
 from prefold.api.numbers import Classify, CohereEmbed, Pooling
 from prefold.api.tei import TeiEmbed, TeiPredict, TeiRerank, TeiSimilarity
 from prefold.errors import InputError
+from prefold.tasks.results import Classification, Ranking
 
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
 SCHEMA = {"type": "object"}
@@ -167,11 +168,12 @@ READERS = {
     "/rerank of texts": (TeiRerank, {}), "/similarity": (TeiSimilarity, {}), "/classify": (Classify, {}),
     "/pooling": (Pooling, {}),
 }  # fmt: skip
-# What a task gives of an item.
+# What a task gives of an item. The answer of "embed" stands for that of one text and of several.
 MADE = {
-    "embedding": np.arange(3.0), "embeddings": np.eye(3)[:1], "scores": [0.1, 0.9], "order": [1, 0], "num_tokens": 3,
-    "label": "a", "probabilities": {"a": 0.6, "b": 0.4}, "logits": {"a": 3.0, "b": 1.0},
-}  # fmt: skip
+    "embed": SimpleNamespace(embedding=np.arange(3.0), embeddings=np.eye(3)[:1], vectors=np.eye(3)[:1], num_tokens=3),
+    "rerank": Ranking(np.array([0.1, 0.9]), [1, 0], num_tokens=3),
+    "classify": Classification("a", {"a": 0.6, "b": 0.4}, logits={"a": 3.0, "b": 1.0}, num_tokens=3),
+}
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +215,7 @@ def what_is_asked(route: str, body: dict) -> str:
     asked = asked.order(served_by(2 if route in ("/predict", "/classify") else None), **more)
     if route == "/v1/messages":
         return repr(asked)
-    made = re.sub("'created': [0-9]+", "", repr(asked.make([MADE] * len(asked.items))))
+    made = re.sub("'created': [0-9]+", "", repr(asked.make([MADE[asked.task]] * len(asked.items))))
     return repr((options, asked.items, asked.options, made))
 
 

@@ -48,18 +48,18 @@ def test_probabilities_are_the_softmax_of_summed_log_likelihoods():
     (work,) = task.prepare(["x"])
     out = task.finish(work.note, [result(-1.0), result(-0.5), result(-0.5, -0.75)])
     weights = [math.exp(-1.0), math.exp(-0.5), math.exp(-1.25)]
-    assert out["label"] == "no"
-    assert out["logprobs"] == {"yes": -1.0, "no": -0.5, "yes no": -1.25}
-    assert list(out["probabilities"].values()) == pytest.approx([w / sum(weights) for w in weights], rel=1e-12)
-    assert out["num_tokens"] == sum(request.tokens.size for request in work.requests)
-    json.dumps(out)
+    assert out.label == "no"
+    assert out.logprobs == {"yes": -1.0, "no": -0.5, "yes no": -1.25}
+    assert list(out.probabilities.values()) == pytest.approx([w / sum(weights) for w in weights], rel=1e-12)
+    assert out.num_tokens == sum(request.tokens.size for request in work.requests)
+    json.dumps(out.line())
 
 
 def test_very_small_likelihoods_do_not_underflow():
     task = classify()
     (work,) = task.prepare(["x"])
     out = task.finish(work.note, [result(-2000.0), result(-2001.0)])
-    assert out["probabilities"]["yes"] == pytest.approx(1 / (1 + math.exp(-1)))
+    assert out.probabilities["yes"] == pytest.approx(1 / (1 + math.exp(-1)))
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_normalization(normalization, scores):
     (work,) = task.prepare(["x"])
     out = task.finish(work.note, [result(-1.0, -1.5, -0.5), result(-3.2)])
     weights = np.exp(scores)
-    assert list(out["probabilities"].values()) == pytest.approx((weights / weights.sum()).tolist(), rel=1e-6)
-    assert out["logprobs"] == {"a": -3.0, "b": pytest.approx(-3.2)}
+    assert list(out.probabilities.values()) == pytest.approx((weights / weights.sum()).tolist(), rel=1e-6)
+    assert out.logprobs == {"a": -3.0, "b": pytest.approx(-3.2)}
 
 
 def test_contextual_calibration():
@@ -86,23 +86,23 @@ def test_contextual_calibration():
     calibrated = task.with_calibration(outputs)
     (work,) = task.prepare(["x"])
     results = [result(math.log(0.7)), result(math.log(0.3))]
-    assert task.finish(work.note, results)["label"] == "yes"
+    assert task.finish(work.note, results).label == "yes"
     out = calibrated.finish(work.note, results)
     # W p with W = diag(1 / p_cf): 0.7 / 0.8 against 0.3 / 0.2, scaled to sum to 1.
     a, b = 0.7 / 0.8, 0.3 / 0.2
-    assert out["label"] == "no"
-    assert out["probabilities"] == {
+    assert out.label == "no"
+    assert out.probabilities == {
         "yes": pytest.approx(a / (a + b), rel=1e-5),
         "no": pytest.approx(b / (a + b), rel=1e-5),
     }
-    assert out["logprobs"]["yes"] == pytest.approx(math.log(0.7))
+    assert out.logprobs["yes"] == pytest.approx(math.log(0.7))
     same = task.with_calibration(np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3]]))
-    assert same.finish(work.note, results)["probabilities"] == pytest.approx(out["probabilities"], rel=1e-5)
+    assert same.finish(work.note, results).probabilities == pytest.approx(out.probabilities, rel=1e-5)
     assert calibrated.calibration_items() == []
     assert len(task.calibration_items()) == 3
     assert classify().calibration_items() == []
     even = task.with_calibration(np.array([0.7, 0.3])).finish(work.note, results)
-    assert even["probabilities"]["yes"] == pytest.approx(0.5, rel=1e-5)
+    assert even.probabilities["yes"] == pytest.approx(0.5, rel=1e-5)
     for bad in ([0.5], [[0.5, 0.5, 0.0]], [math.nan, 1], [-1.0, 2.0]):
         with pytest.raises(InputError, match="calibration"):
             task.with_calibration(np.array(bad))
@@ -215,18 +215,18 @@ def test_a_head_of_several_labels():
     assert listed.requests[0].tokens.tolist() == [5, 6]
     out = task.finish(work.note, [result(1.0, 3.0, 2.0)])
     weights = [math.exp(v) for v in (1, 3, 2)]
-    assert out["label"] == "bad"
-    assert out["logits"] == {"good": 1.0, "bad": 3.0, "ugly": 2.0}
-    assert list(out["probabilities"].values()) == pytest.approx([w / sum(weights) for w in weights])
-    json.dumps(out)
+    assert out.label == "bad"
+    assert out.logits == {"good": 1.0, "bad": 3.0, "ugly": 2.0}
+    assert list(out.probabilities.values()) == pytest.approx([w / sum(weights) for w in weights])
+    json.dumps(out.line())
 
 
 def test_a_head_where_several_labels_hold_and_one_of_one_label():
     task = head(HEAD | {"problem_type": "multi_label_classification"})
     out = task.finish({"tokens": 1}, [result(0.0, 2.0, -800.0)])
-    assert list(out["probabilities"].values()) == pytest.approx([0.5, 1 / (1 + math.exp(-2)), 0.0], abs=1e-12)
+    assert list(out.probabilities.values()) == pytest.approx([0.5, 1 / (1 + math.exp(-2)), 0.0], abs=1e-12)
     reward = head(HEAD | {"id2label": {"0": "LABEL_0"}})
-    assert reward.finish({"tokens": 1}, [result(1.0)])["probabilities"] == {
+    assert reward.finish({"tokens": 1}, [result(1.0)]).probabilities == {
         "LABEL_0": pytest.approx(1 / (1 + math.exp(-1)))
     }
 

@@ -41,17 +41,17 @@ def test_results_are_cut_then_normalised():
     task = embed(dimensions=2)
     one, many, three = task.prepare(["a", ["a", "b"], {"text": "a", "dimensions": 3}])
     out = task.finish(one.note, [result(3, 4, 12, 0)])
-    assert out["embedding"].dtype == np.float32
-    np.testing.assert_allclose(out["embedding"], [0.6, 0.8], rtol=1e-6)
-    assert out["num_tokens"] == 2
+    assert out.embedding.dtype == np.float32
+    np.testing.assert_allclose(out.embedding, [0.6, 0.8], rtol=1e-6)
+    assert out.num_tokens == 2
     out = task.finish(many.note, [result(3, 4, 12, 0), result(0, 0, 1, 0)])
-    np.testing.assert_allclose(out["embeddings"], [[0.6, 0.8], [0, 0]], rtol=1e-6)
-    assert out["num_tokens"] == 4
+    np.testing.assert_allclose(out.embeddings, [[0.6, 0.8], [0, 0]], rtol=1e-6)
+    assert out.num_tokens == 4
     out = task.finish(three.note, [result(3, 4, 12, 0)])
-    np.testing.assert_allclose(out["embedding"], np.array([3, 4, 12]) / 13, rtol=1e-6)
+    np.testing.assert_allclose(out.embedding, np.array([3, 4, 12]) / 13, rtol=1e-6)
     plain = embed(normalize=False)
     (work,) = plain.prepare(["a"])
-    assert plain.finish(work.note, [result(3, 4, 12, 0)])["embedding"].tolist() == [3, 4, 12, 0]
+    assert plain.finish(work.note, [result(3, 4, 12, 0)]).embedding.tolist() == [3, 4, 12, 0]
 
 
 def test_prompts():

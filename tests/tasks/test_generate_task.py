@@ -261,7 +261,7 @@ def test_without_a_tokenizer_or_a_chat_template():
     assert text.code == chat.code == "no_tokenizer"
     (error,) = task(tokenizer()).prepare([[{"role": "user", "content": "b"}]])
     assert error.code == "no_chat_template"
-    line = bare.finish({"tokens": 2}, [[Generated((7, 8), None, "length")]])
+    line = bare.finish({"tokens": 2}, [[Generated((7, 8), None, "length")]]).line()
     assert line["tokens"] == [7, 8] and "text" not in line
     classifier = FakeCheckpoint({"architectures": ["Qwen3ForSequenceClassification"]})
     with pytest.raises(UnsupportedModelError, match="generate needs a language model's logits"):
@@ -272,7 +272,7 @@ def test_lines_of_one_sample_and_of_several():
     made = task()
     token, other = ids(chatty(), "yes")[0], chatty().decode([3])
     one = Generated((token,), "yes", "stop", "\n", 4, (TokenLogprobs(-0.5, ((token, -0.5), (3, -2.0))),))
-    assert made.finish({"tokens": 9}, [[one]]) == {
+    assert made.finish({"tokens": 9}, [[one]]).line() == {
         "text": "yes",
         "finish_reason": "stop",
         "stop": "\n",
@@ -293,7 +293,7 @@ def test_lines_of_one_sample_and_of_several():
         "cached_tokens": 4,
     }
     two = Generated((token, token), "yesyes", "length")
-    several = made.finish({"tokens": 9}, [[two, two]])
+    several = made.finish({"tokens": 9}, [[two, two]]).line()
     assert several["choices"] == [{"text": "yesyes", "finish_reason": "length"}] * 2
     assert (several["num_tokens"], several["num_generated"], several["cached_tokens"]) == (9, 4, 0)
 
@@ -325,7 +325,7 @@ class Echo:
 def test_items_run_in_memory():
     made = task(n=2)
     lines = run_items(Echo(), made, ["abc", "", [5, 6], "bcd"])
-    assert [line["choices"][0]["text"] for line in (lines[0], lines[3])] == ["abc", "bc"]
+    assert [line.choices[0].text for line in (lines[0], lines[3])] == ["abc", "bc"]
     assert lines[1].code == "empty" and lines[2].field == "grammar"
     (samples,) = run_works(Echo(), made, made.prepare(["abc"]))[0]
     assert len(samples) == 2 and samples[0].finish_reason == "length"

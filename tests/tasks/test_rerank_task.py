@@ -119,24 +119,24 @@ def test_scores_and_order():
     one, many = task.prepare([("q", "d"), RerankItem("q", documents=list("abcde"), top_n=3, return_documents=True)])
     assert json.loads(json.dumps(many.note)) == many.note
     out = task.finish(one.note, [result(2.5, 1.0)])
-    assert out["score"] == pytest.approx(1 / (1 + math.exp(-1.5)), rel=1e-12)
-    assert out["num_tokens"] == one.requests[0].tokens.size
+    assert out.score == pytest.approx(1 / (1 + math.exp(-1.5)), rel=1e-12)
+    assert out.num_tokens == one.requests[0].tokens.size
     # The third and fifth tie; the second and fourth round to one score but differ.
     out = task.finish(many.note, [result(0, 0), result(90, 0), result(1, 2), result(91, 0), result(-1, 0)])
-    assert out["order"] == [3, 1, 0]
-    assert out["documents"] == ["d", "b", "a"]
-    assert out["scores"] == pytest.approx([0.5, 1.0, 1 / (1 + math.e), 1.0, 1 / (1 + math.e)], rel=1e-6)
+    assert out.order == [3, 1, 0]
+    assert out.documents == ["d", "b", "a"]
+    assert out.scores == pytest.approx([0.5, 1.0, 1 / (1 + math.e), 1.0, 1 / (1 + math.e)], rel=1e-6)
     (plain,) = task.prepare([("q", list("abc"))])
     out = task.finish(plain.note, [result(0, 1), result(0, 1), result(1, 0)])
-    assert out["order"] == [2, 0, 1]
+    assert out.order == [2, 0, 1]
     assert "documents" not in out
-    json.dumps(out)
+    json.dumps(out.line())
 
 
 def test_raw_scores():
     task = rerank(raw_scores=True)
     (work,) = task.prepare([("q", "d")])
-    assert task.finish(work.note, [result(2.5, 1.0)])["score"] == 1.5
+    assert task.finish(work.note, [result(2.5, 1.0)]).score == 1.5
 
 
 def test_sigmoid_does_not_overflow():
@@ -241,7 +241,7 @@ def test_a_classification_head_of_one_label():
     task = rerank(config=config)
     assert task.readout == Readout("head")
     (work,) = task.prepare([("q", "d")])
-    assert task.finish(work.note, [result(1.5)])["score"] == pytest.approx(sigmoid(1.5))
+    assert task.finish(work.note, [result(1.5)]).score == pytest.approx(sigmoid(1.5))
     with pytest.raises(UnsupportedModelError, match="2 labels"):
         rerank(config={"architectures": ["Qwen3ForSequenceClassification"]})
 
@@ -335,8 +335,8 @@ def test_a_checkpoint_that_embeds_scores_by_cosine(embedder):
     assert "without an instruction" in str(wrong) and wrong.field == "instruction"
     results = [result(*vector) for vector in embedder.embed(["is it", *documents])]
     line = task.finish(work.note, results)
-    assert line["scores"] == pytest.approx(expected, abs=1e-5) and line["documents"] == [documents[line["order"][0]]]
-    assert task.finish(pair.note, [results[0], results[2]])["score"] == pytest.approx(expected[1], abs=1e-5)
+    assert line.scores == pytest.approx(expected, abs=1e-5) and line.documents == [documents[line.order[0]]]
+    assert task.finish(pair.note, [results[0], results[2]]).score == pytest.approx(expected[1], abs=1e-5)
 
 
 def test_an_embedder_that_is_asked_by_a_template_is_asked_for_words(embedder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefold.tasks.run import all_finite
+from prefold.tasks.results import all_finite
 
 
 def test_what_is_not_finite_is_found():

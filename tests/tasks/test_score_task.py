@@ -178,13 +178,13 @@ def test_rolling_texts():
 def test_results():
     task = score(max_length=4)
     pair, rolling = task.prepare([("a", "bcd"), [5, 6, 7, 8, 9]])
-    out = task.finish(pair.note, [result(-0.5, -0.25, -2, greedy=[True, True, False])])
+    out = task.finish(pair.note, [result(-0.5, -0.25, -2, greedy=[True, True, False])]).line()
     assert out == {"logprob": -2.75, "logprobs": [-0.5, -0.25, -2.0], "greedy": False, "num_tokens": 3}
-    assert task.finish(pair.note, [result(-1, greedy=[True])])["greedy"] is True
+    assert task.finish(pair.note, [result(-1, greedy=[True])]).greedy is True
     out = task.finish(
         json.loads(json.dumps(rolling.note)),
         [result(-1, -2, -3, -4, greedy=[True] * 4), result(-5, greedy=[True])],
-    )
+    ).line()
     assert out == {
         "logprob": -15.0,
         "logprobs": [-1.0, -2.0, -3.0, -4.0, -5.0],

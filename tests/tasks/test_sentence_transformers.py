@@ -87,7 +87,7 @@ def test_embeddings_equal_sentence_transformers(model_folder, tmp_path, pooling,
                 hidden = model(input_ids=tokens).last_hidden_state[0]
             out = task.finish(work.note, [Result(READ[task.readout.kind](hidden).numpy())])
             expected = theirs.encode(text, **options)
-            np.testing.assert_allclose(out["embedding"], expected, atol=2e-6)
+            np.testing.assert_allclose(out.embedding, expected, atol=2e-6)
 
 
 SIMPLE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -153,7 +153,7 @@ def test_chat_messages_equal_sentence_transformers(model_folder, tmp_path, templ
             with torch.no_grad():
                 hidden = model(input_ids=torch.tensor([expected])).last_hidden_state[0]
             out = task.finish(work.note, [Result(READ[task.readout.kind](hidden).numpy())])
-            np.testing.assert_allclose(out["embedding"], theirs.encode(text, **options), atol=2e-6)
+            np.testing.assert_allclose(out.embedding, theirs.encode(text, **options), atol=2e-6)
     logging.disable(logging.NOTSET)
 
 

@@ -1,0 +1,281 @@
+"""Defines what tasks answer and what the methods of LLM return. Every class has `to_dict`, for JSON.
+
+A task's answer to an item is an `Answer`. Lines of JSON, columns of tables, bodies of HTTP responses, the command line
+and Python read its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from math import isfinite
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from ..errors import InputError
+from ..types import Generated, Jsonable
+
+# Fields that are vectors of float32 numbers: in a line they are lists, nested so many deep.
+VECTORS = {"embedding": 1, "embeddings": 2}
+
+
+class Answer(Jsonable):
+    """A task's answer to an item.
+
+    Attributes:
+        num_tokens: tokens of the item's prompts
+        numbers: the fields that hold what the model computed. They are real numbers, even if all of them are whole
+        unlisted: the fields that output lines never have: only HTTP responses or Python show them
+    """
+
+    __slots__ = ()
+    num_tokens: int
+    numbers: ClassVar[tuple[str, ...]] = ()
+    unlisted: ClassVar[frozenset[str]] = frozenset()
+
+    def line(self) -> dict[str, Any]:
+        """Return {name: value} of the fields in an output line, without optional fields that are None."""
+        line = {}
+        for name, is_optional in _listed(type(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if value is not None or not is_optional:
+                line[name] = value.tolist() if isinstance(value, np.ndarray) and name not in VECTORS else value
+        return line
+
+
+@cache
+def _listed(kind: type[Answer]) -> list[tuple[str, bool]]:
+    """Return (name, whether it has a default) of each field that an output line may have."""
+    names = fields(kind)  # type: ignore[arg-type]
+    return [(entry.name, entry.default is not MISSING) for entry in names if entry.name not in kind.unlisted]
+
+
+def all_finite(value: Any) -> bool:
+    """Return whether no number in a value is NaN or infinite. Of an answer, its `numbers` count."""
+    if isinstance(value, Answer):
+        for name in value.numbers:
+            part = getattr(value, name)
+            if part is not None and not all_finite(part):
+                return False
+        return True
+    if isinstance(value, dict):
+        return all_finite([*value.values()])
+    if isinstance(value, (list, tuple)):
+        # One call for each log-probability of a long text would take long.
+        return all(map(isfinite if {*map(type, value)} == {float} else all_finite, value))
+    if isinstance(value, (float, np.floating, np.ndarray)):
+        return bool(np.isfinite(value).all())
+    return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding(Answer):
+    """The vector of a text, float32 [dimensions]."""
+
+    embedding: np.ndarray
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+
+    numbers: ClassVar = ("embedding",)
+
+    @property
+    def vectors(self) -> np.ndarray:
+        """Return the vector as the only row of a matrix."""
+        return self.embedding[None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingList(Answer):
+    """The vectors of a list of texts, float32 [texts, dimensions]."""
+
+    embeddings: np.ndarray
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+
+    numbers: ClassVar = ("embeddings",)
+
+    @property
+    def vectors(self) -> np.ndarray:
+        """Return the vectors, a row for each text."""
+        return self.embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class Relevance(Answer):
+    """How well one document answers a query."""
+
+    score: float
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+    cached_tokens: int | None = None  # tokens of the prompt that were in the KV store; None: unknown
+
+    numbers: ClassVar = ("score",)
+    unlisted: ClassVar = frozenset({"cached_tokens"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking(Answer):
+    """A ranking says how well documents answer a query.
+
+    Iterating over it gives pairs (index of a document, its score), the best first; its length is that of `order`.
+
+    scores      float64 [documents]: the score of each document, in the order given; NaN for one that is in `errors`
+    order       indices of the documents, best first, at most `top_n` of them
+    errors      {index: what is wrong with that document}; empty unless errors="return" was asked for
+    num_tokens  tokens of all prompts
+    documents   the documents in that order, if they were asked for
+    """
+
+    scores: np.ndarray
+    order: list[int]
+    errors: dict[int, InputError] = field(default_factory=dict)
+    num_tokens: int = 0
+    documents: list[Any] | None = None
+    image_notes: list[str] | None = None
+    cached_tokens: int | None = None
+
+    numbers: ClassVar = ("scores",)
+    unlisted: ClassVar = frozenset({"errors", "cached_tokens"})
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return ((index, float(self.scores[index])) for index in self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Classification(Answer):
+    """A classification holds the most probable label, and the probability of every label.
+
+    logprobs    {label: its log-likelihood}; None for a classification head
+    logits      {label: the head's logit}; None without a classification head
+    num_tokens  tokens of all prompts
+    """
+
+    label: str
+    probabilities: dict[str, float]
+    logprobs: dict[str, float] | None = None
+    logits: dict[str, float] | None = None
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+
+    numbers: ClassVar = ("probabilities", "logprobs", "logits")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score(Answer):
+    """A score says how likely a continuation, or a whole text, is.
+
+    logprob     natural logarithm of the probability of all of it
+    logprobs    float32 [tokens]: natural logarithm of the probability of each of its tokens
+    greedy      whether every token is the model's first choice
+    num_tokens  tokens scored
+    """
+
+    logprob: float
+    logprobs: np.ndarray
+    greedy: bool
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+
+    numbers: ClassVar = ("logprob", "logprobs")
+
+    def __repr__(self) -> str:
+        return f"Score(logprob={self.logprob:.4f}, greedy={self.greedy}, {len(self.logprobs)} tokens)"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class TextScore(Score):
+    """The score of a whole text. num_bytes: of the text in UTF-8; None for token ids"""
+
+    num_bytes: int | None
+
+
+Token = dict[str, Any]  # "id", "logprob", "top", with a tokenizer "token"; "bytes" of a part of a letter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Answer):
+    """One generated text of an item.
+
+    Attributes:
+        text: None without a tokenizer
+        tokens: the ids, if they were asked for or there is no text
+        reasoning_tokens: how many tokens are reasoning, if that was asked for
+        stop: the text or id that ended it
+        logprobs: an entry for each token, if they were asked for
+    """
+
+    text: str | None = None
+    tokens: list[int] | None = None
+    reasoning_tokens: int | None = None
+    finish_reason: Literal["stop", "length", "cancelled"]
+    stop: str | int | None = None
+    logprobs: list[Token] | None = None
+
+    numbers: ClassVar = ("logprobs",)
+    unlisted: ClassVar = frozenset({"reasoning_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Answer):
+    """What was generated for an item. A line has the fields of a single choice beside the others.
+
+    Attributes:
+        num_generated: tokens of all choices
+        cached_tokens: tokens of the prompt that were not computed for it
+        approximate_tokens: tokens of the prompt whose K/V was computed at other positions and copied; None: none
+        prompt_ids: the prompt's tokens, if they were asked for
+        thinks: whether the prompt ends with <think>; None: the model does not think, or that was not asked for
+        prompt: an entry for each token of the prompt, with its "rank", if they were asked for
+    """
+
+    choices: tuple[Choice, ...]
+    num_tokens: int = 0
+    num_generated: int = 0
+    cached_tokens: int = 0
+    approximate_tokens: int | None = None
+    image_notes: list[str] | None = None
+    prompt_ids: list[int] | None = None
+    thinks: bool | None = None
+    prompt: list[Token] | None = None
+
+    numbers: ClassVar = ("choices", "prompt")
+    unlisted: ClassVar = frozenset({"prompt_ids", "thinks", "prompt"})
+
+    def line(self) -> dict[str, Any]:
+        line = Answer.line(self)
+        choices = line.pop("choices")
+        return (choices[0].line() if len(choices) == 1 else {"choices": [one.line() for one in choices]}) | line
+
+
+# {task: the classes of its answers}; a Choice is part of a Generation
+ANSWERS: dict[str, tuple[type[Answer], ...]] = {
+    "embed": (Embedding, EmbeddingList),
+    "rerank": (Relevance, Ranking),
+    "classify": (Classification,),
+    "score": (Score, TextScore),
+    "generate": (Choice, Generation),
+}
+
+
+def names_in_lines(task: str) -> set[str]:
+    """Return the names of all fields that a task's answers may have in an output line."""
+    return {name for kind in ANSWERS[task] for name, _ in _listed(kind)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece(Jsonable):
+    """A piece is some more text of a sample.
+
+    sample  number of the sample, from 0
+    text    the text; empty in the last piece of a sample
+    done    in the last piece of a sample its result, else None
+    """
+
+    sample: int
+    text: str
+    done: Generated | None = None
