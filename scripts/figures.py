@@ -21,7 +21,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks/results", ROOT / "docs/plots"
-PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md", ROOT / "docs/simulate.md"
+PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md", ROOT / "docs/cpus.md", ROOT / "docs/simulate.md"
 OURS = "prefold"
 # Colours of text, lines, our bars, those of our other modes, those of others, and the limit.
 THEMES = {
@@ -171,7 +171,7 @@ def written(file: dict) -> list[str]:
     return "\n\n".join(file["tables"].values()).splitlines()
 
 
-TABLES = {"drift": drift, "serve": written, "lmeval": written, "simulate": written}
+TABLES = {"drift": drift, "serve": written, "lmeval": written, "simulate": written, "memory": written}
 
 
 def panels(name: str) -> list[Panel]:
