@@ -39,10 +39,7 @@ def stages_of(name: str) -> dict[str, Any]:
     from prefold.checkpoint import Checkpoint
 
     found = {STAGES[0]: resident()}
-    if name == "qwen3-0.6b":
-        llm = LLM(Checkpoint.dummy(QWEN), dtype="bfloat16")
-    else:
-        llm = LLM(name)
+    llm = LLM(Checkpoint.dummy(QWEN), dtype="bfloat16") if name == "qwen3-0.6b" else LLM(name)
     found[STAGES[1]] = resident()
     for stage, count in zip(STAGES[2:], (1, 1000), strict=True):
         llm.generate([[5, 6, 7]], max_tokens=count, ignore_eos=True)
