@@ -224,7 +224,7 @@ def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None
     """Yields (number of the work, (sample, piece of its text)) as pieces come, and (number, answer) at its end. An
     answer is a list of Generated, or an InputError. Seeds are those of `run_works`, so the texts are the same. If the
     generator is closed early, the remaining requests are cancelled."""
-    from ..engine.streamed import stream
+    from ..engine.calls import stream
     from ..tasks.run import draw_seed, with_seed
 
     seed = draw_seed() if seed is None else seed

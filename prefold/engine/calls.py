@@ -1,4 +1,5 @@
-"""How a thread runs requests on an engine of one model: it submits them, waits, and yields their answers."""
+"""How a thread runs requests: it submits them, waits, and yields their answers (`serve`, on an engine of one model) or
+their texts as they come (`stream`, on any engine)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from ..types import Owner, Readout, Request
 from .handles import Handle
 from .loop import EngineLoop
 from .meter import StepInfo
+from .protocol import Engine
 from .requests import Answer
+from .samples import TextPiece
 
 TOKENS = Readout("tokens")
 
@@ -123,3 +126,28 @@ def serve(
     finally:
         engine.cancel(*open)
         engine.meter.tell(mailbox.note, False)
+
+
+def stream(
+    engine: Engine, requests: Iterable[Request], tokenizer: Tokenizer | None
+) -> Iterator[tuple[int, TextPiece | Answer]]:
+    """Yields (number, TextPiece) of each request as its text comes, and (number, answer) when it ends.
+
+    A caller that closes the generator early cancels the open requests. Raises the error of an engine that fails.
+    """
+    mailbox, open = Mailbox(), dict[Call, None]()
+    try:
+        for number, request in enumerate(requests):
+            call = Call(mailbox, number, NO_OWNER)
+            open[call] = None  # before it is submitted, so that it is cancelled whatever happens
+            engine.submit([request], TOKENS, call, tokenizer, text=True)
+        while open:
+            for source, event in mailbox.take():
+                assert source is not None
+                if not isinstance(event, TextPiece):
+                    del open[source]
+                if isinstance(event, Exception) and not isinstance(event, InputError):
+                    raise event
+                yield source.tag, event  # type: ignore[misc]
+    finally:
+        engine.cancel(*open)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequenc
 from contextlib import closing
 from typing import Any, Literal, TypeAlias, Unpack, cast, overload
 
+from ..engine.calls import stream
 from ..engine.samples import TextPiece
-from ..engine.streamed import stream
 from ..errors import InputError
 from ..tasks.results import Piece
 from ..tasks.run import seed_of, with_seed

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ..engine.streamed import stream
+from ..engine.calls import stream
 from ..errors import InputError, JobError
 from ..spec.model import CacheOptions
 from ..types import Generated, Request, Sampling

@@ -20,9 +20,9 @@ from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, Replicas
 from prefold.engine import Engine
+from prefold.engine.calls import stream
 from prefold.engine.handles import Handle
 from prefold.engine.samples import TextPiece
-from prefold.engine.streamed import stream
 from prefold.errors import FleetError, InputError, PrefoldError
 from prefold.face.streams import astream
 from prefold.stream import Spool

@@ -10,7 +10,7 @@ from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cache import CacheOptions
-from prefold.engine.streamed import stream
+from prefold.engine.calls import stream
 from prefold.errors import InputError, PrefoldError
 
 MAX_TOKENS = 24
