@@ -46,7 +46,7 @@ class ScheduledEngine(RowEngine):
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    def _step(self) -> Stretch | None:
+    def step(self) -> Stretch | None:
         scheduler = self.scheduler
         limits = StepLimits(self.max_batch_rows)
         for _, error in scheduler.admit(limits):
