@@ -57,7 +57,7 @@ LAYERS = {
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_handles.py
         hybrid/test_state_books.py images/test_media_table.py looped/test_routed_scheduler.py
-        shifted/test_shifting.py test_concepts.py test_errors.py test_figures.py test_pages.py
+        shifted/test_shifting.py test_concepts.py test_errors.py test_figures.py test_names.py test_pages.py
     """,
     "model": """
         attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted

@@ -384,7 +384,7 @@ class AnswerColumns(TableAdapter):
 def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bool = False) -> dict[str, Any]:
     """Returns a result of "generate" with the properties of the object in its `text` as further fields.
 
-    A property is called `answer_NAME` where a line has a NAME of its own, or NAME is in `repeated`; so is a property
+    A property is called answer_NAME where a line has a NAME of its own, or NAME is in `repeated`; so is a property
     called answer_NAME itself, that no two have one name. With names in `repeated` that begin with answer_, another
     answer_ is put before it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as
     it is.
