@@ -61,7 +61,10 @@ def routes_of_run() -> int:
 
 
 COUNTS: dict[str, Callable[[], int]] = {
-    "entries in prefold/": lambda: len([p for p in PACKAGE.iterdir() if not p.name.startswith("__")]),
+    "entries in prefold/": lambda: sum(
+        not entry.name.startswith("__") and (entry.is_file() or any(p.suffix != ".pyc" for p in entry.rglob("*.*")))
+        for entry in PACKAGE.iterdir()
+    ),
     "Python files": lambda: len(trees()),
     "mutable tries": lambda: sum({"insert", "match", "remove"} <= methods(c) for c in nodes(ast.ClassDef)),
     "scheduler classes": lambda: sum(c.name.endswith("Scheduler") for c in nodes(ast.ClassDef)),
