@@ -4,7 +4,7 @@
 
 No prompts share anything. Prefill: hidden states of the last tokens of prompts of one length, so that transformers'
 batches have no padding. Decode: tokens a second of sequences that generate side by side, greedily, after short prompts.
-The seconds of decode are those of a step.
+The seconds of decode are the seconds of one step.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _exits_on_signals() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what a table must say about where it was measured: the date, the processor and the versions."""
+    """Return the circumstances of a measurement: the date, the processor and the versions."""
     cpu = platform.processor() or platform.machine()
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as f:
         cpu = next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
@@ -226,7 +226,7 @@ def clocked(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def step_seconds(run: Callable[[int], Any], tokens: int, first: int = 1) -> float:
-    """Return the seconds of a decode step: of a run with `tokens` tokens less a run with the first ones.
+    """Return the seconds of a decode step: a run with `tokens` tokens minus a run with the first tokens only.
 
     run: generates a number of tokens in each sequence; it may return its own seconds
     """
@@ -448,7 +448,7 @@ def generation_limit(
 ) -> dict:
     """Return the machine's limit for prompts that are continued by `max_tokens` tokens each, in seconds.
 
-    generate.py has the formula. rates: those of `rates_of`.
+    generate.py has the formula. rates: from `rates_of`.
     """
     from prefold.prefix import Trie
 

@@ -62,7 +62,7 @@ def _groups(controller: str) -> Iterator[Path]:
         lines = [line.split(":", 2) for line in OWN_GROUPS.read_text().splitlines()]
     except OSError:
         lines = []
-    paths = {"": "/", controller: "/"}  # by the folder of the hierarchy; "": that of version 2
+    paths = {"": "/", controller: "/"}  # by the folder of the hierarchy; "": version 2
     for _, controllers, path in lines:
         if controller in controllers.split(","):
             paths[controller] = paths[controllers] = path

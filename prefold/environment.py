@@ -2,7 +2,7 @@
 
 PREFOLD_CACHE         folder for the built-in model and compiled kernels (default: ~/.cache/prefold)
 PREFOLD_KERNELS       0: run without compiled kernels; native: compile them even if a wheel holds some
-PREFOLD_ISA           the instruction set whose kernels are used, a name of `kernels.compile.VARIANTS`
+PREFOLD_ISA           the instruction set of the kernels, a name in `kernels.compile.VARIANTS`
 PREFOLD_TRITON        0: run without Triton's kernels on a GPU
 PREFOLD_TRANSFORMERS  all: run every model through the modules of transformers
 PREFOLD_PLUGINS       modules and .py files to import, with the separator of PATH; `--plugin` adds to it

@@ -3,7 +3,7 @@
 
 A random Llama generates with 8 sequences. One step is traced: the engine's thread with `sys.setprofile`, and the C++ of
 the program by its `#include`s and by the files that define what it calls. With --check nothing is written, and the exit
-status is 1 if docs/design.md lists other files. (The counts are those of the last writing.)
+status is 1 if docs/design.md lists other files. (The counts of lines in docs/design.md are not compared.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def traced_functions() -> set[CodeType]:
 
     compiled = kernels.load()
     if compiled is None:
-        sys.exit("the kernels cannot be compiled here, and the path is that of a compiled step")
+        sys.exit("the kernels cannot be compiled here; the reading path is traced in a compiled step")
     # Our products run on every machine, also if PyTorch's are as fast.
     products.product_kernels = lambda weight: compiled if kernels.can_pack_words(weight) else None
     found: set[CodeType] = set()

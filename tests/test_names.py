@@ -1,4 +1,4 @@
-"""Names in backticks, in docstrings and comments, are names of the code: who renames one, renames it there too."""
+"""Names in backticks in docstrings and comments exist in the code."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def unknown_names(source: str, known: set[str]) -> list[tuple[int, str]]:
-    """The names in backticks of a file of which a part is not in `known`, with their lines."""
+    """Return (line, name) of each name in backticks that has a part not in `known`."""
     texts = [(text.lineno, text.value) for text in docstrings(ast.parse(source))]
     ticked = [(line, name) for line, text in [*texts, *comments(source)] for name in TICKED.findall(str(text))]
     names = [(line, name) for line, name in ticked if NAME.fullmatch(name) and name not in FOREIGN]

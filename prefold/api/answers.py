@@ -65,7 +65,7 @@ def _allowed(tools: Any, choice: Mapping[str, Any]) -> tuple[Tools, Any]:
 
 
 def _name_of(tool: Any) -> str | None:
-    """Returns the name of a function: of a tool, or of a tool_choice, in a chat's form or in that of /v1/responses."""
+    """Return the function name of a tool or tool_choice, in the form of /v1/chat/completions or /v1/responses."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None

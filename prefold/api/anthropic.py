@@ -84,7 +84,9 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
 
 class Tool(Struct):
     name: str
-    type: Annotated[str, doc("custom, or a dated type of Anthropic's, of which the model is not told.")] | None = None
+    type: Annotated[str, doc("custom, or a dated type of Anthropic's, which the prompt does not mention.")] | None = (
+        None
+    )
     description: str | None = None
     input_schema: Any = None
 

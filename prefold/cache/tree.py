@@ -1,7 +1,7 @@
 """The radix tree: the trie of the rows of K/V, to be computed, in use, or kept.
 
-Its nodes are those of any radix trie (`prefix.radix`). Their payload is the slots of the rows' K/V, and what the
-scheduler and the cache have to know of these: which sequences use them, and when they may be evicted.
+Its nodes are nodes of a radix trie (`prefix.radix`). Their payload is the slots of the rows' K/V, which sequences use
+the slots, and when the slots may be evicted.
 """
 
 from __future__ import annotations

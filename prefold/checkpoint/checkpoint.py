@@ -93,7 +93,7 @@ class Checkpoint:
 def read_object(checkpoint: Checkpoint, name: str, *, keys: str | None = None) -> dict[str, Any]:
     """Returns the object in the JSON file `name` of the checkpoint's folder; {} where there is no such file.
 
-    keys: the name in `KEYS` whose refused keys are refused; None: that of the file, "": none. Raises CheckpointError
+    keys: the name in `KEYS` with the keys to refuse; None: the file's name; "": refuse none. Raises CheckpointError
     where the file holds anything else, UnsupportedModelError for a refused key.
     """
     value = checkpoint.read_json(name)

@@ -236,9 +236,9 @@ CHANGES = re.compile(
     r"expert|moe|router|routed|topk|top_k|mamba|ssm|conv_|recurren|shared_layers|sharing|altup|"
     r"block_types|indexer|hc_|ngram|embedding_fraction|early_exit|loop|ut_steps"
 )
-# What those of these names contain that change nothing: of training; of the precision in which, and by what code, the
-# same is computed; of what is returned; of tokens, and of how text is drawn; of biases, which are tensors and so are
-# missed where they are not read; and of settings that say nothing without another one.
+# Parts of key names that change no result although they match the pattern above: training; the precision and the code
+# of a computation; what is returned; tokens and sampling; biases (they are tensors, and an unread tensor is an error);
+# and settings that have no meaning without another setting.
 NEUTRAL = re.compile(
     r"drop|init|loss|jitter|checkpoint|lora_|neftune|^finetuning|ngram_size|cross_attention|^(top_k|temperature)$|^sbert_|"
     r"flash|implementation|attn_impl|kernel|memory_efficient|fp32|in_float32|"

@@ -159,7 +159,7 @@ def declared(parameter: str, option: Field[Any]) -> Decorator:
 
 
 def job_group(*parameters: str) -> Decorator:
-    """Returns a decorator that adds options that a job has beside those of its model and its tasks."""
+    """Return a decorator that adds a job's options for input, output and fleet."""
     return all_of(*(declared(name, job_parameters()[name]) for name in parameters))
 
 

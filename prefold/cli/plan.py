@@ -36,7 +36,7 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
 
     Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
     input, and counts. Then runs one step of the job to measure the machine's speed (not with --json or --gflops).
-    Weights are random there, unless the model is a small GGUF file; those of a hub id are never downloaded.
+    The step has random weights, unless the model is a small GGUF file. Weights of a hub id are never downloaded.
 
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B

@@ -32,7 +32,7 @@ def measure_speed(input: Any, job_plan: Any) -> Speed:
     """Return the speed of one step of a job. Raise JobError if the model cannot be measured here.
 
     Prompts, read-outs, dtype, kernels, device, threads and rows of a step are the job's. No time depends on the values
-    of weights, so no weights are downloaded, and only those of a small GGUF file are read.
+    of weights, so no weights are downloaded, and only a small GGUF file's weights are read.
     """
     from ..model import config_from
 

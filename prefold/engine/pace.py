@@ -16,7 +16,7 @@ from .meter import StepBudget
 DECAY = 0.95  # the weight of a step as a share of the weight of the next one
 # A step may have at most this many times the rows of the largest step before it.
 GROWTH = 4
-# More rows are added to a step at a time than this share of those of the last steps only where these are very few.
+# A step grows by at most this share of the last steps' rows, unless the last steps had very few rows.
 MORE = 0.25
 # The rows of prompts that a step has room for however long it takes; and the rows of a batch before anything is
 # measured.
@@ -73,8 +73,8 @@ class StepTimes:
         return self._fixed + self._row * rows if self.count else None
 
     def rows_within(self, seconds: float) -> int:
-        """Return how many rows a step of so many seconds may have, at least 1, and at most GROWTH times those of the
-        last steps: larger steps have not been measured."""
+        """Return how many rows a step of so many seconds may have: at least 1, and at most GROWTH times the rows of the
+        last steps, because larger steps have not been measured."""
         if not self.count:
             return LEAST_ROWS
         most = GROWTH * max(self._most, LEAST_ROWS)
@@ -182,7 +182,7 @@ class StepPolicy:
 
 
 class StepPace:
-    """The limits of each step: those of the step policy if there is one, else the budget. Never more than the budget.
+    """The limits of each step: set by the step policy if there is one, and never more than the budget.
 
     policy  the step policy, by which interactive requests and batches share the engine; None without one
     limits  the limits of the next step

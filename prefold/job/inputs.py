@@ -43,7 +43,7 @@ def open_input(spec: JobSpec, notify: Notify, *, stdin: Iterable[bytes] | None =
     """Return the files, patterns and folders of a job as one opened input.
 
     notify   called with lines for the user, such as that a model is downloaded
-    stdin    the lines of standard input, where they have been read already
+    stdin    the lines of standard input, if they have been read already
     weights  whether the model's weights are downloaded, as the command is going to read them
 
     Raise SpecError for options that exclude each other.
@@ -148,7 +148,7 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
         raise JobError("which records use which --adapter? add --adapter-column COLUMN")
     columns |= default_columns(task, have, columns)
     if task == "score" and table.image and "continuation" not in columns:
-        message = "--image of score needs continuations, which are what is scored: add --continuation COLUMN"
+        message = "--image with the task score needs continuations to score: add --continuation COLUMN"
         raise SpecError(message, field="image")
     kind, own_options = _adapter_kind(task, spec)
     reserved = kind.reserved_for(task, has_id=table.id_column is not None)

@@ -129,7 +129,7 @@ class LazyTasks(Mapping[str, Any]):
     """A LazyTasks holds the tasks of a batch, each of which is made when the first record needs it."""
 
     def __init__(self, names: tuple[str, ...], spec: JobSpec, checkpoint: Any, tokenizer: Any, **reading: Any):
-        """Keep the arguments of the tasks. reading: options of reading images that replace those of the spec"""
+        """Keep the arguments of the tasks. reading: options of reading images, which override the spec's"""
         self._names, self._spec = names, spec
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}

@@ -62,7 +62,7 @@ def open_job(input: Input, notify: Notify) -> Job:
 
 
 def _seed(path: Path | None, input: Input) -> int:
-    """Return the job's seed: that of the options, else the one in the journal, else a new one."""
+    """Return the job's seed: from the options, else from the journal, else a new seed."""
     from ..tasks.run import draw_seed
 
     if input.spec.seed is not None:

@@ -11,7 +11,8 @@ import numpy as np
 from ..schedule.steps import NOTHING, SlotResult
 from ..types import Exits
 
-# K/V that deeper visits see of a row that left: those of its last visit to the block, or K/V made of its last state.
+# The K/V of a row that left, as deeper visits see it: copied from its last visit to the block, or computed from its
+# last state.
 Keys = Literal["last", "project"]
 
 

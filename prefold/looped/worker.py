@@ -54,7 +54,7 @@ def looped_part(model: LoopedLM) -> WorkerPart:
 
 @dataclass(frozen=True, slots=True)
 class PassTicket:
-    """The ticket of a SlotStep of a looped model. reads: what is read of it; the other fields are those of a
+    """The ticket of a SlotStep of a looped model. reads: the step's read-outs; the other fields are as in
     PassResult."""
 
     reads: Ticket
@@ -190,7 +190,7 @@ class SlotPass:
         for number, (first, stop) in enumerate(passage.asks[:, :2].tolist(), count):
             self._route[first:stop] = number
         self._ended: list[tuple[np.ndarray, Tensor]] = []  # rows that make no visit any more, and their states
-        self._unfilled: list[tuple[np.ndarray, Tensor]] = []  # those of them whose K/V of deeper visits is missing
+        self._unfilled: list[tuple[np.ndarray, Tensor]] = []  # rows in `_ended` without K/V of deeper visits
 
     def run(self) -> tuple[Tensor, SlotStep]:
         """Return the hidden states of the rows that are read, and the step, whose `reads` count in these."""

@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from ..cache import RadixCache, SlotPool
-from .generate_step import SequenceState
-
-# The plan of a step, which has `max_rows`, the most rows of the step, `room`, how many more rows may be added,
-# `num_rows`, how many were added, and `fill(running)`, which adds rows of these sequences until the room is used.
-P = TypeVar("P", bound=Any)
+from .generate_step import SequenceState, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Admission(Protocol):
     def are_alike(self, limits: StepLimits) -> bool:
         """Returns whether all running sequences have the same right to rows of a step."""
 
-    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
+    def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
         """Adds rows of running sequences to the plan of a step, and returns the plan; changes nothing else."""
 
 
@@ -146,6 +142,6 @@ class InOrder:
     def are_alike(self, limits: StepLimits) -> bool:
         return True
 
-    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
+    def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
         plan.fill(running)
         return plan

@@ -10,11 +10,10 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from typing import Any
 
 from ..cache import RadixCache
 from ..types import Owner, Share
-from .admission import Admission, Capacity, P, StepLimits
+from .admission import Admission, Capacity, StepLimits
 from .generate_step import SequenceState, StepPlan
 
 # Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
@@ -241,7 +240,7 @@ class FairAdmission:
     def are_alike(self, limits: StepLimits) -> bool:
         return not self._num_running[True] or (not self._num_running[False] and limits.batch_rows is None)
 
-    def fill(self, plan: P, running: Collection[SequenceState], limits: StepLimits) -> P:
+    def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
         """Adds rows of interactive requests to the plan of a step, then rows of batches. If
         these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
         if not self._num_running[True]:
@@ -261,12 +260,14 @@ class FairAdmission:
                 plan.room = max(0, plan.max_rows - plan.num_rows)
         return plan
 
-    def _fill_live(self, plan: Any, running: Collection[SequenceState]) -> None:
-        """Adds rows of interactive requests to the plan of a step: of all that generate, and of prompts, whose rows are
-        divided between the tenants. What a tenant does not use goes to tenants with longer prompts. A step of one block
-        of a looped model is not divided."""
+    def _fill_live(self, plan: StepPlan, running: Collection[SequenceState]) -> None:
+        """Add rows of interactive requests to a step: of all sequences that generate, and of prompts.
+
+        The rows of prompts are divided between the tenants. The unused share of a tenant goes to tenants with longer
+        prompts.
+        """
         prompts: dict[Owner, list[SequenceState]] = {}
-        if self._num_owners[False] > 1 and isinstance(plan, StepPlan):
+        if self._num_owners[False] > 1:
             for sequence in running:
                 if not sequence.ready:
                     prompts.setdefault(sequence.owner, []).append(sequence)

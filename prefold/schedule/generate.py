@@ -216,7 +216,7 @@ class GenerateScheduler(SequenceScheduler):
     def _admit_waiting(self, failures: list[tuple[Hashable, InputError]], limits: StepLimits) -> None:
         """Admits sequences in the order of the policy until a step is full. A sequence of a batch without room ends the
         admission of batches only."""
-        pending = dict[Owner, int]()  # how many rows go before those of an owner's next sequence
+        pending = dict[Owner, int]()  # how many rows go before the rows of an owner's next sequence
         batches, max_rows = True, self._max_rows(limits)
         while (sequence := self.waiting.first(self, limits, batches=batches)) is not None:
             is_full = len(self.running) >= self.max_running

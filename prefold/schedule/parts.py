@@ -39,7 +39,7 @@ class EnginePart:
         """Raise InputError for exits that the engine cannot follow with this sharing."""
 
     def in_slots(self, exits: Exits | None) -> bool:
-        """Return whether read-outs with these exits run in the slots of the KV store, those of jobs too."""
+        """Return whether read-outs with these exits run in the slots of the KV store, in jobs too."""
         return False
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
@@ -53,7 +53,7 @@ class EnginePart:
         """Sets the function that returns the tenant of a namespace (adapter, salt)."""
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        """Return arguments of the scheduler's `submit` that differ from those of the OpenRequest."""
+        """Return arguments of the scheduler's `submit` that replace fields of the OpenRequest."""
         return {}
 
     def forget(self, key: Hashable) -> None:

@@ -34,8 +34,8 @@ from ..report.page import merged
 from ..tasks.results import Generation
 from ..types import Generated, GenerationStats
 
-# vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Those below vLLM's
-# least one are for models that answer sooner.
+# vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Buckets below
+# vLLM's lowest are for models that answer sooner.
 _REQUEST = (
     0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680
 )  # fmt: skip
@@ -45,7 +45,7 @@ _FIRST = (
 _BETWEEN = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80
 )  # fmt: skip
-# vLLM's buckets for the tokens of a request, and for those of a step.
+# vLLM's buckets for the tokens of a request, and for the tokens of a step.
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Why a request ended, as vLLM names it: by its own end, by max_tokens, because its client left, or by an error.
@@ -158,7 +158,7 @@ class Metrics:
                 self.each_token.observe(seconds / (longest - 1))
 
     def read(self, sizes: Sequence[int]) -> None:
-        """Counts prompts of which numbers were read. sizes: their tokens"""
+        """Count prompts with numeric read-outs. sizes: their tokens"""
         self.prompt_tokens.inc(sum(sizes))
         self.prompt_sizes.note(*sizes)
         self.success.labels("stop").inc(len(sizes))

@@ -38,14 +38,14 @@ def option(
 
     cli          the parameters of the command line that it is made of: by default one of the field's own name; None:
                  none
-    one_of       the values that are allowed, where not all are
+    one_of       the allowed values; None: all
     least, most  the bounds of a number
     above        whether the number has to be above `least`, which itself is not allowed
     journal      whether a job with another value is another job: by default of a task's options, not of a model's
     on           of a model's options: the commands of the command line that have it, by the group in `cli.options`;
                  None: it is set in Python only
-    http         of how answers are made: the parameters of a request that set it, parted by blanks; "": that of the
-                 field's own name; None: none
+    http         the parameters of an HTTP request that set it, separated by blanks; "": the parameter with the field's
+                 own name; None: none
     sent         how a request to another server for text sets it. "openai": it is a parameter of OpenAI's API,
                  and always sent, as a server may take what a body leaves out from its checkpoint's files; "vllm": it is
                  none of OpenAI's, but most servers know it, so it is always sent to those that do; "set": it is sent

@@ -14,8 +14,8 @@ class FleetSpec:
 
     ray: str | None = option(
         None,
-        "Run replicas of the model on a Ray cluster; without ADDRESS on that of RAY_ADDRESS, else on this machine."
-        " Write it behind INPUT, or as --ray=ADDRESS.",
+        "Run replicas of the model on a Ray cluster. Without ADDRESS: on the cluster of RAY_ADDRESS, else on this"
+        " machine. Write it behind INPUT, or as --ray=ADDRESS.",
         metavar="[ADDRESS]", journal=False,
     )  # fmt: skip
     urls: tuple[str, ...] = option(

@@ -208,7 +208,7 @@ def declarations(tasks: Collection[str]) -> dict[str, dict[str, Field[Any]]]:
 
 @cache
 def job_parameters() -> dict[str, Field[Any]]:
-    """Return {parameter: declaration} of the options that a job has beside those of its model and its tasks."""
+    """Return {parameter: declaration} of a job's options for input, output and fleet."""
     every = (entry for kind in (InputSpec, OutputSpec, FleetSpec, JobSpec) for entry in fields(kind))
     return {parameter_of(entry): entry for entry in every if entry.metadata}
 

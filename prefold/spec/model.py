@@ -1,4 +1,4 @@
-"""The options of a model, those of `LLM` and of the command line."""
+"""The options of a model, in `LLM` and on the command line."""
 
 # ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
 

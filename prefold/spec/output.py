@@ -22,8 +22,8 @@ class OutputSpec:
     overwrite: bool = option(False, "Start again, replacing the output.", journal=False)
     resume: bool = option(
         False,
-        "Go on with an interrupted job, and fail if there is none. (A job whose journal is there is resumed without"
-        " it.)",
+        "Continue an interrupted job, and fail if there is none. (Without this option a job with a journal is"
+        " resumed too.)",
         journal=False,
     )
     grown: bool = option(

@@ -55,11 +55,11 @@ class LoopedOptions:
     )  # fmt: skip
     exit_change: float | None = option(
         None,
-        "Looped models whose rows leave: a row leaves after the first visit that changes its state by at most this"
+        "Looped models with exits: a row leaves after the first visit that changes its state by at most this"
         " share.",
         least=0, above=True,
     )  # fmt: skip
-    exit_prompts: bool = option(False, "Looped models whose rows leave: rows of prompts leave too, by the same rules.")
+    exit_prompts: bool = option(False, "Looped models with exits: rows of prompts leave too, by the same rules.")
     route: Sequence[int] | None = option(
         None,
         "Looped models: the numbers of the blocks that rows visit, from 0 (default: from the checkpoint, or chosen by"
@@ -140,12 +140,12 @@ class SamplerOptions:
         sent="set",
     )
     logprobs: int | None = option(
-        None, "Give each token's log-probability, and those of so many of the most likely tokens.",
+        None, "Return each token's log-probability, and the log-probabilities of this many of the most likely tokens.",
         least=0, most=2**31 - 1, http=None, sent="own",
     )  # fmt: skip
     exit_visits: Sequence[int] = option(
         (),
-        "Looped models whose rows leave: after how many visits the row of each generated token leaves. Tokens behind"
+        "Looped models with exits: after how many visits the row of each generated token leaves. Tokens behind"
         " the end of the list leave by the other rules.",
         None, http=None,
     )  # fmt: skip
@@ -254,8 +254,8 @@ class RerankOptions(TaskSpec):
     instruction: str | None = option(None, "What is wanted of a document; by default that it answers a web search.")
     template: str | None = option(
         None,
-        "The prompt, with {query} and {document} in any order and, if wanted, {instruction}. What stands before the"
-        " second of the two is shared. By default Qwen3-Reranker's, or the bare pair for a cross-encoder that was"
+        "The prompt, with {query} and {document} in any order and, if wanted, {instruction}. The text before the"
+        " second placeholder is shared. By default Qwen3-Reranker's, or the bare pair for a cross-encoder that was"
         " trained on it.",
     )
     add_special_tokens: bool | None = option(
@@ -285,7 +285,7 @@ class ClassifyOptions(TaskSpec):
     template: str | None = option(
         None, "How an example is written, with {text} and then {label}; by default two lines, Text: and Label:."
     )
-    separator: str = option("\n\n", "What stands between examples; by default an empty line.", None)
+    separator: str = option("\n\n", "The text between examples (default: an empty line).", None)
     normalization: Normalization | None = option(
         None,
         "Divide a label's log-likelihood by the label's length in tokens or bytes.",

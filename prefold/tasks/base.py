@@ -346,7 +346,7 @@ class Inputs:
                 code="too_long",
             )
         if self.unread is not None:
-            # The last row that is left is the one that is read. Of nothing but padding that is the first row, as in
+            # The last row that is left is read. If all rows are padding, the first row is read, as in
             # transformers.
             read = np.flatnonzero(tokens != self.unread)
             tokens = tokens[: read[-1] + 1 if read.size else 1]

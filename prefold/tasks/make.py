@@ -47,7 +47,7 @@ def make_task(
     tokenizer  None: the task takes token ids only
     adapters   the names of the LoRA adapters that are loaded
     images     the `ImageInputs`; None: the task takes text alone
-    config     that of the loaded model; None: the model is not loaded here, and the checkpoint's files say
+    config     the loaded model's; None: the model is not loaded here, and the checkpoint's files say
 
     Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
     do the task.

@@ -53,7 +53,7 @@ def _listed(kind: type[Answer]) -> list[tuple[str, bool]]:
 
 
 def all_finite(value: Any) -> bool:
-    """Return whether no number in a value is NaN or infinite. Of an answer, its `numbers` count."""
+    """Return whether no number in a value is NaN or infinite. An answer is checked by its `numbers`."""
     if isinstance(value, Answer):
         for name in value.numbers:
             part = getattr(value, name)
@@ -119,7 +119,7 @@ class Relevance(Answer):
 class Ranking(Answer):
     """A ranking says how well documents answer a query.
 
-    Iterating over it gives pairs (index of a document, its score), the best first; its length is that of `order`.
+    Iterating over it gives pairs (index of a document, its score), the best first; its length is the length of `order`.
 
     scores      float64 [documents]: the score of each document, in the order given; NaN for one that is in `errors`
     order       indices of the documents, best first, at most `top_n` of them

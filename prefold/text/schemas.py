@@ -15,7 +15,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def with_schemas(schema: Any, change: Callable[[dict[str, Any]], Any], *, named: bool = False) -> Any:
-    """Return a schema in which every schema is what `change` makes of it, inner ones first.
+    """Return a schema with `change` applied to every schema in it, inner schemas first.
 
     named   whether `schema` is no schema, but has schemas by names
     """

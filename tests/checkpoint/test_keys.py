@@ -45,7 +45,7 @@ GPT2 = of("GPT2LMHeadModel", n_embd=36, n_head=6, n_layer=3, n_positions=512)
 MOE = of("Qwen3MoeForCausalLM", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=22)
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}
-# By the key: keys beside those of MODEL (... removes one), and the value that changes what is read.
+# {key: (keys added to MODEL (... removes a key), the value that changes the result)}.
 USED: dict[str, tuple[dict[str, Any], Any]] = {
     "architectures": ({}, ["MistralForCausalLM"]),
     "model_type": ({"architectures": ...}, "mistral"),

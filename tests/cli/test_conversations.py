@@ -80,7 +80,7 @@ def _called(name, arguments):
 
 
 def test_fields_that_arrow_fills_with_null_are_no_part_of_a_prompt(prefold, tmp_path, lines):
-    """All structs of a Parquet column have the same fields: one row's tools and arguments have those of every row."""
+    """All structs of a Parquet column have the same fields, so a row's tools have the fields of all rows' tools."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [_called("weather", {"city": "Rome"}), _called("sum", {"a": 1, "b": 2})]
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"

@@ -75,7 +75,7 @@ TASKS = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_tasks_that_were_made_before_the_model_was_loaded(llm, name):
-    """As those of jobs are."""
+    """Jobs make their tasks so."""
     options, item = TASKS[name]
     task = make_task(name, llm.checkpoint, llm.tokenizer, options)
     with pytest.raises(InputError, match="no LM head") as caught:

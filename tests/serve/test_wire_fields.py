@@ -168,7 +168,7 @@ READERS = {
     "/rerank of texts": (TeiRerank, {}), "/similarity": (TeiSimilarity, {}), "/classify": (Classify, {}),
     "/pooling": (Pooling, {}),
 }  # fmt: skip
-# What a task gives of an item. The answer of "embed" stands for that of one text and of several.
+# A task's answer to an item. The answer of "embed" stands for one text and for several.
 MADE = {
     "embed": SimpleNamespace(embedding=np.arange(3.0), embeddings=np.eye(3)[:1], vectors=np.eye(3)[:1], num_tokens=3),
     "rerank": Ranking(np.array([0.1, 0.9]), [1, 0], num_tokens=3),

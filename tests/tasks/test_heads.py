@@ -118,7 +118,7 @@ def test_a_server_and_a_job_read_it_too(classifier, tmp_path):
 
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
-    """A classifier of one label, whose pairs end with the padding token, as where it is the EOS token."""
+    """A classifier of one label; its pairs end with the padding token, which is EOS in many tokenizers."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("head"), "qwen2", head="classifier", num_labels=1, pad_token_id=2)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     a, b, end = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}, "<|im_end|>"

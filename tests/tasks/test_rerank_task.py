@@ -168,7 +168,7 @@ def test_a_template_begins_with_the_special_tokens_of_the_tokenizer_once():
     ):
         (work,) = rerank(template=template, add_special_tokens=special).prepare([("x", "y")])
         assert tokens(work) == [ids(TOK, expected)]
-    # Qwen3-Reranker's prompt as a template is what it is without one.
+    # Qwen3-Reranker's prompt is the same if it is given as a template.
     written = PREFIX + body("{query}", "{document}", "{instruction}") + SUFFIX
     plain, own = (rerank(**o).prepare([("a b?", "no no")])[0] for o in ({}, {"template": written}))
     assert tokens(plain) == tokens(own)

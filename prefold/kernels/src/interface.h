@@ -424,7 +424,7 @@ struct ProgramCall {
   int64_t kept_path, kept_new;          // how many
   // With sharing "mlp" a row stands for several rows of the stream, over which attention runs.
   int64_t unfolded;                     // rows of the stream
-  const int64_t* scatter;               // [unfolded]: the row that stands for each; null: rows are those of the stream
+  const int64_t* scatter;               // [unfolded]: the row that stands for each; null: each row stands for itself
   const int64_t* gather;                // [rows]: a row of the stream that each row stands for
   const int64_t* read_order;            // [picked]: the order in which attention has the rows that are read
   char* unfolded_room;                  // scratch memory for q, k, v and the result
