@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.attention import Heads, KeyRuns, KVStore, SlotPlan, plan_slots
+from prefold.device import zero_pages
 
 
 @settings(max_examples=120)
@@ -308,6 +310,21 @@ def test_a_first_row_takes_pages_and_not_huge_pages(compiled, monkeypatch):
         store.write(plane, torch.tensor([1]), row, row)
     assert store.num_bytes > 2 << 30
     assert resident_bytes() - before < 100 << 20  # 3 MB, and what other threads of the process took meanwhile
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads the flags of memory as Linux writes them")
+def test_memory_has_no_huge_pages_even_if_the_system_gives_them_unasked():
+    """The flag nh stands for MADV_NOHUGEPAGE."""
+    memory = zero_pages(8 << 20)
+    place = memory.data_ptr()
+    flags, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= place < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert flags
+    assert "nh" in flags
 
 
 def resident_bytes() -> int:
