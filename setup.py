@@ -27,7 +27,7 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        jobs = load("prefold/container.py").usable_cores()
+        jobs = load("prefold/spec/container.py").usable_cores()
         load("prefold/kernels/compile.py").compile_variants(
             Path(self.build_lib, "prefold", "kernels", "lib"), jobs=jobs
         )

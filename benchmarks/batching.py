@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
+from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 
 # The block of docs/batching.md: 8 layers of 512, 8 heads of 64, a feed-forward of 2,048, LayerNorm and GELU.
 PAGE = {

@@ -33,7 +33,7 @@ from prefold.model.decoder_layer import Mlp
 from prefold.model.lora import NO_ADAPTERS
 from prefold.model.ops import choose_ops
 from prefold.model.parallel import ALONE
-from prefold.plugins import named_class
+from prefold.spec.plugins import named_class
 
 DTYPE, PROMPT = torch.bfloat16, 8
 SHAPE = {

@@ -22,7 +22,7 @@ import transformers
 from harness import benchmark, compared, median, step_seconds, take_turns
 
 from prefold import LLM
-from prefold.hf.config import VARIABLE
+from prefold.features.hf.config import VARIABLE
 
 # The shape of Qwen3-0.6B, with fewer layers and a small vocabulary.
 SHAPE = {

@@ -49,7 +49,7 @@ from harness import (
 )
 
 from prefold import LLM
-from prefold.types import Generated, Stats
+from prefold.spec.requests import Generated, Stats
 
 OURS = "prefold"
 

@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from harness import attention_flops, median, table, timed, visible_pairs
 
-from prefold.attention import RowAttention
 from prefold.checkpoint import GEOMETRIES
+from prefold.engine.schedule.prefill import PrefillScheduler
 from prefold.model import CausalLM, config_from
-from prefold.prefix import Trie
-from prefold.schedule.prefill import PrefillScheduler
-from prefold.stream import Spool
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
+from prefold.trie import Spool, Trie
+from prefold.worker.attention import RowAttention
 from prefold.worker.rows import Batch, Path, StepAttend, heads_of, prepare
 
 # A model for any machine, for the smoke test of every section.

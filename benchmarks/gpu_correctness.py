@@ -14,14 +14,14 @@ import torch
 from gpu_common import TINY, Bench, random_model
 from harness import run_engine
 
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.model import CausalLM
 from prefold.model.ops import choose_ops
-from prefold.prefix import Trie
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.spec.task import filters_of
-from prefold.types import Readout, Request, Sampling
+from prefold.trie import Trie
+from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker
 

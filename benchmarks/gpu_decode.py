@@ -10,11 +10,11 @@ from gpu_common import Bench
 from gpu_rerank import time_shares
 from harness import median, timed
 
-from prefold.attention.gpu import place_slots
-from prefold.device import runs_triton
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.schedule.steps import SlotStep
-from prefold.types import Request, Sampling
+from prefold.engine.schedule.steps import SlotStep
+from prefold.model.device import runs_triton
+from prefold.spec.requests import Request, Sampling
+from prefold.worker.attention.gpu import place_slots
 from prefold.worker.local import LocalWorker
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
 

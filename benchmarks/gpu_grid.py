@@ -8,7 +8,7 @@ from functools import partial
 from gpu_common import Bench, floor_seconds, forward, grid_prompts, one_step, trie_of
 from harness import clocked, median
 
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 MODES = ("full", "mlp", "off")
 # Milliseconds at 32 x (2048 + 256): published off and mlp, and what full is to take at most on an H200.

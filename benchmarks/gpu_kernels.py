@@ -13,12 +13,12 @@ from harness import visible_pairs
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
-from prefold.attention.row_tiles import row_tiles
-from prefold.device import runs_triton
+from prefold.model.device import runs_triton
 from prefold.model.ops import PYTORCH, Ops, choose_ops
+from prefold.spec.requests import Sampling
 from prefold.spec.task import filters_of
-from prefold.types import Sampling
+from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
+from prefold.worker.attention.row_tiles import row_tiles
 from prefold.worker.draw import draw
 
 # heads, kv_heads, head_dim
@@ -91,7 +91,7 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
 
 
 def tile_sizes(bench: Bench, add, ours) -> None:
-    from prefold.attention import row_triton
+    from prefold.worker.attention import row_triton
 
     before = dict(row_triton.TILE_SIZES)
     for size in SIZES[:1] if bench.smoke else SIZES:
@@ -227,7 +227,7 @@ def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = 
     if rows is None and block is None:
         yield
         return
-    from prefold.attention import slot_triton
+    from prefold.worker.attention import slot_triton
 
     before = slot_triton.pick_rows, dict(slot_triton.BLOCK_SIZES)
     if rows is not None:

@@ -12,7 +12,7 @@ from harness import median, read_jsonl, run_engine
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, ModelEngine
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
 from prefold.worker.local import LocalWorker
 
 MODES = ("full", "mlp", "off")

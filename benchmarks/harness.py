@@ -390,7 +390,7 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     """Return the FLOP/s of our attention kernel at its best: plain causal prompts of 1,024 tokens."""
-    from prefold.attention import Heads, RowAttention
+    from prefold.worker.attention import Heads, RowAttention
 
     rows = 4096
     end = (np.arange(rows) // 1024 + 1) * 1024
@@ -450,7 +450,7 @@ def generation_limit(
 
     generate.py has the formula. rates: from `rates_of`.
     """
-    from prefold.prefix import Trie
+    from prefold.trie import Trie
 
     trie = Trie.build(np.concatenate(prompts), np.cumsum([0, *map(len, prompts)]))
     # Equal prompts have equal outputs.
@@ -582,7 +582,7 @@ def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
 
 def run_engine(engine, requests, readout, sharing: str | None = None) -> list:
     """Return the results of requests in their order. Sorting and planning are part of the run."""
-    from prefold.stream import Spool
+    from prefold.trie import Spool
 
     results = [None] * len(requests)
     with Spool() as spool:

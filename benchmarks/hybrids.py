@@ -22,10 +22,10 @@ import torch
 from harness import NUMBERS, Listed, benchmark, clocked, compared, median, step_seconds, take_turns, timed
 
 from prefold import LLM
-from prefold.hybrid.delta import CHUNK
-from prefold.hybrid.steps import StateFacts
-from prefold.stream import Spool
-from prefold.types import Readout, Request
+from prefold.features.hybrid.delta import CHUNK
+from prefold.features.hybrid.steps import StateFacts
+from prefold.spec.requests import Readout, Request
+from prefold.trie import Spool
 
 VOCAB = 32_000
 SHAPES: dict[str, dict[str, Any]] = {

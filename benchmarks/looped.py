@@ -37,7 +37,7 @@ from harness import FOLDER, NUMBERS, ROOT, Listed, benchmark, median, run_engine
 
 from prefold import LLM
 from prefold.checkpoint import Checkpoint
-from prefold.types import Readout, Request, Sampling
+from prefold.spec.requests import Readout, Request, Sampling
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -30,7 +30,7 @@ from harness import (
 )
 
 from prefold import LLM
-from prefold.prefix import Trie
+from prefold.trie import Trie
 
 
 @benchmark("data", "model", "dtype", "threads", "repeats", "transformers", "vllm", "llama", "blocks")

@@ -206,10 +206,10 @@ def lines_of(kind: str, count: int) -> list[str]:
 
 def as_job(llm: Any, lines: list[str], folder: Path) -> float:
     """Return the seconds of lines as a job in this process."""
-    from prefold.job import Job, OutputOptions, open_output, run_job
-    from prefold.records.batch import OpenAIBatch
-    from prefold.records.source import open_source
-    from prefold.report.progress import Progress
+    from prefold.jobs import Job, OutputOptions, open_output, run_job
+    from prefold.jobs.batch import OpenAIBatch
+    from prefold.jobs.report.progress import Progress
+    from prefold.jobs.source import open_source
 
     (folder / "in.jsonl").write_text("\n".join(lines))
     tasks = {name: llm.task(name) for name in ("generate", "embed")}

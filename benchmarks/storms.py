@@ -42,12 +42,12 @@ import numpy as np
 from harness import ROOT, benchmark, table, timed, write_json
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 from prefold.engine.calls import TOKENS
 from prefold.engine.handles import Handle
 from prefold.errors import PrefoldError
-from prefold.shifted.options import ShiftedReuse
-from prefold.types import Request, Sampling
+from prefold.features.shifted.options import ShiftedReuse
+from prefold.spec.requests import Request, Sampling
 
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
 from books import check_books  # noqa: E402

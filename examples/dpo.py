@@ -19,9 +19,9 @@ import torch
 from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.model import load_model
+from prefold.spec.requests import SHARING_MODES
 from prefold.text import Tokenizer, load_tokenizer
 from prefold.train import dpo_loss, dpo_margins, logprobs, micro_batches, save_model, sft_loss
-from prefold.types import SHARING_MODES
 
 SYSTEM = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face. People ask you about geography: the "

@@ -32,10 +32,10 @@ from looped_model import HELD_OUT, Run, Task, make_model, optimizer_of, rate, sa
 from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
-from prefold.looped.config import Routing
-from prefold.looped.gates import choose, summary
-from prefold.looped.model import LoopedLM
-from prefold.looped.train import routed, routed_logprobs, whole_sequences
+from prefold.features.looped.config import Routing
+from prefold.features.looped.gates import choose, summary
+from prefold.features.looped.model import LoopedLM
+from prefold.features.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import load_model
 from prefold.train import TrainBatch
 

@@ -8,8 +8,8 @@ from importlib import import_module
 # `import prefold` costs.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .cache import CacheOptions
     from .checkpoint import Checkpoint
+    from .engine.cache import CacheOptions
     from .errors import (
         CheckpointError,
         FleetError,
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .spec.requests import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
     from .tasks.results import Classification, Piece, Ranking, Score
     from .text.media import TextWithImages
     from .text.prompts import FilledTemplate
-    from .types import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,10 +58,12 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {"LLM": "llm", "CacheOptions": "cache", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
+_MODULES = {"LLM": "llm", "CacheOptions": "spec.model", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
 _MODULES |= {"TextWithImages": "text.media"}
 _MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "tasks.results")
-_MODULES |= dict.fromkeys(("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "types")
+_MODULES |= dict.fromkeys(
+    ("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "spec.requests"
+)
 
 
 def __getattr__(name: str) -> object:

@@ -5,9 +5,9 @@ when it is imported; every process that loads a model imports it.
     register_mlp      an MLP of layers: its config keys and its module                      docs/families.md
     register_mixer    a layer with a state (linear attention, convolution, ...)             docs/hybrids.md
     register_backend  what computes a job: servers, another engine, a cluster               docs/scale.md
-    register_worker   what a feature adds to each worker: handlers of messages, media rows  prefold/worker/protocol.py
-    register_engine   what a feature adds to each engine: hooks before and after a step     prefold/schedule/parts.py
-    register_dialect  routes of an HTTP API                                                 prefold/serve/dialects.py
+    register_worker   what a feature adds to each worker: handlers of messages, media rows  worker/parts.py
+    register_engine   what a feature adds to each engine: hooks before and after a step     engine/schedule/parts.py
+    register_dialect  routes of an HTTP API                                                 serve/dialects.py
 
 A task and a record format are not extension points: CONTRIBUTING.md lists the files that a new one needs.
 """
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cluster.backends import Backend
+    from .engine.schedule.parts import MakePart as MakeEnginePart
     from .model.config import MlpKind
     from .model.families import Family
-    from .schedule.parts import MakePart as MakeEnginePart
-    from .worker.protocol import MakePart as MakeWorkerPart
+    from .worker.parts import MakePart as MakeWorkerPart
 
 __all__ = [
     "register_backend",
@@ -53,11 +53,13 @@ def register_mlp(name: str, kind: MlpKind) -> None:
 
 
 def register_mixer(name: str, kind: Any) -> None:
-    """Let configs of hybrids name a kind of layer with a state: a `prefold.hybrid.config.MixerKind`, which has its
-    module and the shapes of its state."""
-    from .plugins import named_class
+    """Let configs of hybrids name a kind of layer with a state.
 
-    named_class("prefold.hybrid.config:add_mixer")(name, kind)
+    `kind` is a `prefold.features.hybrid.config.MixerKind`: the layer's module and the shapes of its state.
+    """
+    from .spec.plugins import named_class
+
+    named_class("prefold.features.hybrid.config:add_mixer")(name, kind)
 
 
 def register_backend(name: str, backend: Backend) -> None:
@@ -70,7 +72,7 @@ def register_backend(name: str, backend: Backend) -> None:
 def register_worker(make: MakeWorkerPart) -> None:
     """Let a function make a part of each worker: it takes the model, its checkpoint and a seed, and returns a
     WorkerPart, or None if the model lacks the feature."""
-    from .worker.protocol import add_part
+    from .worker.parts import add_part
 
     add_part(make)
 
@@ -78,7 +80,7 @@ def register_worker(make: MakeWorkerPart) -> None:
 def register_engine(make: MakeEnginePart) -> None:
     """Let a function make a part of each engine: it takes the worker, the options, the meter and the resources, and
     returns an EnginePart, or None if the engine lacks the feature."""
-    from .schedule.parts import add_engine_part
+    from .engine.schedule.parts import add_engine_part
 
     add_engine_part(make)
 

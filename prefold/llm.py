@@ -12,28 +12,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .cache import RadixCache
+from .api.arguments import Prompt
+from .api.keywords import GenerationKeywords, ModelKeywords
+from .api.numbers import NumericTasks
+from .api.running import check_process
+from .api.texts import Texts
 from .checkpoint import Checkpoint, resolve
 from .checkpoint.identity import folder_digest, model_identity
-from .device import check_kv_dtype, choose_device, choose_dtype, settle_threads
 from .engine import EngineOptions, ModelEngine
+from .engine.cache import RadixCache
+from .engine.schedule.parts import settle_options
 from .errors import InputError
-from .face.arguments import Prompt
-from .face.keywords import GenerationKeywords, ModelKeywords
-from .face.numbers import NumericTasks
-from .face.running import check_process
-from .face.texts import Texts
 from .model import config_from, load_adapter, load_model
+from .model.device import check_kv_dtype, choose_device, choose_dtype, settle_threads
 from .model.int8 import probe_tokens
 from .model.parallel import ALONE, CollectiveError
-from .schedule.parts import settle_options
 from .spec.fields import described
 from .spec.model import GROUPS, ModelSpec, model_options
+from .spec.requests import Stats
 from .tasks.make import end_ids
 from .text import Tokenizer, tokenizer_or_none
-from .types import Stats
 from .worker.local import LocalWorker
-from .worker.protocol import parts_of
+from .worker.parts import parts_of
 from .worker.tensor_parallel import TensorParallelWorker
 
 __all__ = ["LLM"]

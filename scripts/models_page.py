@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prefold.checkpoint.gguf_config import ARCHITECTURES as OF_GGUF
 from prefold.model.families import families_by_function
-from prefold.plugins import load_plugins
+from prefold.spec.plugins import load_plugins
 
 LAST = "last token, length 1, as its files say; `Instruct: {instruction}\\nQuery:{text}` for queries (`--instruction`)"
 BGE = (
@@ -169,7 +169,7 @@ that were trained on to see in both directions.
 
 def page() -> str:
     """Returns the text of docs/models.md."""
-    load_plugins()  # rooms add families, and what GGUF files call them
+    load_plugins()  # features add families, and their names in GGUF files
     of_gguf: dict[str, list[str]] = {}
     for name, architecture in OF_GGUF.items():
         of_gguf.setdefault(architecture, []).append(name)

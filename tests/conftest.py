@@ -53,27 +53,27 @@ def pytest_addoption(parser):
 # process, and take few seconds a file: `scripts/check` runs them, and imports no other file.
 LAYERS = {
     "unit": """
-        api cache checkpoint job prefix records report schedule stream tasks text
+        checkpoint engine/cache engine/schedule jobs tasks text trie wire
         cluster/test_block_events.py cluster/test_dispatch.py cluster/test_leases.py cluster/test_router.py
         engine/test_handles.py
-        hybrid/test_state_books.py images/test_media_table.py looped/test_routed_scheduler.py
-        shifted/test_shifting.py test_concepts.py test_errors.py test_figures.py test_names.py test_pages.py
+        features/hybrid/test_state_books.py features/images/test_media_table.py
+        features/looped/test_routed_scheduler.py features/shifted/test_shifting.py
+        test_concepts.py test_errors.py test_figures.py test_names.py test_pages.py
     """,
     "model": """
-        attention benchmarks cli engine experts face hf hybrid images integrations kernels looped model record shifted
-        train worker
-        images/test_pixels.py
-        stream/test_spool.py text/test_template_process.py
+        api benchmarks cli engine features integrations kernels model record train worker
+        features/images/test_pixels.py
         test_blocks.py test_device.py test_extend.py test_examples.py
         test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py
-        job/test_live_jobs.py job/test_output.py job/test_plan.py job/test_run.py
-        prefix/test_fold_tensors.py schedule/test_prefill_scheduler.py schedule/test_steps.py
+        engine/schedule/test_prefill_scheduler.py engine/schedule/test_steps.py
+        jobs/test_live_jobs.py jobs/test_output.py jobs/test_plan.py jobs/test_run.py
         tasks/test_make_task.py tasks/test_rerank_task.py
         tasks/test_score_task.py tasks/test_sentence_transformers.py
         text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
-        text/test_sentencepiece.py text/test_tokenizer.py
+        text/test_sentencepiece.py text/test_template_process.py text/test_tokenizer.py
+        trie/test_fold_tensors.py trie/test_spool.py
     """,
     "server": "serve",
     "cluster": "cluster",

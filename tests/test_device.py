@@ -6,8 +6,9 @@ import psutil
 import pytest
 import torch
 
-from prefold import container, device
 from prefold.errors import InputError
+from prefold.kernels import container
+from prefold.model import device
 
 
 def test_available_memory_respects_the_container(tmp_path, monkeypatch):

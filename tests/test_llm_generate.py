@@ -12,10 +12,10 @@ from generating import reference_tokens, until_idle
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.api.completions import chat_logprobs
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.tasks.run import run_works
+from prefold.wire.completions import chat_logprobs
 
 
 @pytest.fixture(scope="module")

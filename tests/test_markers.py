@@ -23,7 +23,7 @@ def test_unit_tests_run_without_importing_torch():
     """Where unit tests run alone, one that imports torch fails by itself (`same_draws`): here a handful is run so."""
     options = ["-q", "-p", "no:cacheprovider", "-m", "unit and not slow"]
     # The folder has files of another layer too, which are not even imported.
-    files = ["tests/schedule", "-k", "test_fair"]
+    files = ["tests/engine/schedule", "-k", "test_fair"]
     code = f"import sys, pytest; print('status', int(pytest.main({[*options, *files]!r})), 'torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
     command = [sys.executable, "-c", code]

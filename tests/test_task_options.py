@@ -14,7 +14,6 @@ from msgspec.json import schema_components
 
 import prefold
 from prefold import CacheOptions, InputError, Sampling
-from prefold.api.completions import Completion
 from prefold.cli import main
 from prefold.cli.specs import model_spec
 from prefold.spec.fields import kind_of
@@ -35,6 +34,7 @@ from prefold.spec.task import (
     penalties_of,
 )
 from prefold.tasks.sampling import sampling_from
+from prefold.wire.completions import Completion
 
 
 def test_what_is_made_of_the_table_is_up_to_date():
@@ -171,7 +171,7 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
     package = Path(prefold.__file__).parent
     files = {path for path in package.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text(encoding="utf-8"))}
-    assert {str(path.relative_to(package)) for path in files} == where | {"face/keywords.py"}  # which is generated
+    assert {str(path.relative_to(package)) for path in files} == where | {"api/keywords.py"}  # which is generated
 
 
 @pytest.mark.parametrize("name", FILTERS[1:])  # the temperature is the column before them
@@ -229,7 +229,7 @@ def code_of(*names, without=()):
 
 
 def test_every_option_of_a_model_or_a_server_is_read():
-    code = code_of("", without=("spec/model.py", "face/keywords.py"))
+    code = code_of("", without=("spec/model.py", "api/keywords.py"))
     for kind in (ModelSpec, ImageSettings, LoopedSettings, CacheOptions, ServerSpec):
         for one in fields(kind):
             assert re.search(rf"\.{one.name}\b", code), f"no code reads {one.name} of {kind.__name__}"

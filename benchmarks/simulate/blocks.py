@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from prefold.cache import CacheEvents
-from prefold.cache.events import EventLog, RowsRemoved, RowsStored
+from prefold.engine.cache import CacheEvents
+from prefold.engine.cache.events import EventLog, RowsRemoved, RowsStored
 from prefold.errors import InputError
 
 from .costs import StepCost, StepRows

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefold.cache import CacheEvents
-from prefold.cache.events import EventLog, RowsRemoved, RowsStored
+from prefold.engine.cache import CacheEvents
+from prefold.engine.cache.events import EventLog, RowsRemoved, RowsStored
 from prefold.errors import InputError
 
 from .costs import TILE, StepCost, StepRows

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prefold.cache import CacheEvents
 from prefold.cluster.online import Dispatcher, Limits
 from prefold.cluster.router import Policy, Prompt, Router, Speed
+from prefold.engine.cache import CacheEvents
 
 from .costs import StepCost
 from .engines import Hits, Stretch

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from prefold.schedule.admission import StepLimits
-from prefold.schedule.generate import GenerateScheduler
+from prefold.engine.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from prefold.engine.schedule.admission import StepLimits
+from prefold.engine.schedule.generate import GenerateScheduler
 
 from .costs import TILE, StepRows
 from .engines import EndedRequest, RowEngine, Stretch

@@ -1,309 +1,256 @@
-"""Requests for embeddings and scores: OpenAI's embeddings, /rerank and /v1/score of Cohere and vLLM, and vLLM's
-/classify and /pooling. They become items of tasks, and answers become responses."""
+"""Holds the methods of LLM whose answers are numbers: embed, rerank, classify, score."""
 
 from __future__ import annotations
 
-import base64
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
-from ..errors import InputError, UnsupportedModelError
-from ..tasks.embed import is_list_of_texts
-from ..tasks.results import Answer, Classification, Embedding, EmbeddingList, Ranking, Relevance
-from .body import (
-    IDS_OR_LISTS,
-    TEXT_OR_TEXTS,
-    Batchable,
-    Body,
-    Ignored,
-    Model,
-    ServedModel,
-    Settings,
-    TaskOrder,
-    Word,
-    doc,
-)
+from ..errors import InputError
+from ..spec.fields import checked
+from ..tasks import ClassifyItem, EmbedItem, RerankItem, ScoreItem, Work
+from ..tasks.results import Classification, Ranking, Score
+from ..tasks.run import not_finite
+from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
+from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
+from .running import CallForm, TaskRunner, read_call
 
-Result = dict[str, Any]
-SEARCH_UNIT = 100  # documents of a query that Cohere counts as one unit
-Encoding = Word("Encoding", {"float": "float", "base64": "base64"})
-_TEXTS_OR_IDS: Any = [*TEXT_OR_TEXTS["anyOf"], *IDS_OR_LISTS["anyOf"]]
-Prompts = Annotated[Any, doc("A text, texts, token ids, or lists of token ids.", anyOf=_TEXTS_OR_IDS)]
-DIMENSIONS = doc("The vectors' first so many numbers, scaled to length 1.", "integer", minimum=1)
+T = TypeVar("T")
+Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
+Errors = Literal["raise", "return"]
+Raise = Literal["raise"]
+Return = Literal["return"]
 
 
-class Embeddings(Batchable):
-    """Returns the vectors of texts."""
+class NumericTasks(TaskRunner):
+    """A NumericTasks has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
 
-    input: Prompts
-    dimensions: Annotated[Any, DIMENSIONS] = None
-    encoding_format: Encoding = Encoding.float
+    errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
+              are computed, and each bad item has its InputError in its place. An
+              item whose result is not finite is found to be bad after it was computed (code "not_finite")
+    progress  whether to show a bar on standard error
+    adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
+              for each text or prompt
+    truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskSpec
+    """
 
-    task, fields = "embed", {"text": "input"}
-    missing = ("{!r} is missing", "give {}")
-    may_be_empty = True
-    remedies: ClassVar = Settings.remedies | {"encoding_format": 'use "float" or "base64"'}
+    @overload
+    def embed(
+        self, texts: Text | Sequence[Text], *, errors: Raise = "raise", **options: Unpack[EmbedKeywords]
+    ) -> Vector: ...
+    @overload
+    def embed(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self, texts: str, *, errors: Return, **options: Unpack[EmbedKeywords]
+    ) -> Vector | InputError: ...
+    @overload
+    def embed(
+        self, texts: Sequence[Text], *, errors: Return, **options: Unpack[EmbedKeywords]
+    ) -> list[Vector | InputError]: ...
+    def embed(
+        self, texts: Text | Sequence[Text], *, errors: Errors = "raise", **options: Unpack[EmbedKeywords]
+    ) -> Vector | InputError | list[Vector | InputError]:
+        """Returns the embedding of each text, float32 [n, dim]; [dim] for one text; with errors="return" a list.
 
-    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        return [{"text": self.input, "dimensions": self.dimensions}], {"encoding": self.encoding_format.value}
+        Options are the fields of EmbedOptions: pooling ("last", "mean", "first"), normalize, dimensions, prompt,
+        prompt_name, instruction, max_length, truncate. By default the checkpoint says how it wants to be read;
+        where it says nothing, its last token is read and the vectors have length 1. Token ids are taken as they are.
 
-    @classmethod
-    def body(cls, meta: Mapping[str, Any], answers: Sequence[Embedding | EmbeddingList]) -> Result:
-        vectors: Any = answers[0].vectors
-        vectors = in_base64(vectors) if meta["encoding"] == "base64" else vectors
-        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
-        return {"object": "list", "data": data}
+        Raises InputError naming the text that cannot be embedded.
+        """
+        items, single = as_texts(texts, "texts")
+        call, named, task_options = read_call("texts", _items(EmbedItem, items), single, errors, options)
+        answers = self._answers(self.task("embed", **task_options), named, call)
+        embeddings: list[Any] = [out if isinstance(out, InputError) else out.embedding for out in answers]
+        if single:
+            return cast(Vector, embeddings[0])
+        if call.back:
+            return embeddings
+        return (
+            np.stack(embeddings)
+            if embeddings
+            else np.empty((0, options.get("dimensions") or self.config.hidden), np.float32)
+        )
 
-
-def in_base64(vectors: Any) -> list[str]:
-    """Returns vectors as base64 texts of their float32 numbers."""
-    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-
-
-# ---------------------------------------------------------------------------------------------------------------- pairs
-
-
-Texts = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
-Instruction = Annotated[Any, doc("What the reranker is told to look for.", "string")]
-Template = Annotated[Any, doc("The prompt, with {query} and {document} in any order.", "string")]
-
-
-class Pairs(Batchable, kw_only=True):
-    """The body of a request for scores of pairs of texts."""
-
-    instruction: Instruction = None
-    template: Template = None
-
-    task = "rerank"
-
-    @classmethod
-    def usage(cls, answers: Sequence[Relevance | Ranking]) -> Result:
-        usage = Batchable.usage(answers)
-        cached_tokens = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
-        return usage | {"prompt_tokens_details": {"cached_tokens": sum(cached_tokens)}} if cached_tokens else usage
-
-
-class Rerank(Pairs):
-    """Scores documents by how well they answer a query, the best first."""
-
-    query: Annotated[Any, doc("What the documents are to answer.", "string")]
-    documents: Annotated[Any, doc("Texts, or objects with a text.", "array", items={"type": ["string", "object"]})]
-    top_n: Annotated[Any, doc("How many of the best documents are answered.", "integer", minimum=1)] = None
-    return_documents: Annotated[bool, doc("Whether each result holds its document.")] = True
-    max_tokens_per_doc: Annotated[Any, doc("How many tokens are read of each document.", "integer", minimum=1)] = None
-
-    prefix = "rerank-"
-    missing = ("{!r} is missing", "give {}")
-    may_be_empty = True
-
-    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        if isinstance(self.query, list):
-            raise InputError("'query' is a list", field="query", remedy="give one text", code="wrong_type")
-        names = ("query", "documents", "top_n", "return_documents", "max_tokens_per_doc", "instruction", "template")
-        return [{name: value for name in names if (value := getattr(self, name)) is not None}], {}
-
-    @classmethod
-    def body(cls, meta: Mapping[str, Any], answers: Sequence[Ranking]) -> Result:
-        (ranking,) = answers
-        entries: list[Result] = [{"index": i, "relevance_score": score} for i, score in ranking]
-        for entry, document in zip(entries, ranking.documents or [], strict=False):
-            entry["document"] = {"text": document}
-        units = {"search_units": -(-len(ranking.scores) // SEARCH_UNIT)}
-        return {"results": entries, "meta": {"api_version": {"version": "2"}, "billed_units": units}}
-
-
-class Scoring(Pairs):
-    """Scores pairs of texts: of `text_1` and `text_2`, for which there are other names."""
-
-    text_1: Texts = None
-    text_2: Texts = None
-    queries: Texts = None
-    documents: Texts = None
-    items: Texts = None
-    data_1: Texts = None
-    data_2: Texts = None
-
-    prefix = "score-"
-    fields: ClassVar = {"query": "text_1", "document": "text_2", "documents": "text_2"}
-
-    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns an item of one text and one or many others, or an item for each pair, and what the response needs.
-        Raises InputError."""
-        sides = []
-        for name, aliases in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
-            texts = next((value for alias in (name, *aliases) if (value := getattr(self, alias)) is not None), None)
-            if texts is None:
-                raise InputError(f"{name!r} is missing", field=name, remedy=f"give {name}", code="missing_field")
-            if texts == []:
-                raise InputError(f"{name!r} is empty", field=name, remedy="give at least one text", code="empty")
-            sides.append(texts if isinstance(texts, list) else [texts])
-        (first, second), fixed = sides, {"instruction": self.instruction}
-        if self.template is not None:
-            fixed["template"] = self.template
-        if len(first) == 1:
-            return [{"query": first[0], "documents": second, **fixed}], {}
-        if len(first) != len(second):
-            message = f"'text_1' holds {len(first)} texts and 'text_2' {len(second)}, which are not pairs"
-            remedy = "give one text, or as many as in text_2"
-            raise InputError(message, field="text_1", remedy=remedy, code="wrong_type")
-        return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
-
-    @classmethod
-    def body(cls, meta: Mapping[str, Any], answers: Sequence[Relevance | Ranking]) -> Result:
-        scores: list[float] = []
-        for answer in answers:
-            scores += answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
-        return {"object": "list", "data": [{"object": "score", "index": i, "score": s} for i, s in enumerate(scores)]}
-
-
-# -------------------------------------------------------------------------------------------------------------- pooling
-
-
-class Classify(Settings):
-    """Returns the labels of a classification head, with their scores."""
-
-    input: Prompts
-    use_activation: Annotated[bool | None, doc("false: logits, or vectors that are not scaled.")] = None
-
-    def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for the labels of texts. Raises UnsupportedModelError for a model that has none."""
-        return labels_of(self._labels(served, f"classify-{served.id}"), served)
-
-    def _labels(self, served: ServedModel, id: str) -> TaskOrder:
-
-        def entry(answer: Classification) -> Result:
-            values = answer.logits if self.use_activation is False else answer.probabilities
-            return self._entry(answer, np.array([*(values or {}).values()]))
-
-        return self._ordered(served, id, "classify", entry, {})
-
-    def _entry(self, answer: Any, values: np.ndarray) -> Result:
-        return {"label": answer.label, "probs": values, "num_classes": len(values)}
-
-    def _ordered(
+    def rerank(
         self,
-        served: ServedModel,
-        id: str,
-        task: str,
-        entry: Callable[[Any], Result],
-        options: Mapping[str, Any],
-        **more: Any,
-    ) -> TaskOrder:
-        """Returns the order of an item for each text. entry: entry(answer to an item) -> its part of the response; id:
-        of the response; more: further fields of each item"""
+        query: Text,
+        documents: Sequence[Text | Mapping[str, object]],
+        *,
+        top_n: int | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[RerankKeywords],
+    ) -> Ranking:
+        """Returns the Ranking of the documents: how well each answers the query, and their order.
 
-        def make(answers: Sequence[Answer]) -> Result:
-            head = {"id": id, "object": "list", "created": int(time.time()), "model": served.model}
-            data = [{"index": index} | entry(answer) for index, answer in enumerate(answers)]
-            return head | {"data": data, "usage": Batchable.usage(answers)}
+        Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
+        documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
+        against no. A checkpoint with a classification head of one label scores by its own activation, by default the
+        sigmoid of its logit. A checkpoint that embeds texts (sentence-transformers' pooling modules, a GGUF file with a
+        pooling type, or no LM head) gives the cosine of the vectors of `embed`, unless instruction, template or words
+        are given. A document may also be given as {"text": ...}.
 
-        texts = self.input if is_list_of_texts(self.input) else [self.input]
-        items, options = [{"text": text, **more} for text in texts], {**options, **self.options(task)}
-        return TaskOrder(task, items, make, options, {"text": "input"}, self.cache_prompt)
+        Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
+        the Ranking, and its score is NaN.
+        """
+        items, single = as_items(documents, "documents")
+        queries, one_query = as_items(query, "query")
+        if not one_query:
+            message, remedy = f"query is a list of {len(queries)} texts", "give one query; call rerank for each"
+            raise InputError(message, field="query", remedy=remedy, code="wrong_type")
+        if single or not items:
+            value = "one text" if single else "empty"
+            raise InputError(f"documents is {value}", field="documents", remedy="give a list of texts")
+        if top_n is not None:
+            checked(int, top_n, "top_n", least=1)  # before anything is computed
+        progress = options.pop("progress", False)
+        call = CallForm("documents", back=check_errors(errors), progress=progress)
+        task: Any = self.task("rerank", **options)
+        works = task.prepare([RerankItem(query, item) for item in items])
+        if not call.back:
+            first_error(works, call.argument)
+        results = self._run_works(task, works, call)
+        bad = {i: error for i, pair in enumerate(zip(works, results, strict=True)) if (error := _error_of(*pair))}
+        good = [i for i in range(len(items)) if i not in bad]
+        ranking = Ranking(np.empty(0), [])
+        if good:
+            together = task.gather([works[i] for i in good], top_n)
+            ranking = task.finish(together.note, [result for i in good for result in results[i] or ()])
+        bad |= {good[i]: not_finite() for i in np.flatnonzero(~np.isfinite(ranking.scores)).tolist()}
+        if not call.back:
+            first_error([bad.get(i) for i in range(len(items))], call.argument)
+        scores = np.full(len(items), np.nan)
+        scores[good] = ranking.scores
+        scores[list(bad)] = np.nan
+        return replace(ranking, scores=scores, order=[good[i] for i in ranking.order], errors=dict(sorted(bad.items())))
+
+    @overload
+    def classify(  # type: ignore[overload-overlap]  # a str is a Sequence[str] too
+        self, texts: Text, labels: Labels = None, *, errors: Raise = "raise", **options: Unpack[ClassifyKeywords]
+    ) -> Classification: ...
+    @overload
+    def classify(
+        self,
+        texts: Sequence[Text],
+        labels: Labels = None,
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[ClassifyKeywords],
+    ) -> list[Classification]: ...
+    @overload
+    def classify(
+        self, texts: Sequence[Text], labels: Labels = None, *, errors: Return, **options: Unpack[ClassifyKeywords]
+    ) -> list[Classification | InputError]: ...
+    def classify(
+        self,
+        texts: Text | Sequence[Text],
+        labels: Labels = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[ClassifyKeywords],
+    ) -> Classification | Sequence[Classification | InputError] | InputError:
+        """Returns the Classification of each text: the label that fits it best, and the probability of every label.
+
+        Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
+        checkpoint's classification head. `labels` is a list, or a mapping: {label: how the prompt writes it}, or
+        {label: {"description": what it means}}. Descriptions stand once in the shared prompt.
+
+        Options are the fields of ClassifyOptions: instructions, examples (pairs of text and label), template,
+        separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length,
+        truncate.
+
+        Raises InputError naming the text that cannot be classified.
+        """
+        items, single = as_texts(texts, "texts")
+        call, named, task_options = read_call("texts", _items(ClassifyItem, items), single, errors, options)
+        task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
+        answers: list[Classification | InputError] = self._answers(task, named, call)
+        return _only(answers) if single else answers
+
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompts: str,
+        continuations: str | None = None,
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> Score: ...
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self, prompts: str, continuations: Sequence[Text], *, errors: Raise = "raise", **options: Unpack[ScoreKeywords]
+    ) -> list[Score]: ...
+    @overload
+    def score(  # type: ignore[overload-overlap]
+        self,
+        prompts: Sequence[Text],
+        continuations: Sequence[str] | None = None,
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> list[Score]: ...
+    @overload
+    def score(
+        self,
+        prompts: Sequence[Text],
+        continuations: Sequence[Sequence[Text]],
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> list[list[Score]]: ...
+    @overload
+    def score(
+        self,
+        prompts: Text | Sequence[Text],
+        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]: ...
+    def score(
+        self,
+        prompts: Text | Sequence[Text],
+        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]:
+        """Returns the Score of each continuation after its prompt; without continuations, of each text as a whole.
+
+        One prompt has one continuation or a list of them; of several prompts each has one, or each has a list. Prompt
+        and continuation are encoded together and split after the prompt's own encoding; white space at the prompt's
+        end belongs to the continuation, as in lm-evaluation-harness. A whole text that is longer than the model's
+        context is scored in stretches of that length.
+
+        Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
+        InputError naming the pair or text that cannot be scored.
+        """
+        if continuations is None:
+            items, single = as_texts(prompts, "prompts")
+            call, named, task_options = read_call("prompts", _items(ScoreItem, items), single, errors, options)
+            scores: list[Score | InputError] = self._answers(self.task("score", **task_options), named, call)
+            return _only(scores) if single else scores
+        pairs_of, single, many = pair_up(prompts, continuations)
+        call, lists, task_options = read_call("continuations" if single else "pairs", pairs_of, single, errors, options)
+        task = self.task("score", **task_options)
+        flat = [pair for pairs in lists for pair in pairs]
+        call = replace(call, single=single and not many)
+        results: Iterator[Score | InputError] = iter(self._answers(task, flat, call))
+        answers = [[next(results) for _ in pairs] if many else next(results) for pairs in lists]
+        return _only(answers) if single else answers
 
 
-class Pooling(Classify, kw_only=True):
-    """Returns vectors, or what a classification head gives."""
-
-    task: Annotated[Any, doc("embed, or classify where the model has a classification head.", "string")] = None
-    dimensions: Annotated[Any, DIMENSIONS] = None
-    encoding_format: Encoding = Encoding.float
-
-    def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for vectors, or for the values of a classification head if the model has one. Raises
-        InputError."""
-        task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
-        if self.task is not None and str(self.task).lower() != task:
-            message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"
-            raise InputError(message, field="task", remedy=remedy, code="wrong_type")
-        if task == "embed":
-            options = {} if self.use_activation is None else {"normalize": self.use_activation}
-
-            def entry(answer: Embedding) -> Result:
-                return self._entry(answer, answer.embedding)
-
-            return self._ordered(served, id, task, entry, options, dimensions=self.dimensions)
-        if self.dimensions is not None:
-            message, remedy = "'dimensions' is for embeddings, and the model classifies", "leave it out"
-            raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
-        return self._labels(served, id)
-
-    def _entry(self, answer: Any, values: np.ndarray) -> Result:
-        return {"object": "pooling", "data": in_base64([values])[0] if self.encoding_format == "base64" else values}
+def _error_of(work: Work | InputError, results: Sequence[Any] | None) -> InputError | None:
+    """Return the error of a work or of one of its results; None if there is none."""
+    return next((part for part in (work, *(results or ())) if isinstance(part, InputError)), None)
 
 
-def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Returns an order for labels. Raises UnsupportedModelError for a model without a classification head."""
-    if served.llm.config.num_labels is None:
-        message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
-        raise UnsupportedModelError(message)
-    return order
+def _items(kind: Callable[..., Any], texts: Sequence[Any]) -> list[Any]:
+    """Return an item of this kind for each text; an InputError stays as it is."""
+    return [text if isinstance(text, InputError) else kind(text=text) for text in texts]
 
 
-def _ubinary(vectors: np.ndarray) -> Any:
-    return np.packbits(vectors > 0, axis=1)
-
-
-_FORMS: dict[str, Any] = {
-    "float": lambda vectors: vectors,
-    "base64": in_base64,
-    "ubinary": _ubinary,
-    "binary": lambda vectors: (_ubinary(vectors).astype(np.int16) - 128).astype(np.int8),
-}
-# What texts are, and the name of the checkpoint's prompt that is put before such, where it has one.
-_INPUTS = {
-    "search_query": "query", "search_document": "document", "classification": "classification",
-    "clustering": "clustering",
-}  # fmt: skip
-InputType = Word("InputType", {name: name for name in _INPUTS})
-Truncate = Word("Truncate", {name: name for name in ("NONE", "START", "END")})
-
-
-class CohereEmbed(Body, kw_only=True):
-    """Returns the vectors of texts."""
-
-    model: Model = None
-    texts: list[str]
-    input_type: InputType = InputType.search_document
-    embedding_types: Annotated[list[str] | None, doc(f"The forms of the vectors: {', '.join(_FORMS)}.")] = None
-    output_dimension: Annotated[Any, DIMENSIONS] = None
-    truncate: Truncate = Truncate.END
-    priority: Ignored = None
-
-    remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
-
-    def order(self, served: ServedModel, default: Sequence[str] | None = None) -> TaskOrder:
-        """Returns the order for a vector of each text, in one form or several. default: embedding_types of a body
-        without them; None: the vectors are a bare list, as in /v1/embed. Raises InputError for unknown forms, and for
-        int8 and uint8, whose scale belongs to models that were trained for them."""
-        types = default if self.embedding_types is None else self.embedding_types
-        for kind in types or ():
-            if kind not in _FORMS:
-                message, remedy = f"the embedding type {kind!r:.100} is not supported", f"use {', '.join(_FORMS)}"
-                raise InputError(message, field="embedding_types", remedy=remedy, code="unsupported")
-        options: dict[str, Any] = {}
-        if self.truncate != "NONE":
-            options["truncate"] = "left" if self.truncate == "START" else "right"
-        prompt = _INPUTS[self.input_type.value]
-        if prompt in served.llm.task("embed").settings.prompts:
-            options["prompt_name"] = prompt
-
-        def make(answers: Sequence[EmbeddingList]) -> Result:
-            (answer,) = answers
-            meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": answer.num_tokens}}
-            head, vectors = {"id": served.id, "texts": self.texts, "meta": meta}, answer.embeddings
-            if types is None:
-                return head | {"response_type": "embeddings_floats", "embeddings": vectors}
-            forms = {kind: _FORMS[kind](vectors) for kind in types}
-            return head | {"response_type": "embeddings_by_type", "embeddings": forms}
-
-        items = [{"text": self.texts, "dimensions": self.output_dimension}]
-        return TaskOrder("embed", items, make, options, {"text": "texts", "dimensions": "output_dimension"})
-
-
-def cohere_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
-    """Returns (status, body) of an error in Cohere's form."""
-    return status, {"message": message}
+def _only(answers: Sequence[T]) -> T:
+    (answer,) = answers
+    return answer

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ..environment import cache_folder
 from ..errors import CheckpointError
+from ..spec.environment import cache_folder
 
 DOWNLOAD_SECONDS = 1800
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import CheckpointError
-from ..plugins import load_plugins
 from ..spec.fields import near
+from ..spec.plugins import load_plugins
 from .builtin import BUILT_IN, fetch
 from .gguf import GGUFFile
 from .gguf_config import config_from_gguf

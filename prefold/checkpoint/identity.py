@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..files import sampled_digest
+from ..spec.files import sampled_digest
 from .checkpoint import Checkpoint
 from .gguf import GGUFFile
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import InputError, JobError
-from ..files import is_stream, read_text, text_of
 from ..spec.fields import SpecError
+from ..spec.files import is_stream, read_text, text_of
 from ..spec.job import JobSpec
 from .process import notice
 
@@ -44,8 +44,8 @@ def answer(
     if task != "generate":
         spec.check_conversations("give a file of them with --messages COLUMN, or leave it out")
     from ..cluster.backends import backend_for
-    from ..job.models import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
-    from ..records.record import dumps
+    from ..jobs.models import LazyTasks, check_tokenizer, load_llm, open_model, uses_chat
+    from ..jobs.record import dumps
     from ..tasks.run import calibrated, checked, finish_items, run_works
 
     if spec.input.tools:
@@ -106,7 +106,7 @@ def _summary(engine: Any, spec: JobSpec) -> None:
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
     piped: the lines of standard input, if they were read already"""
-    from ..records.fields import as_utf8
+    from ..jobs.fields import as_utf8
 
     if argument != "-" and not argument.startswith("@") and not is_stream(argument):
         return [as_utf8(argument)]
@@ -116,7 +116,7 @@ def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
     """Returns the text of a file, or of standard input (`-`, or the lines `piped`). Raises JobError."""
-    from ..records.source import open_stream
+    from ..jobs.source import open_stream
 
     if name != "-":
         return read_text(name)

@@ -36,8 +36,8 @@ def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
     """
-    from ..job.models import load_llm
-    from ..report.page import machine
+    from ..jobs.models import load_llm
+    from ..jobs.report.page import machine
 
     tasks, prepared, name, left_out, model = _prepare(spec)
     llm = load_llm(replace(spec.model, sharing="full"), *model, media=tasks.media)
@@ -60,8 +60,8 @@ def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
 def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
     from ..cluster.backends import backend_for
-    from ..job.inputs import draw, open_input
-    from ..job.models import LazyTasks, open_model
+    from ..jobs.inputs import draw, open_input
+    from ..jobs.models import LazyTasks, open_model
 
     if not spec.input.names:
         if spec.task not in (None, "rerank"):
@@ -157,7 +157,7 @@ def demo(spec: JobSpec, write: str | None) -> None:
         Path(write).write_text(_demo_lines(), encoding="utf-8")
         click.echo(f"wrote {write}: try  prefold run {write} --task rerank --id id -o scores.jsonl")
         return
-    from ..job.models import find_model, load_llm
+    from ..jobs.models import find_model, load_llm
     from ..tasks import make_task
     from ..text import tokenizer_or_none
 
@@ -203,8 +203,8 @@ def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str,
 
 def _shape(works: list[Any]) -> Any:
     """Returns the shape of the stream of all prompts."""
-    from ..report.icicle import StreamShape
-    from ..stream import Spool
+    from ..jobs.report.icicle import StreamShape
+    from ..trie import Spool
 
     shape = StreamShape()
     with Spool() as spool:
@@ -228,7 +228,7 @@ def _show_ranking(items: list[dict[str, Any]], scores: list[list[float]]) -> Non
 
 
 def _show_trie(shape: Any) -> None:
-    from ..report.icicle import trie_picture
+    from ..jobs.report.icicle import trie_picture
 
     click.echo("\nThe prompts as a trie. Across: prompts. Down: tokens; the darker, the more prompts share them.\n")
     for line in trie_picture(shape):

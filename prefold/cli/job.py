@@ -20,7 +20,7 @@ from ..spec.job import JobSpec
 from .process import notice, say
 
 if TYPE_CHECKING:
-    from ..job.inputs import Input
+    from ..jobs.inputs import Input
 
 FAILED_RECORDS = 3
 
@@ -28,10 +28,10 @@ FAILED_RECORDS = 3
 def run_command(spec: JobSpec, *, stdin: Iterable[bytes] | None = None) -> None:
     """Runs a job, and ends the process with the exit status that the help documents. stdin: the lines of standard
     input, where they have been read already"""
-    from ..job import Interrupted, run_job
-    from ..job.inputs import open_input
-    from ..job.opening import open_job
-    from ..report import open_progress
+    from ..jobs import Interrupted, run_job
+    from ..jobs.inputs import open_input
+    from ..jobs.opening import open_job
+    from ..jobs.report import open_progress
 
     quiet, output = spec.output.quiet, spec.output.path
     input = open_input(spec, notice, stdin=stdin)
@@ -83,7 +83,7 @@ def _say_how_to_resume(end: str, spec: JobSpec, job: Any) -> None:
 def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", in_bytes: bool = False) -> list[str]:
     """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved. Where prompts are
     counted in bytes, and rows in tokens, it does not say what was saved."""
-    from ..report.progress import format_bytes, format_seconds
+    from ..jobs.report.progress import format_bytes, format_seconds
 
     stats, output = summary.stats, spec.output.path or "standard output"
     stored_in = f"stored as {stored}, " if stored else ""
@@ -160,7 +160,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _generation_lines(generation: Any, summary: Any) -> list[str]:
-    from ..report.progress import format_bytes
+    from ..jobs.report.progress import format_bytes
 
     seconds = max(summary.seconds - summary.load_seconds, 1e-9)
     generated = generation.generated_tokens
@@ -190,8 +190,8 @@ def _failure(line: dict[str, Any]) -> str:
 
 def report(summary: Any, input: Input) -> None:
     """Writes the page of --report."""
-    from ..report import Report, write_report
-    from ..report.progress import format_seconds
+    from ..jobs.report import Report, write_report
+    from ..jobs.report.progress import format_seconds
     from ..text.prompts import readable
 
     spec, page_path = input.spec, Path(input.spec.output.report or "")
@@ -243,7 +243,7 @@ def report(summary: Any, input: Input) -> None:
 
 def _generation_table(generation: Any) -> list[tuple[str, str]]:
     """Returns all counters of generation, as rows of the report."""
-    from ..report.progress import format_bytes
+    from ..jobs.report.progress import format_bytes
 
     numbers = [
         ("tokens generated", generation.generated_tokens),

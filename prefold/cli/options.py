@@ -146,7 +146,7 @@ def number(flag: str, help: str, default: int | None = None, *, least: int = 1, 
 
 
 def _plugins(ctx: click.Context, param: click.Parameter, names: tuple[str, ...]) -> None:
-    from ..plugins import add_plugins
+    from ..spec.plugins import add_plugins
 
     add_plugins(names)
 

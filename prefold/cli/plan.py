@@ -41,11 +41,11 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
-    from ..job import plan_job
-    from ..job.inputs import open_input
-    from ..job.plan import cost_of, kv_row_bytes, place
+    from ..jobs import plan_job
+    from ..jobs.inputs import open_input
+    from ..jobs.plan import cost_of, kv_row_bytes, place
+    from ..jobs.report import open_progress
     from ..model import config_from
-    from ..report import open_progress
     from ..text.prompts import readable
 
     rows = spec.model.max_batch_rows or 4096
@@ -77,9 +77,9 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
 
 
 def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:
-    from ..job.plan import shared_most
-    from ..report.icicle import trie_picture
-    from ..report.progress import format_seconds
+    from ..jobs.plan import shared_most
+    from ..jobs.report.icicle import trie_picture
+    from ..jobs.report.progress import format_seconds
     from .answers import one_line
 
     lines = [f"{job_plan.records:,} records, {job_plan.requests:,} prompts, the longest of {job_plan.longest:,} tokens"]
@@ -113,7 +113,7 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
 
 
 def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:
-    from ..report.progress import format_bytes
+    from ..jobs.report.progress import format_bytes
 
     shared, unshared = format_bytes(job_plan.rows * row_bytes), format_bytes(job_plan.tokens * row_bytes)
     tails = format_bytes(job_plan.output_tokens * row_bytes)
@@ -136,7 +136,7 @@ def _fleet(segments: list[Any], rate: float | None) -> dict[str, Any]:
 
 def _segment_lines(job_plan: Any, segments: list[Any], rate: float) -> list[str]:
     """Return the segments as a table if they are few, their balance, and the seconds of all replicas together."""
-    from ..report.progress import format_seconds
+    from ..jobs.report.progress import format_seconds
 
     if not segments:
         return []
@@ -168,7 +168,7 @@ def _speed(input: Any, job_plan: Any, gflops: float | None) -> Any:
 
 
 def _report(job_plan: Any, input: Any, decode: Any, path: str) -> None:
-    from ..report import Report, write_report
+    from ..jobs.report import Report, write_report
 
     checkpoint, source = input.checkpoint, input.source
     page = Report(

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ..errors import JobError
-from ..files import read_text
 from ..spec.fields import near
+from ..spec.files import read_text
 from ..spec.job import JobSpec
 from ..spec.server import ServerSpec
 from .options import all_of, declared, generation_options, media_options, model_group, model_options
@@ -67,7 +67,7 @@ def serve(spec: JobSpec, **options: Any) -> None:
     curl localhost:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
     """
     from ..checkpoint import BUILT_IN
-    from ..job.models import find_model, image_reading, load_llm
+    from ..jobs.models import find_model, image_reading, load_llm
     from ..text import tokenizer_or_none
 
     if spec.model_name not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it loads

@@ -14,8 +14,8 @@ import click
 from click.core import ParameterSource
 
 from ..errors import InputError, JobError
-from ..files import read_text
 from ..spec.fields import SpecError, kind_of, parameter_of
+from ..spec.files import read_text
 from ..spec.fleet import FleetSpec
 from ..spec.input import InputSpec
 from ..spec.job import JobSpec
@@ -108,7 +108,7 @@ class _Reader:
 
     def __call__(self, name: str, text: str) -> str:
         """Return the text of an option; for @FILE the text of the file without its last newline."""
-        from ..records.fields import read_argument
+        from ..jobs.fields import read_argument
 
         if text not in self._texts:
             self._texts[text] = read_argument(text)
@@ -223,7 +223,7 @@ def _template_variables(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _stop(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..records.fields import as_utf8
+    from ..jobs.fields import as_utf8
 
     return {"stop": tuple(map(as_utf8, given["stop"]))} if given.get("stop") else {}
 
@@ -246,7 +246,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _labels(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..records.fields import as_utf8
+    from ..jobs.fields import as_utf8
 
     if given.get("labels") and given.get("labels_file"):
         raise SpecError("--labels and --labels-file exclude each other", field="labels")
@@ -265,8 +265,8 @@ def _labels(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _examples(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..records.fields import as_text, lookup
-    from ..records.source import open_source
+    from ..jobs.fields import as_text, lookup
+    from ..jobs.source import open_source
 
     if not given.get("examples"):
         return {}
@@ -285,7 +285,7 @@ def _examples(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..records.fields import as_utf8
+    from ..jobs.fields import as_utf8
 
     formats = [name for name in FORMATS if given.get(name)]
     if not formats:

@@ -22,7 +22,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations a second, counted as `job.plan.cost_of` does, and what was measured, in words."""
+    """Floating-point operations a second, counted as `jobs.plan.cost_of` does, and what was measured, in words."""
 
     flops: float
     words: str
@@ -55,7 +55,7 @@ def measure_speed(input: Any, job_plan: Any) -> Speed:
 
 def _depths(checkpoint: Any, config: Any, model: ModelSpec) -> tuple[int, ...]:
     """Return how many layers to measure: all, or two numbers of them if memory is too small for all."""
-    from ..device import available_memory, choose_device, choose_dtype
+    from ..model.device import available_memory, choose_device, choose_dtype
 
     device = choose_device(model.device)
     size = choose_dtype(model.dtype, checkpoint.config, device).itemsize
@@ -93,7 +93,7 @@ class _Probe:
     """The job's model, or its first `depth` layers with random weights."""
 
     def __init__(self, input: Any, task: str, depth: int):
-        from ..job.models import load_llm
+        from ..jobs.models import load_llm
 
         layers = _config_of(input.checkpoint).layers
         checkpoint = _shallow(input.checkpoint, layers, depth)
@@ -135,7 +135,7 @@ def _alone(request: Any, vocab_size: int) -> Any:
 
 
 def _shape(requests: Sequence[Any]) -> Any:
-    from ..report.icicle import StreamShape
+    from ..jobs.report.icicle import StreamShape
 
     shape = StreamShape()
     shape.add(np.concatenate([r.tokens for r in requests]), np.cumsum([0, *(len(r.tokens) for r in requests)]))
@@ -154,6 +154,6 @@ def _count(rows: np.ndarray, most: int) -> int:
 
 
 def _flops(requests: Sequence[Any], config: Any) -> float:
-    from ..job.plan import cost_of
+    from ..jobs.plan import cost_of
 
     return cost_of(_shape(requests), config)[0].total

@@ -9,7 +9,7 @@ from itertools import chain
 
 import click
 
-from ..files import is_stream
+from ..spec.files import is_stream
 from ..spec.job import TASKS, JobSpec
 from .options import Decorator, all_of, job_options, json_option
 from .specs import takes_job
@@ -17,7 +17,7 @@ from .specs import takes_job
 
 def is_input(arguments: tuple[str, ...]) -> bool:
     """Returns whether the arguments name a job's input, rather than being texts themselves."""
-    from ..records.source import holds_records
+    from ..jobs.source import holds_records
 
     if len(arguments) != 1:
         return all(holds_records(name) or is_stream(name) for name in arguments)
@@ -150,7 +150,7 @@ def _start(spec: JobSpec, as_json: bool) -> None:
 
 def _peek(name: str) -> tuple[Iterator[bytes], bool]:
     """Returns (the lines of standard input or of a pipe, whether they are JSON objects rather than texts)."""
-    from ..records.source import lines_of, open_stream
+    from ..jobs.source import lines_of, open_stream
 
     lines = lines_of(open_stream(name))
     head = next(lines, b"")

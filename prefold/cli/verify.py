@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from ..plugins import MEASUREMENTS
 from ..spec.job import JobSpec
+from ..spec.plugins import MEASUREMENTS
 from .options import all_of, engine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
@@ -52,8 +52,8 @@ def verify(
     prefold verify reviews.jsonl --task classify --labels good,bad --arithmetic int8
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
-    from ..job.inputs import draw, open_input
-    from ..records.record import plain
+    from ..jobs.inputs import draw, open_input
+    from ..jobs.record import plain
 
     for kind, measurement in _OPTIONS.items():
         for name in measurement.names if kind != reuse else ():
@@ -87,7 +87,7 @@ def verify(
 
 def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
     """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
-    from ..job.verify import compare, compare_texts
+    from ..jobs.verify import compare, compare_texts
 
     model, window = input.spec.model, input.spec.input.window
     sharing = "full" if model.sharing == "auto" else model.sharing
@@ -129,7 +129,7 @@ def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
 
 def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], window: int, sharing: str) -> dict[str, Any]:
     """Returns the Run of each task. A task that is to be calibrated is so with what this run makes of the model."""
-    from ..job.verify import Run
+    from ..jobs.verify import Run
     from ..tasks.run import calibrated, checked, run_works
 
     # Batch lines may sample: with one seed for all runs only what the runs compute differs.

@@ -78,7 +78,7 @@ class Backend:
 BACKENDS: dict[str, Backend | str] = {
     "prefold": Backend(),
     "url": "prefold.cluster.http_host:SERVERS",
-    "vllm": "prefold.cluster.vllm_host:VLLM",
+    "vllm": "prefold.integrations.vllm:VLLM",
 }
 
 

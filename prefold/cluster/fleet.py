@@ -20,11 +20,10 @@ from ..engine.handles import Handle
 from ..engine.meter import StepInfo
 from ..engine.protocol import EngineFacts, Snapshot
 from ..errors import FleetError, InputError, JobError
-from ..prefix import RowCost
-from ..stream import LiveInput, Spool, Windows
-from ..stream.order import unique_tokens
+from ..spec.requests import Generated, GenerationStats, Readout, Request, Sharing, Stats
 from ..text import Tokenizer
-from ..types import Generated, GenerationStats, Readout, Request, Sharing, Stats
+from ..trie import LiveInput, RowCost, Spool, Windows
+from ..trie.order import unique_tokens
 from .lanes import Lane, Lanes
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..api.completions import Chat, Completion
-from ..api.numbers import Embeddings
-from ..api.tei import TeiEmbed
 from ..checkpoint import BUILT_IN, Checkpoint, resolve
 from ..errors import CheckpointError, InputError
-from ..prefix import MEDIA_BASE
+from ..spec.requests import Generated, Readout, Request, Result, Sampling, Stats
 from ..spec.task import Grammar, not_sent, sent_names
 from ..text import Tokenizer, tokenizer_or_none
-from ..types import Generated, Readout, Request, Result, Sampling, Stats
+from ..trie import MEDIA_BASE
+from ..wire.completions import Chat, Completion
+from ..wire.numbers import Embeddings
+from ..wire.tei import TeiEmbed
 from .replicas import cannot_ask, generation_stats
 
 # What a text begins with that stands for a conversation: the rest of it is JSON {"messages": ...}. The chat template of

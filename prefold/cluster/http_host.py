@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from ..checkpoint import served_name
-from ..environment import API_KEY, api_key
 from ..errors import InputError, JobError, MissingExtraError
+from ..spec.environment import API_KEY, api_key
 from ..spec.job import JobSpec
+from ..spec.requests import Request, Stats
 from ..text import Tokenizer
-from ..types import Request, Stats
 from .backends import Backend
 from .http_bodies import (
     NOT_OPENAIS,

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from ..engine.handles import Handle, send
 from ..engine.samples import TextPiece
 from ..errors import FleetError, JobError, PrefoldError
-from ..stream import Feed, LiveInput
-from ..types import Generated, Readout, Request, Sharing
+from ..spec.requests import Generated, Readout, Request, Sharing
+from ..trie import Feed, LiveInput
 
 _WINDOW = 1 << 20  # tokens that wait for replicas
 _TURN = 1.0  # seconds after which the requests of a lane make room for those of another

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..stream import Window
+from ..trie import Window
 from .replicas import ReplicaFacts
 
 # A group of suspects is divided into this many parts: the search runs as many groups as with halves, and loses half as

@@ -9,13 +9,12 @@ from dataclasses import Field, fields, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..cache import CacheEvents, CacheReporter
 from ..checkpoint.identity import model_identity
+from ..engine.cache import CacheEvents, CacheReporter
 from ..engine.meter import StepInfo
 from ..engine.protocol import EngineFacts
-from ..prefix import shared_by
-from ..stream import Window
-from ..types import GenerationStats, Stats
+from ..spec.requests import GenerationStats, Stats
+from ..trie import Window, shared_by
 from .replicas import Host, ReplicaFacts, ReplicaReport, RunCall, place_of
 
 # A replica whose device computes ahead ends its engine's run when no lease has come for so long: only then the last

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..prefix import RowCost, Segment, StreamCost
-from ..stream import Order, Window, Windows
-from ..stream.window import cut_into_windows
+from ..trie import Order, RowCost, Segment, StreamCost, Window, Windows
+from ..trie.window import cut_into_windows
 from .leases import Answered, Lease, OpenLease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from ..stream import Window
-from ..stream.live import Bucket, LiveWindow, WaitingRequest
-from ..stream.live_windows import window_of
-from ..stream.order import SpooledRequest
-from ..types import Generated
+from ..spec.requests import Generated
+from ..trie import Window
+from ..trie.live import Bucket, LiveWindow, WaitingRequest
+from ..trie.live_windows import window_of
+from ..trie.order import SpooledRequest
 from .leases import Answered, Lease, Places, Source
 from .replicas import ReplicaFacts, RunCall, expected_limit, tag_of
 from .router import BestStart, Policy, Prompt, ReplicaLoad, Router, Speed

@@ -12,9 +12,9 @@ from typing import Self
 
 import numpy as np
 
-from ..cache import CacheEvents, CacheOptions, CacheReporter, RadixCache, SlotPool
-from ..cache.tree import RowTrie
-from ..prefix import RadixNode, RadixTrie, token_bytes
+from ..engine.cache import CacheEvents, CacheOptions, CacheReporter, RadixCache, SlotPool
+from ..engine.cache.tree import RowTrie
+from ..trie import RadixNode, RadixTrie, token_bytes
 
 
 @dataclass(eq=False, repr=False, slots=True)

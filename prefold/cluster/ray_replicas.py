@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ..environment import plugins
 from ..errors import JobError, MissingExtraError, PrefoldError
-from ..plugins import add_plugins
+from ..spec.environment import plugins
+from ..spec.plugins import add_plugins
 from .backends import backend_named
 from .replicas import ReplicaDown, ReplicaFacts, ReplicaReport, Replicas
 

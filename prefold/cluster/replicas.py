@@ -14,13 +14,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..cache import CacheEvents
+from ..engine.cache import CacheEvents
 from ..engine.meter import StepInfo
 from ..engine.requests import LAST_ROW_KINDS
 from ..errors import InputError, JobError, PrefoldError
-from ..stream import Window
-from ..stream.order import SpooledRequest, decode_options
-from ..types import GenerationStats, Readout, Request, Sharing, Stats
+from ..spec.requests import GenerationStats, Readout, Request, Sharing, Stats
+from ..trie import Window
+from ..trie.order import SpooledRequest, decode_options
 
 T = TypeVar("T")
 

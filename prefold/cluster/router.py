@@ -14,9 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cache.events import CacheCleared, CacheEvent, CacheEvents, Cut, RowsRemoved, RowsStored
+from ..engine.cache.events import CacheCleared, CacheEvent, CacheEvents, Cut, RowsRemoved, RowsStored
 from ..errors import InputError
-from ..prefix import token_bytes
+from ..trie import token_bytes
 from .prefixes import EstimatedCache, Place, PrefixIndex
 
 _FEW = 16  # the mean length of outputs counts as if so many more outputs had ended at their limits

@@ -8,15 +8,15 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..errors import InputError, PrefoldError
-from ..schedule.generate_step import NO_OWNER
+from ..spec.requests import Owner, Readout, Request
 from ..text import Tokenizer
-from ..types import Owner, Readout, Request
 from .handles import Handle
 from .loop import EngineLoop
 from .meter import StepInfo
 from .protocol import Engine
 from .requests import Answer
 from .samples import TextPiece
+from .schedule.generate_step import NO_OWNER
 
 TOKENS = Readout("tokens")
 

@@ -14,14 +14,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..errors import InputError
-from ..prefix import token_bytes
-from ..schedule.generate_step import NO_OWNER
-from ..schedule.parts import engine_parts
-from ..stream import LiveInput, LiveWindows, Window
-from ..stream.live_windows import watched
+from ..spec.requests import Exits, Owner, Readout, Request, Sharing, Stats
 from ..text import Tokenizer
-from ..types import Exits, Owner, Readout, Request, Sharing, Stats
-from ..worker.protocol import Worker
+from ..trie import LiveInput, LiveWindows, Window, token_bytes
+from ..trie.live_windows import watched
 from .calls import serve
 from .generate import Generator, check_sharing
 from .loop import EngineLoop
@@ -29,7 +25,10 @@ from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .protocol import EngineFacts
 from .requests import LAST_ROW_KINDS, Answer, check_exits, joint_readout
+from .schedule.generate_step import NO_OWNER
+from .schedule.parts import engine_parts
 from .stream import run_stream
+from .worker import Worker
 
 P = TypeVar("P")
 T = TypeVar("T")

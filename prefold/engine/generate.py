@@ -22,18 +22,18 @@ from functools import partial
 from typing import Any
 
 from ..errors import InputError
-from ..schedule.admission import InOrder
-from ..schedule.generate_step import NO_OWNER, GenerateStep
-from ..schedule.parts import EnginePart, hooks, make_scheduler
+from ..spec.requests import GenerationStats, Owner, Readout, Request, Sharing
 from ..text import Tokenizer
-from ..types import GenerationStats, Owner, Readout, Request, Sharing
-from ..worker.protocol import Worker
 from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .options import EngineOptions
 from .pace import StepPace, StepPolicy
 from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_exits
 from .samples import OnText
+from .schedule.admission import InOrder
+from .schedule.generate_step import NO_OWNER, GenerateStep
+from .schedule.parts import EnginePart, hooks, make_scheduler
+from .worker import Worker
 
 
 class Generator:

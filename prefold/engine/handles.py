@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..prefix import common_prefix_lengths, lexsort_sequences
-from ..schedule.generate_step import NO_OWNER
-from ..types import Owner, Readout, Request, Result
+from ..spec.requests import Owner, Readout, Request, Result
+from ..trie import common_prefix_lengths, lexsort_sequences
 from .requests import joint_readout
+from .schedule.generate_step import NO_OWNER
 
 
 class Handle:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..cache.listing import TreePath, held_rows, paths_of
+from .cache.listing import TreePath, held_rows, paths_of
 from .protocol import RunningSequence, Snapshot
 
 Wants = Callable[[Hashable], bool]

@@ -15,17 +15,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ..cache import CacheReporter, RadixCache
 from ..errors import OutOfMemoryError, PrefoldError, RankError
-from ..schedule.parts import EnginePart
+from ..spec.requests import Readout, Request, Result
 from ..text import Tokenizer
-from ..types import Readout, Request, Result
+from .cache import CacheReporter, RadixCache
 from .generate import Generator
 from .handles import Handle, ReadGroup, send
 from .listing import Wants, with_store
 from .meter import Listener, Meter
 from .pace import StepPolicy
 from .protocol import OnCache, Snapshot
+from .schedule.parts import EnginePart
 from .thread import CLOSED, EngineThread
 
 T = TypeVar("T")

@@ -9,13 +9,13 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from ..cache import SCRATCH
-from ..schedule.generate_step import GenerateStep
-from ..schedule.steps import Reads, SlotResult, SlotStep
-from ..types import Exits, GenerationStats, Readout, Result
-from ..worker.protocol import Facts, Ticket
+from ..spec.requests import Exits, GenerationStats, Readout, Result
+from .cache import SCRATCH
 from .requests import Reader, ValueReader, adapter_number, kept_states_of
 from .sampling import drawing_of
+from .schedule.generate_step import GenerateStep
+from .schedule.steps import Reads, SlotResult, SlotStep
+from .worker import Facts, Ticket
 
 
 def message_of(

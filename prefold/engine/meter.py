@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import OutOfMemoryError
-from ..schedule.steps import Message
-from ..types import Stats
-from ..worker.protocol import Ticket, Worker
+from ..spec.requests import Stats
+from .schedule.steps import Message
+from .worker import Ticket, Worker
 
 
 @dataclass(frozen=True, slots=True)

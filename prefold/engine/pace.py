@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ..schedule.admission import StepLimits
-from ..schedule.fair import FairAdmission
-from ..schedule.sequences import SequenceScheduler
 from .meter import StepBudget
+from .schedule.admission import StepLimits
+from .schedule.fair import FairAdmission
+from .schedule.sequences import SequenceScheduler
 
 DECAY = 0.95  # the weight of a step as a share of the weight of the next one
 # A step may have at most this many times the rows of the largest step before it.

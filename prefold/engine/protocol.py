@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..cache import CacheReporter, RadixCache
-from ..cache.listing import HeldRows, TreePath
 from ..errors import InputError
+from ..spec.requests import Owner, Readout, Request, Sharing, Stats
 from ..text import Tokenizer
-from ..types import Owner, Readout, Request, Sharing, Stats
+from .cache import CacheReporter, RadixCache
+from .cache.listing import HeldRows, TreePath
 from .handles import Handle
 from .meter import Listener
 from .options import EngineOptions

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, no_lm_head
-from ..model.config import refuse_exits
-from ..schedule.parts import EnginePart, hooks
+from ..spec.requests import Exits, Generated, Owner, Readout, Request, Result, Sharing, TokenLogprobs, refuse_exits
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
-from ..types import Exits, Generated, Owner, Readout, Request, Result, Sharing, TokenLogprobs
-from ..worker.protocol import Facts
 from .samples import OnText, Sample
+from .schedule.parts import EnginePart, hooks
+from .worker import Facts
 
 # The kinds of Readout that are read at a prompt's last row alone; so is "logprobs" of a single target.
 LAST_ROW_KINDS = ("last", "head", "logits")

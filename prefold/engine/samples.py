@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import InputError
-from ..schedule.steps import NOT_FINITE
+from ..spec.requests import Generated, Request, TokenLogprobs
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import Matcher
-from ..types import Generated, Request, TokenLogprobs
 from .sampling import SamplerState
+from .schedule.steps import NOT_FINITE
 
 
 class TextPiece(NamedTuple):

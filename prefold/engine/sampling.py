@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..prefix import MEDIA_BASE
-from ..schedule.steps import Drawing, RaggedLists
+from ..spec.requests import Sampling
 from ..spec.task import SamplerOptions, filters_of, penalties_of
 from ..text.grammar import Matcher
-from ..types import Sampling
-from ..worker.noise import make_key, make_stream
+from ..trie import MEDIA_BASE
+from .noise import make_key, make_stream
+from .schedule.steps import Drawing, RaggedLists
 
 # A temperature this small divides logits into numbers that float32 cannot tell apart.
 GREEDY_BELOW = 1e-5

@@ -16,16 +16,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..prefix import common_prefix_lengths, lexsort_sequences
-from ..schedule.parts import hooks, stream_scheduler
-from ..schedule.prefill import PlannedStep, PrefillScheduler
-from ..schedule.steps import StepResult
-from ..stream import Window
-from ..types import Readout, Result, Sharing
-from ..worker.protocol import Ticket, Worker
+from ..spec.requests import Readout, Result, Sharing
+from ..trie import Window, common_prefix_lengths, lexsort_sequences
 from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
 from .requests import adapter_number, check_logits
+from .schedule.parts import hooks, stream_scheduler
+from .schedule.prefill import PlannedStep, PrefillScheduler
+from .schedule.steps import StepResult
+from .worker import Ticket, Worker
 
 T = TypeVar("T")
 

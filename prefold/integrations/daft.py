@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, MissingExtraError
-from ..records.fields import without_filler
+from ..jobs.fields import without_filler
 from ..tasks.base import attempt
 from ..text.valid import check_said
 from .shared import RayModel, SharedModel, split_options

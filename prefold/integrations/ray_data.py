@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..records.fields import without_filler
+from ..jobs.fields import without_filler
 from ..tasks.base import attempt
 from ..text.valid import check_said
 from .shared import SharedModel, split_options

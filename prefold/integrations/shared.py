@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
 
+from ..api.streams import ResponseStream
 from ..cluster.fleet import Fleet
 from ..engine.protocol import Engine
-from ..environment import plugins
 from ..errors import InputError, JobError, MissingExtraError, PrefoldError, record_error
-from ..face.streams import ResponseStream
-from ..plugins import add_plugins
+from ..spec.environment import plugins
 from ..spec.model import ModelSpec, model_options
+from ..spec.plugins import add_plugins
 from ..spec.task import OPTIONS
 from ..tasks import make_task
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed

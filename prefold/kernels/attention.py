@@ -111,7 +111,7 @@ class AttentionKernels(Family):
         path_v: Tensor | None = None,
     ) -> Tensor:
         """Returns softmax(q k^T * scale) v over the keys that `lists` lists; arguments and result as of
-        `prefold.attention.RowAttention.attend`. At most MAX_HEAD_DIM numbers a head; scale > 0."""
+        `prefold.worker.attention.RowAttention.attend`. At most MAX_HEAD_DIM numbers a head; scale > 0."""
         call = RowCall(lists.call, rows=len(k), path=0 if path_k is None else len(path_k))
         for name, tensor in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
             if tensor is not None:
@@ -123,8 +123,9 @@ class AttentionKernels(Family):
     def slot_attention(
         self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float, cap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Returns softmax(q k^T * scale) v over the slots that `lists` lists, [queries, heads, dim] as q is. cap: of
-        the scores, as of `prefold.attention.Heads`; sinks: as of `prefold.attention.RowAttention.attend`."""
+        """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, dim] as q is.
+
+        cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`."""
         return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale, cap, sinks)
 
     def _attend(

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..container import usable_cores
-from ..environment import cache_folder
+from ..spec.container import usable_cores
+from ..spec.environment import cache_folder
 from .compile import NATIVE, PROBE, SOURCES, BuildError, compile_probe, compile_sources, compiler_or_error
 
 

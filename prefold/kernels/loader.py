@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import environment
+from ..spec import environment
 from .attention import AttentionKernels
 from .blocks import BlockKernels
 from .build import build, build_probe, is_built

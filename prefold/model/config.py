@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..errors import InputError, UnsupportedModelError
-from ..types import Exits
+from ..errors import UnsupportedModelError
+from ..spec.requests import Exits, refuse_exits
 from .names import Names
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
@@ -176,7 +176,7 @@ class ModelConfig:
         """Returns what reads the images of items (`ImageInputs`); None: the model takes text alone.
 
         table    gives the rows of images their ids; None: one of its own
-        options  of `images.reading.reader_of`: how images are read
+        options  of `features.images.reading.reader_of`: how images are read
         """
         return None
 
@@ -356,10 +356,3 @@ _MLPS = {
     "gated": MlpKind("prefold.model.decoder_layer:Mlp", _gated),
     "plain": MlpKind("prefold.model.decoder_layer:PlainMlp", _plain),
 }
-
-
-def refuse_exits(exits: Exits) -> None:
-    """Raises InputError for any exits, which rows of a model that is not looped cannot have."""
-    for name in exits.given:
-        message = f"{name} is given, and the model is not looped"
-        raise InputError(message, field=name, remedy="leave it out", code="not_looped")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plugins import named_class
+from ..spec.plugins import named_class
 from .config import ModelConfig
 from .layers import ActivatedLinear, GatedLinear, Linear, NoNorm, Norm, PlainLayerNorm, Weight, linear_weights
 from .lora import NO_ADAPTERS, RowAdapters

@@ -18,7 +18,7 @@ from typing import Any
 from ..checkpoint.keys import check_keys, shown, unread
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
-from ..plugins import load_plugins
+from ..spec.plugins import load_plugins
 from .config import ModelConfig
 from .decoders import (
     HFConfig,

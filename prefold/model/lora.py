@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..device import send
 from ..errors import CheckpointError, UnsupportedModelError
-from ..plugins import named_class
+from ..spec.plugins import named_class
 from .adapter_config import AdapterConfig, read_adapter_config
 from .config import ModelConfig
+from .device import send
 from .parallel import ALONE, Alone
 from .sources import in_order
 

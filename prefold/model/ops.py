@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..device import TRITON_DTYPES, runs_triton
+from .device import TRITON_DTYPES, runs_triton
 
 # By ModelConfig.activation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}

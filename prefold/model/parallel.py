@@ -18,10 +18,10 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from .. import kernels
-from ..device import send
 from ..errors import InputError
 from ..kernels import CollectiveError
 from .config import ModelConfig
+from .device import send
 from .products import Panels
 
 # Columns of an MLP that stay on one rank: kernels take so many at once.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
-from ..device import available_memory, computes_bf16
+from .device import available_memory, computes_bf16
 from .ops import wide
 
 LANES = 16  # columns of gate, or of up, that lie side by side in GatePanels

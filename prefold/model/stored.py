@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .. import kernels
-from ..device import available_memory
 from ..errors import InputError
+from .device import available_memory
 from .layers import Linear, Weight
 from .parallel import Alone
 from .products import Panels, product_kernels

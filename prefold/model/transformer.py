@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..engine.schedule.steps import StreamStep
 from ..errors import InputError, no_lm_head
-from ..schedule.steps import StreamStep
 from .config import ModelConfig
 from .decoder_layer import layer_of, norm_of
 from .layers import recomputed, score_head

@@ -12,11 +12,11 @@ from torch import nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
-from ..device import check_fits
 from ..errors import CheckpointError, InputError
-from ..plugins import named_class
+from ..spec.plugins import named_class
 from .config import ModelConfig
 from .decoder_layer import Layer
+from .device import check_fits
 from .families import config_from
 from .int8 import fill_in_int8
 from .layers import Linear, Norm, Weight, linear_weights

@@ -20,15 +20,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..api.body import TaskOrder
-from ..api.completions import Chat, Completion
-from ..cache.listing import HeldRows
+from ..engine.cache.listing import HeldRows
 from ..engine.protocol import RunningSequence, Snapshot
+from ..engine.schedule.generate_step import NO_OWNER
 from ..errors import InputError
-from ..report.page import with_drawing
-from ..report.tree import TreeShape
-from ..schedule.generate_step import NO_OWNER
+from ..jobs.report.page import with_drawing
+from ..jobs.report.tree import TreeShape
 from ..text.prompts import readable
+from ..wire.body import TaskOrder
+from ..wire.completions import Chat, Completion
 from .context import Entry, RequestContext
 from .dialects import OPENAI
 from .http import Refusal, json_response, unless_gone

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 from ..engine.handles import Handle
+from ..spec.requests import Owner
 from ..spec.server import ServerSpec
-from ..types import Owner
 from .http import Refusal
 from .keys import Keys
 

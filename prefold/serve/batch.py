@@ -32,14 +32,14 @@ from typing import Any
 
 import msgspec
 
-from ..api.body import TaskOrder
 from ..errors import InputError, JobError
-from ..job import Job, OutputOptions, open_output, run_beside
-from ..records.batch import OpenAIBatch, add_usage
-from ..records.formats import LineSource, TableOptions
-from ..records.record import Source, error_text
-from ..records.source import file_identity, is_gzip
-from ..types import Owner
+from ..jobs import Job, OutputOptions, open_output, run_beside
+from ..jobs.batch import OpenAIBatch, add_usage
+from ..jobs.formats import LineSource, TableOptions
+from ..jobs.record import Source, error_text
+from ..jobs.source import file_identity, is_gzip
+from ..spec.requests import Owner
+from ..wire.body import TaskOrder
 from .handler import RequestHandler
 from .keys import Keys, Tenant
 from .limits import check_samples, check_texts

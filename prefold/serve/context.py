@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..api.body import Body, ServedModel, TaskOrder, renamed
 from ..errors import InputError
 from ..tasks.base import TRUNCATE
+from ..wire.body import Body, ServedModel, TaskOrder, renamed
 from .handler import RequestHandler, event_bytes
 from .http import ClientGone, EventStream, Refusal, json_response, unless_gone
 from .keys import Tenant

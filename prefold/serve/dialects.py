@@ -13,13 +13,17 @@ from typing import Annotated, Any
 from starlette.responses import Response
 
 from .. import __version__
-from ..api import ENDPOINTS, KINDS
-from ..api.anthropic import CountTokens, Message, anthropic_error
-from ..api.body import IDS, Body, Model, doc
-from ..api.completions import Chat, Completion, Generating, openai_error
-from ..api.numbers import Classify, CohereEmbed, Pooling, Rerank, cohere_error
-from ..api.responses import Responses
-from ..api.tei import (
+from ..errors import InputError
+from ..spec.requests import Readout
+from ..tasks.results import Embedding
+from ..text.valid import valid_text
+from ..wire import ENDPOINTS, KINDS
+from ..wire.anthropic import CountTokens, Message, anthropic_error
+from ..wire.body import IDS, Body, Model, doc
+from ..wire.completions import Chat, Completion, Generating, openai_error
+from ..wire.numbers import Classify, CohereEmbed, Pooling, Rerank, cohere_error
+from ..wire.responses import Responses
+from ..wire.tei import (
     TeiDecode,
     TeiEmbed,
     TeiEmbedAll,
@@ -29,10 +33,6 @@ from ..api.tei import (
     TeiTokenize,
     tei_error,
 )  # fmt: skip
-from ..errors import InputError
-from ..tasks.results import Embedding
-from ..text.valid import valid_text
-from ..types import Readout
 from .context import Dialect, Entry, Handle, RequestContext
 from .http import Refusal, json_response
 from .limits import most_tokens, too_many_tokens

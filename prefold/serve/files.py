@@ -17,9 +17,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
 
-from ..api import ENDPOINTS
-from ..api.body import METADATA_REMEDY, Body, Metadata, converted, doc
 from ..errors import InputError
+from ..wire import ENDPOINTS
+from ..wire.body import METADATA_REMEDY, Body, Metadata, converted, doc
 from .batches import Batches
 from .context import Entry, RequestContext
 from .dialects import OPENAI

@@ -24,18 +24,15 @@ from uuid import uuid4
 import numpy as np
 
 from .. import __version__
-from ..api.answers import Events
-from ..api.body import TaskOrder
-from ..api.completions import Echo
+from ..api.streams import ResponseStream, events_of
 from ..checkpoint import served_name
 from ..engine.meter import StepInfo
 from ..engine.pace import StepPolicy
 from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
+from ..engine.schedule.fair import FairAdmission
 from ..errors import InputError
-from ..face.streams import ResponseStream, events_of
-from ..prefix import MEDIA_BASE
-from ..schedule.fair import FairAdmission
+from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
 from ..spec.server import ServerSpec
 from ..spec.task import GenerationOptions
 from ..tasks import GenerateTask, Work
@@ -43,7 +40,10 @@ from ..tasks.base import attempt
 from ..tasks.make import inputs_of
 from ..tasks.results import Answer, Generation
 from ..tasks.run import finish_items
-from ..types import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
+from ..trie import MEDIA_BASE
+from ..wire.answers import Events
+from ..wire.body import TaskOrder
+from ..wire.completions import Echo
 from .backpressure import Backpressure, FairQueue
 from .http import json_of
 from .keys import Keys

@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, field
 
-from ..api.body import Body
 from ..errors import InputError, JobError
-from ..files import read_text
-from ..types import Owner, Share
+from ..spec.files import read_text
+from ..spec.requests import Owner, Share
+from ..wire.body import Body
 
 
 @dataclass(frozen=True, slots=True)

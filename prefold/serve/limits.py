@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
+from ..spec.requests import Generated
 from ..spec.server import ServerSpec
 from ..text import Tokenizer
 from ..text.grammar import is_quick
 from ..text.media import chat_of
-from ..types import Generated
 from .http import json_of
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.

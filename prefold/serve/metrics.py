@@ -30,9 +30,9 @@ from prometheus_client.utils import floatToGoString
 from .. import __version__
 from ..engine.handles import Handle
 from ..engine.meter import StepInfo
-from ..report.page import merged
+from ..jobs.report.page import merged
+from ..spec.requests import Generated, GenerationStats
 from ..tasks.results import Generation
-from ..types import Generated, GenerationStats
 
 # vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Buckets below
 # vLLM's lowest are for models that answer sooner.

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import JobError
-from ..files import replacing
-from ..job.journal import lock
+from ..jobs.journal import lock
+from ..spec.files import replacing
 from .http import Refusal
 
 LOCKED_SECONDS = 2.0  # how long a thread waits for a database that another process has locked

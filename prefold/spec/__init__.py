@@ -4,7 +4,9 @@ fields  how a field is declared, and how values are checked
 task    the options of each task           model   the options of a model
 input   how a job is read                  output  where its results go
 fleet   what computes it                   job     a job as a whole
-server  the options of a server
+server  the options of a server        requests  requests to an engine, and their results
+
+and what every layer asks of the machine and the user: environment variables, the limits of a container, files, plugins.
 
 The command line, the keywords of Python, the bodies of HTTP, the journal of a job and the reference pages are made from
 these fields. Only the standard library and `prefold.errors` are imported here.

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import InputError, record_error
-from ..model.config import ModelConfig, refuse_exits
-from ..prefix import MEDIA_BASE
+from ..model.config import ModelConfig
+from ..spec.requests import Exits, Medium, Readout, Request, refuse_exits
 from ..spec.task import Truncate
 from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, TextWithImages, check_cut, notes_of, refuse_images
 from ..text.valid import check_said, valid_text
-from ..types import Exits, Medium, Readout, Request
+from ..trie import MEDIA_BASE
 from .results import Answer
 
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import InputError, warn_caller
+from ..spec.requests import Readout, Request, Result
 from ..spec.task import ClassifyOptions, Truncate
 from ..text import FewShotPrompt, FilledTemplate
 from ..text.media import Picture, notes_in
 from ..text.prompts import CONTENT_FREE
 from ..text.valid import check_said, valid_text
-from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, cut_end, level, sigmoid, work_of
 from .results import Classification
 from .score import PairOfIds, add_joint, add_pair, leading_ids

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, UnsupportedModelError
-from ..prefix import SPAN_BASE
 from ..spec.fields import checked
+from ..spec.requests import Readout, Request, Result
 from ..spec.task import EmbedOptions
 from ..text import FilledTemplate, Tokenizer, instructed_query
 from ..text.media import Picture, TextWithImages, notes_in
 from ..text.valid import valid_text
-from ..types import Readout, Request, Result
+from ..trie import SPAN_BASE
 from .base import Inputs, Task, TextBatch, Work, work_of
 from .results import Answer, Embedding, EmbeddingList
 from .sentence import POOLING_MODES, ChatSettings, EmbedSettings

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..prefix import MEDIA_BASE
 from ..spec.fields import checked
+from ..spec.requests import Generated, Readout, Request, Sampling, TokenLogprobs
 from ..spec.task import GenerationOptions
 from ..text import FilledTemplate
 from ..text.chat import THINK
 from ..text.detokenize import bytes_of_tokens
 from ..text.media import Chat, Picture, TextWithImages, all_images, chat_of, notes_in, refuse_images, too_long
 from ..text.schemas import example_of
-from ..types import Generated, Readout, Request, Sampling, TokenLogprobs
+from ..trie import MEDIA_BASE
 from .base import TRUNCATE, Inputs, Task, TextBatch, Work, columns_of, cut_columns, cut_end, work_of
 from .conversations import Conversations, GenerateItem, as_tools, has_images, is_cut, plain_message
 from .results import Choice, Generation, Token

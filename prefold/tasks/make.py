@@ -10,8 +10,8 @@ from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
+from ..spec.requests import Exits
 from ..spec.task import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
-from ..types import Exits
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .embed import EmbedTask

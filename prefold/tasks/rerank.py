@@ -11,12 +11,12 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import checked
+from ..spec.requests import Readout, Request, Result
 from ..spec.task import RerankOptions
 from ..text import RERANK_INSTRUCTION, FilledTemplate, RerankPrompt, Tokenizer, rerank_prompt
 from ..text.media import Picture, check_cut, notes_in
 from ..text.prompts import fields_of, fill
 from ..text.valid import valid_text, wrong_type
-from ..types import Readout, Request, Result
 from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode_alone, part_of, sigmoid, work_of
 from .embed import EmbedTask, is_list_of_texts
 from .results import Answer, Ranking, Relevance

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..types import Generated, Jsonable
+from ..spec.requests import Generated, Jsonable
 
 # Fields that are vectors of float32 numbers: in a line they are lists, nested so many deep.
 VECTORS = {"embedding": 1, "embeddings": 2}

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..engine.protocol import Engine
 from ..errors import InputError
-from ..stream import LiveInput, Spool, Window
-from ..types import Request
+from ..spec.requests import Request
+from ..trie import LiveInput, Spool, Window
 from .base import attempt
 from .results import Answer, all_finite
 from .sampling import seed_at

@@ -14,10 +14,10 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import check_options, checked, kind_of
+from ..spec.requests import Grammar, Sampling
 from ..spec.task import LoopedOptions, SamplerOptions
 from ..text.grammar import check_grammar
 from ..text.valid import valid_text
-from ..types import Grammar, Sampling
 
 if TYPE_CHECKING:
     from ..text import Tokenizer

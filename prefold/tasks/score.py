@@ -12,11 +12,11 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import checked
+from ..spec.requests import Readout, Request, Result
 from ..spec.task import ScoreOptions
 from ..text import FilledTemplate, Tokenizer
 from ..text.media import ImageIds, Picture, check_cut, notes_in, notes_of
 from ..text.tokenizer import PART_CHARACTERS
-from ..types import Readout, Request, Result
 from .base import Inputs, Task, Text, TextBatch, Work, encode_alone
 from .results import Answer, Score, TextScore
 

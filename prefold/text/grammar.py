@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
-from ..types import Grammar
+from ..spec.requests import Grammar
 from .grammar_process import TOO_MUCH, GrammarProcess, fault_of
 from .schemas import example_of, with_any_of, with_keywords
 from .valid import valid_text

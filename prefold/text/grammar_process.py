@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import BinaryIO
 
-from ..subprocesses import BoundedProcess, SubprocessEnded, answer_calls
+from .subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 
 # Processor seconds that a grammar may take. No schema of JSONSchemaBench takes a tenth of them.
 SECONDS = 2.0

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..prefix import MEDIA_BASE
-from ..types import Medium
+from ..spec.requests import Medium
+from ..trie import MEDIA_BASE
 
 # Types of parts that are images: OpenAI's chat and Responses, and Hugging Face's.
 IMAGE_PARTS = ("image_url", "input_image", "image")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import InputError
-from ..prefix import MEDIA_BASE, SPAN_BASE
+from ..trie import MEDIA_BASE, SPAN_BASE
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer

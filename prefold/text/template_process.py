@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from ..errors import InputError
-from ..subprocesses import BoundedProcess, SubprocessEnded, answer_calls
+from .subprocesses import BoundedProcess, SubprocessEnded, answer_calls
 
 # Bytes that the process may have. Python and what it imports take about a tenth of them.
 MEMORY = 1 << 30

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import Heads, RowAttention
+from ..engine.schedule.steps import LAST, Reads, StreamStep, folded
 from ..errors import InputError
 from ..model import ModelConfig
-from ..prefix import PrefixMap, Trie, check_ragged
-from ..prefix.ragged import ragged_ranges
-from ..schedule.steps import LAST, Reads, StreamStep, folded
-from ..types import SHARING_MODES, Sharing
+from ..spec.requests import SHARING_MODES, Sharing
+from ..trie import PrefixMap, Trie, check_ragged
+from ..trie.ragged import ragged_ranges
+from ..worker.attention import Heads, RowAttention
 from ..worker.rows import Batch, prepare
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..model import ModelConfig, config_from
-from ..types import Sharing
+from ..spec.requests import Sharing
 from ..worker.rows import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .losses import target_logprobs

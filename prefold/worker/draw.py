@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..device import runs_triton, send
+from ..engine.noise import gumbel, hash_ids
+from ..model.device import runs_triton, send
 from ..spec.task import FILTERS, SamplerOptions, filters_of
-from .noise import gumbel, hash_ids
 
 # Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
 WORK_SIZE = 1 << 20

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KVStore, RowAttention
-from ..device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
+from ..engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
+from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
 from ..errors import InputError, OutOfMemoryError
 from ..model import Adapter, CausalLM
+from ..model.device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..model.parallel import Shard
-from ..prefix import MEDIA_BASE
-from ..schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
+from ..trie import MEDIA_BASE
+from .attention import KVStore, RowAttention
+from .parts import WorkerPart, parts_of
 from .program import Program, missing, program_of
-from .protocol import DONE, CompletedTicket, Facts, Ticket, Worker, WorkerPart, parts_of
 from .readouts import SlotTicket, greedy, read_stream
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
 from .slots import SlotBatch, forward, make_store, prepare_slots

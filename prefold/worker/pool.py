@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import send
+from ..model.device import send
 
 # Keys that are summed in float32; sums of these are made in float64, so that long paths lose nothing.
 RUN_KEYS = 64

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..attention import KVStore, RowPlan, SlotPlan
+from ..engine.schedule.steps import NOT_FINITE, SlotStep
 from ..kernels import (
     COLUMNS,
     Activation,
@@ -31,7 +31,7 @@ from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormed
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
-from ..schedule.steps import NOT_FINITE, SlotStep
+from .attention import KVStore, RowPlan, SlotPlan
 from .rows import Batch, Path, PathKV, heads_of
 from .slots import SlotBatch
 

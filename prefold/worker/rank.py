@@ -16,9 +16,9 @@ import torch
 from ..errors import PrefoldError
 from ..model import load_adapter, load_model
 from ..model.parallel import CollectiveError
-from ..plugins import load_plugins
+from ..spec.plugins import load_plugins
 from .local import LocalWorker
-from .protocol import parts_of
+from .parts import parts_of
 from .tensor_parallel import LEFT_ALONE, Start
 
 
@@ -42,7 +42,7 @@ def main(pipe: Connection) -> None:
 def _follow(pipe: Connection, start: Start) -> None:
     if start.device.type == "cuda":
         torch.cuda.set_device(start.device)
-    load_plugins()  # the config is made, and names kinds of things that rooms and plugins add
+    load_plugins()  # the config names classes that features and plugins add
     ranks = start.join([pipe])
     if start.memory is not None:
         os.close(start.memory)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import send
+from ..engine.schedule.steps import NOTHING, Reads, SlotResult, SlotStep, StepResult
 from ..model import CausalLM
+from ..model.device import send
 from ..model.ops import log_sum_exp
-from ..schedule.steps import NOTHING, Reads, SlotResult, SlotStep, StepResult
-from ..types import Readout, TokenLogprobs
+from ..spec.requests import Readout, TokenLogprobs
 from .pool import mean_of_paths, mean_of_rows
 from .rows import Batch, Path, PathKV, join
 from .sampler import choose, likeliest

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import Heads, RowAttention, RowPlan
-from ..device import send
+from ..engine.schedule.steps import StreamStep
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import ModelConfig, Plane
-from ..schedule.steps import StreamStep
+from ..model.device import send
+from .attention import Heads, RowAttention, RowPlan
 from .pool import PoolPlan, plan_pool
 
 

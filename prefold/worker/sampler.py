@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import runs_triton, send
-from ..schedule.steps import NOT_FINITE, Drawing, RaggedLists
-from ..types import TokenLogprobs
+from ..engine.schedule.steps import NOT_FINITE, Drawing, RaggedLists
+from ..model.device import runs_triton, send
+from ..spec.requests import TokenLogprobs
 from .draw import WORK_SIZE, draw
 
 

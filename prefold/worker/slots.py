@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import KeyRuns, KVStore, SlotPlan
-from ..device import send
+from ..engine.schedule.steps import SlotStep
 from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import Plane
-from ..schedule.steps import SlotStep
+from ..model.device import send
+from .attention import KeyRuns, KVStore, SlotPlan
 from .rows import heads_of
 
 

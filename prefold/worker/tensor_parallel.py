@@ -32,13 +32,13 @@ from torch import distributed as dist
 
 from .. import kernels
 from ..checkpoint import Checkpoint
+from ..engine.schedule.steps import EndStream, Message
+from ..engine.worker import Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..model import ModelConfig
 from ..model.parallel import CollectiveError, Ranks, Shard
-from ..schedule.steps import EndStream, Message
 from .local import LocalWorker
 from .memory_ranks import MemoryRanks, memory_file
-from .protocol import Ticket, Worker
 
 # The status with which a rank ends that another one has left alone in a collective.
 LEFT_ALONE = 75

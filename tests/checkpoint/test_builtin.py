@@ -10,8 +10,8 @@ import pytest
 
 from prefold.checkpoint import builtin
 from prefold.checkpoint.builtin import BuiltIn, WheelFile, assemble, fetch
-from prefold.environment import cache_folder
 from prefold.errors import CheckpointError
+from prefold.spec.environment import cache_folder
 
 CONTENT = b"GGUF and so on" * 1000
 

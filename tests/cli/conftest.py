@@ -55,7 +55,7 @@ def environment():
 SLOW = """
 import time
 from pathlib import Path
-import prefold.job.output as output
+import prefold.jobs.output as output
 from prefold.worker.local import LocalWorker
 
 start, output.COMMIT_SECONDS = LocalWorker.start, 0.05

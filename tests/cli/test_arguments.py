@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from prefold.job import models
+from prefold.jobs import models
 
 
 def write(path, count, **more):

@@ -200,7 +200,7 @@ def test_verify_leaves_out_what_is_unusable_and_calibrates(prefold, tmp_path):
 
 
 def test_verify_fails_for_what_is_no_number(prefold, tmp_path, monkeypatch):
-    from prefold.job import verify
+    from prefold.jobs import verify
 
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     compare = verify.compare
@@ -259,8 +259,8 @@ def test_texts_are_timed_and_compared(prefold, tmp_path):
 
 
 def test_where_texts_part():
-    from prefold.job.verify import Run, TextDifference, compare_texts
-    from prefold.types import Generated
+    from prefold.jobs.verify import Run, TextDifference, compare_texts
+    from prefold.spec.requests import Generated
 
     def run(*texts):
         return Run(None, [[[Generated(tokens, None, "stop") for tokens in texts]], None])

@@ -20,9 +20,9 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.cli import main
 from prefold.cli.job import summary_lines
-from prefold.job.run import Summary
+from prefold.jobs.run import Summary
 from prefold.spec.job import JobSpec
-from prefold.types import Stats
+from prefold.spec.requests import Stats
 
 
 @pytest.fixture(scope="module")

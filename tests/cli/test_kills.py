@@ -23,8 +23,8 @@ fork = pytest.importorskip("posix").fork
 
 SERVER = """
 import json, os, signal, sys
-import torch, numpy, prefold.llm, prefold.job.run, prefold.report, prefold.cli
-import prefold.job.output as output
+import torch, numpy, prefold.llm, prefold.jobs.run, prefold.jobs.report, prefold.cli
+import prefold.jobs.output as output
 try:
     import pyarrow.parquet
 except ImportError:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
+from prefold.features.shifted.measured import Bound, Drift, Measurement
+from prefold.features.shifted.options import SETTINGS, ShiftedReuse
 from prefold.integrations.shared import split_options
-from prefold.shifted.measured import Bound, Drift, Measurement
-from prefold.shifted.options import SETTINGS, ShiftedReuse
 
 PARTS = [f"{'abcdef'[i] * 3} passage number {i} says this and that of {'xyzuvw'[i]}. " for i in range(6)]
 NUMBERS = ("verify", "in.jsonl", "--task", "embed", "--prompt", "prompt")

@@ -10,7 +10,7 @@ from prefold.cluster.offline import OfflineSource
 from prefold.cluster.online import OnlineSource
 from prefold.cluster.prefixes import Place, PrefixIndex
 from prefold.cluster.router import Prompt, Router, policy_named
-from prefold.cluster.vllm_host import BlockEvents
+from prefold.integrations.vllm import BlockEvents
 
 
 def places_of(index: PrefixIndex) -> list[Place]:

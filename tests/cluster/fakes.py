@@ -16,7 +16,7 @@ from prefold.cluster.native_host import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas
 from prefold.cluster.router import Router
 from tests.cluster.checks import places_of
-from tests.job.fakes import FakeEngine
+from tests.jobs.fakes import FakeEngine
 
 
 class SlowEngine(FakeEngine):

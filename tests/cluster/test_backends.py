@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 from tiny import SIZES, write_tokenizer
 
-from prefold import environment, plugins
 from prefold.cli import main
 from prefold.cluster import backends
 from prefold.cluster.backends import BACKENDS, backend_named, backend_names
 from prefold.cluster.http_bodies import MESSAGES
 from prefold.errors import InputError
+from prefold.spec import environment, plugins
 
 TEXTS = ("abc", "abd", "x")
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"

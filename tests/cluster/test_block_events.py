@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.cluster.router import Router
-from prefold.cluster.vllm_host import BlockEvents
+from prefold.integrations.vllm import BlockEvents
 from tests.cluster.checks import check_blocks, rows_in
 
 from .fakes import held_by

@@ -10,9 +10,9 @@ from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.cache.events import CacheCleared, CacheEvents, RowsStored
 from prefold.cluster.online import Dispatcher, Limits
 from prefold.cluster.router import POLICIES, Prompt, Router, Speed, policy_named
+from prefold.engine.cache.events import CacheCleared, CacheEvents, RowsStored
 from tests.cluster.checks import check_router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)

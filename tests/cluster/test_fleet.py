@@ -19,11 +19,11 @@ from prefold.cluster.fleet import Fleet, FleetRun
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
-from prefold.stream import Feed, LiveInput, Spool
-from prefold.stream.order import encode
-from prefold.stream.window import cut_into_windows
-from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
-from tests.job.fakes import FakeEngine
+from prefold.spec.requests import GenerationStats, Readout, Request, Sampling, Stats
+from prefold.trie import Feed, LiveInput, Spool
+from prefold.trie.order import encode
+from prefold.trie.window import cut_into_windows
+from tests.jobs.fakes import FakeEngine
 
 from .fakes import SlowEngine, ThreadReplicas, count_patience
 

@@ -25,8 +25,8 @@ from prefold.cluster.http_bodies import embedding_bodies, generation_body, is_of
 from prefold.cluster.http_host import HttpReplicas
 from prefold.cluster.replicas import requests_of
 from prefold.errors import CheckpointError, InputError
-from prefold.stream import Spool
-from prefold.types import Exits, Grammar, Readout, Request, Sampling
+from prefold.spec.requests import Exits, Grammar, Readout, Request, Sampling
+from prefold.trie import Spool
 
 from .servers import logprob_of, serving
 

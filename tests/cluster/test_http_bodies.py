@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from prefold.api.answers import calls_in
-from prefold.api.completions import Completion
-from prefold.api.numbers import Embeddings
-from prefold.api.tei import TeiEmbed
 from prefold.cluster.http_bodies import MESSAGES, embedding_bodies, generated_of, generation_body
 from prefold.errors import InputError
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.spec.task import Grammar
-from prefold.types import Readout, Request, Sampling
+from prefold.wire.answers import calls_in
+from prefold.wire.completions import Completion
+from prefold.wire.numbers import Embeddings
+from prefold.wire.tei import TeiEmbed
 
 
 def body_of(text):

@@ -16,8 +16,8 @@ from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_host import HttpHost, HttpReplicas, ServedModel
 from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
-from prefold.stream import Spool
-from prefold.types import Readout, Request, Sampling
+from prefold.spec.requests import Readout, Request, Sampling
+from prefold.trie import Spool
 
 from .fakes import count_patience
 from .servers import _Handler, serving

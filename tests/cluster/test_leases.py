@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prefold.cluster.leases import Lease, LeaseBook
 from prefold.cluster.offline import LeaseOptions, OfflineSource
 from prefold.cluster.replicas import ReplicaFacts
-from prefold.prefix import StreamCost
+from prefold.trie import StreamCost
 from tests.cluster.checks import check_book
 
 

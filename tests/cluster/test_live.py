@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
-from prefold.cache.events import CacheCleared, CacheEvents, RowsRemoved, RowsStored
 from prefold.cluster import fleet as fleet_module
 from prefold.cluster.fleet import Fleet, FleetRun
 from prefold.cluster.leases import LeaseBook
@@ -23,14 +21,15 @@ from prefold.cluster.native_host import facts_of
 from prefold.cluster.offline import LeaseOptions, OfflineSource, offline_source
 from prefold.cluster.online import OnlineSource
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, RunCall
+from prefold.engine.cache import CacheOptions
+from prefold.engine.cache.events import CacheCleared, CacheEvents, RowsRemoved, RowsStored
 from prefold.engine.meter import StepInfo
 from prefold.errors import FleetError, InputError
-from prefold.prefix import RowCost, StreamCost
-from prefold.stream import Feed, LiveInput, Spool
-from prefold.stream.order import encode
-from prefold.types import Generated, Readout, Request, Result, Sampling
+from prefold.spec.requests import Generated, Readout, Request, Result, Sampling
+from prefold.trie import Feed, LiveInput, RowCost, Spool, StreamCost
+from prefold.trie.order import encode
 from tests.cluster.checks import check_book
-from tests.job.fakes import digest
+from tests.jobs.fakes import digest
 
 from .fakes import ThreadReplicas
 

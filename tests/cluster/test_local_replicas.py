@@ -9,8 +9,6 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from prefold.cache import CacheEvents
-from prefold.cache.events import CacheCleared
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.replicas import (
     RESTARTS,
@@ -21,8 +19,10 @@ from prefold.cluster.replicas import (
     Replicas,
     place_of,
 )
-from prefold.stream import Spool
-from prefold.types import Generated, Readout, Request, Sampling
+from prefold.engine.cache import CacheEvents
+from prefold.engine.cache.events import CacheCleared
+from prefold.spec.requests import Generated, Readout, Request, Sampling
+from prefold.trie import Spool
 
 
 class Host:

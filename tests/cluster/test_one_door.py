@@ -16,6 +16,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.api.streams import astream
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, Replicas
@@ -24,11 +25,10 @@ from prefold.engine.calls import stream
 from prefold.engine.handles import Handle
 from prefold.engine.samples import TextPiece
 from prefold.errors import FleetError, InputError, PrefoldError
-from prefold.face.streams import astream
-from prefold.stream import Spool
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
-from prefold.types import Readout, Request, Sampling
-from tests.job.fakes import digest
+from prefold.trie import Spool
+from tests.jobs.fakes import digest
 
 from .fakes import SlowEngine, ThreadReplicas
 

@@ -18,9 +18,9 @@ import torch
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
+from prefold.engine.noise import gumbel, hash_ids, make_key, make_stream
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
-from prefold.types import Readout, Request, Sampling
-from prefold.worker.noise import gumbel, hash_ids, make_key, make_stream
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -197,7 +197,7 @@ def test_a_report_that_is_torn_on_its_way_is_no_loss(long, monkeypatch):
 
     from prefold.cluster import ray_replicas
     from prefold.cluster.fleet import Fleet
-    from prefold.stream import Spool
+    from prefold.trie import Spool
 
     class Torn(ray_replicas._ActorHost):
         def _get(self, what, reference):

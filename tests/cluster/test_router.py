@@ -8,12 +8,12 @@ from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefold.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
-from prefold.cache.events import CacheCleared, Cut, RowsRemoved, RowsStored
 from prefold.cluster.router import POLICIES, Prompt, ReplicaLoad, Router, Speed, policy_named
+from prefold.engine.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
+from prefold.engine.cache.events import CacheCleared, Cut, RowsRemoved, RowsStored
+from prefold.engine.schedule.admission import StepLimits
+from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.errors import InputError
-from prefold.schedule.admission import StepLimits
-from prefold.schedule.generate import GenerateScheduler
 from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router
 
 from .fakes import held_by

@@ -23,13 +23,13 @@ from prefold.cli import main
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.replicas import Replicas
 from prefold.errors import FleetError, InputError, JobError
-from prefold.stream import Spool
-from prefold.types import Grammar, Readout, Request, Sampling
+from prefold.spec.requests import Grammar, Readout, Request, Sampling
+from prefold.trie import Spool
 from tests.cluster.checks import check_blocks, rows_in
 
 
 def host(**options):
-    from prefold.cluster.vllm_host import VllmHost
+    from prefold.integrations.vllm import VllmHost
 
     return VllmHost("some/model", options, caching=False)
 
@@ -178,7 +178,7 @@ def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
 
 
 def test_how_sampling_is_asked_for(engines):
-    from prefold.cluster.vllm_host import sampling_params
+    from prefold.integrations.vllm import sampling_params
 
     asked = Sampling(temperature=0.5, top_k=3, seed=1 << 63, stop=("a",), stop_ids=(7,), logit_bias=((1, -2.0),),
                      grammar=Grammar("choice", '["a", "b"]'), n=2, logprobs=1)  # fmt: skip
@@ -243,7 +243,7 @@ def answers_of(fleet, prompts):
 @pytest.mark.parametrize("_", [pytest.param(0, marks=real)])
 def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, expected, _):
     from prefold.cluster.router import Prompt, Router
-    from prefold.cluster.vllm_host import VllmHost
+    from prefold.integrations.vllm import VllmHost
 
     made, told = [], []
 

@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 
-from prefold.cache import SCRATCH
+from prefold.engine.cache import SCRATCH
+from prefold.engine.schedule.steps import SlotResult, SlotStep, StepResult
+from prefold.engine.worker import Facts, Worker
 from prefold.errors import OutOfMemoryError
-from prefold.schedule.steps import SlotResult, SlotStep, StepResult
-from prefold.types import Sampling
-from prefold.worker.protocol import Facts, Worker
+from prefold.spec.requests import Sampling
 
 TROUBLE = ("memory", "start", "result")
 

@@ -16,11 +16,11 @@ from itertools import pairwise
 import numpy as np
 
 from prefold.engine import EngineOptions, ModelEngine
+from prefold.engine.schedule.steps import StepResult, StreamStep
+from prefold.engine.worker import Facts, Worker
 from prefold.errors import OutOfMemoryError
-from prefold.schedule.steps import StepResult, StreamStep
-from prefold.stream import Spool
-from prefold.types import Readout, Request
-from prefold.worker.protocol import Facts, Worker
+from prefold.spec.requests import Readout, Request
+from prefold.trie import Spool
 
 WIDTH = 3
 ADAPTERS = ("first", "second")

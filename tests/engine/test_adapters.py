@@ -12,7 +12,7 @@ from running import prompts, run
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM, InputError
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
 
 NAMES = [None, "one", "two"]
 

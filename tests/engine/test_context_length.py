@@ -11,7 +11,7 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.errors import CheckpointError, InputError
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 TRAINED = 16
 STEM = list(range(10, 10 + TRAINED - 4))

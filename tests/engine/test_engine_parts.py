@@ -10,10 +10,10 @@ from books import check_books
 from fake_worker import FakeWorker
 
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.engine.schedule import parts
+from prefold.engine.schedule.parts import EnginePart, hooks
 from prefold.errors import InputError
-from prefold.schedule import parts
-from prefold.schedule.parts import EnginePart, hooks
-from prefold.types import Request, Sampling
+from prefold.spec.requests import Request, Sampling
 
 
 class Noting(EnginePart):
@@ -47,7 +47,7 @@ class Quiet(EnginePart):
 
 @pytest.fixture
 def engine(monkeypatch):
-    parts.load_plugins()  # before the table is replaced: rooms enter themselves only once in a process
+    parts.load_plugins()  # before the table is replaced: features enter themselves only once in a process
     found = (Noting(), Quiet())
     monkeypatch.setattr(parts, "_MAKERS", [lambda *given, part=part: part for part in found] + [lambda *given: None])
     worker = FakeWorker(random.Random(0), depth=1, trouble=0.0)

@@ -9,7 +9,7 @@ from running import as_request, prompts, run
 from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 BUDGETS = [1, 3, 8, 1000]
 

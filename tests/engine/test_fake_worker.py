@@ -16,13 +16,13 @@ import pytest
 from books import check_books
 from fake_worker import FakeWorker, Ticket, expected
 
-from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.engine.cache import CacheOptions
 from prefold.engine.loop import find_fault
+from prefold.engine.schedule.steps import SlotResult, SlotStep
+from prefold.engine.worker import Facts, Worker
 from prefold.errors import InputError, OutOfMemoryError
-from prefold.schedule.steps import SlotResult, SlotStep
-from prefold.types import Readout, Request, Sampling
-from prefold.worker.protocol import Facts, Worker
+from prefold.spec.requests import Readout, Request, Sampling
 
 
 def run_trace(seed: int) -> tuple[int, int]:

@@ -15,11 +15,11 @@ from running import prompts
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.engine.cache import CacheOptions
 from prefold.engine.samples import TextPiece
 from prefold.errors import OutOfMemoryError
-from prefold.types import Readout, Request, Sampling
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.worker.local import LocalWorker
 
 # Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.

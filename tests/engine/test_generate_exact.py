@@ -9,7 +9,7 @@ from running import prompts
 from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 from prefold.engine.calls import stream
 from prefold.errors import InputError, PrefoldError
 

@@ -10,7 +10,7 @@ from generating import ask, engine_of, generate, reference_tokens, tokens_of
 from running import as_transformers
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 
 pytestmark = pytest.mark.slow
 MAX_TOKENS = 24

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import Mock
 
+from prefold.api.streams import ResponseStream
 from prefold.engine.handles import send
-from prefold.face.streams import ResponseStream
 
 
 def test_a_loop_that_is_closed_just_now_keeps_answers_from_nobody_else():

@@ -9,7 +9,7 @@ from running import as_request, run
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 
 def long_model(tmp_path, **overrides):

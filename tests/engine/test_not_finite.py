@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_checkpoint
 
 from prefold import LLM, InputError
+from prefold.spec.requests import Readout
 from prefold.tasks.sampling import seed_at
-from prefold.types import Readout
 
 BAD = 50  # the id of a token whose embedding is poisoned
 

@@ -8,7 +8,7 @@ from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 
 @pytest.fixture(scope="module")

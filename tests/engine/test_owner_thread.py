@@ -21,13 +21,13 @@ from fake_worker import FakeWorker, expected
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.engine.cache import CacheOptions
 from prefold.engine.calls import serve
 from prefold.engine.handles import Handle
+from prefold.engine.schedule.steps import SlotStep
 from prefold.errors import ForkedError, OutOfMemoryError, PrefoldError, RankError
-from prefold.schedule.steps import SlotStep
-from prefold.types import Readout, Request, Sampling
+from prefold.spec.requests import Readout, Request, Sampling
 
 
 class Raising(FakeWorker):

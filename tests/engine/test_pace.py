@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from books import check_books
 
-from prefold.cache import CacheOptions, SlotPool
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine import pace as module
+from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
-from prefold.schedule.admission import NO_LIMITS
-from prefold.schedule.fair import FairAdmission
-from prefold.schedule.generate import GenerateScheduler
-from prefold.types import Owner, Share
-from prefold.worker.protocol import Facts, Worker
+from prefold.engine.schedule.admission import NO_LIMITS
+from prefold.engine.schedule.fair import FairAdmission
+from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.worker import Facts, Worker
+from prefold.spec.requests import Owner, Share
 
 
 class Machine:

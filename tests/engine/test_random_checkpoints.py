@@ -12,7 +12,7 @@ from running import as_request, run
 from tiny import FAMILIES, MIXTURES, MORE, reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 # Of float32, relative to the largest number of what is compared. The worst of thousands is a twentieth of it.
 TOLERANCE = 1e-4

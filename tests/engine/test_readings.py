@@ -12,12 +12,12 @@ from generating import until_idle
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.api.streams import ResponseStream
 from prefold.engine.handles import Handle, ReadGroup
 from prefold.engine.pace import StepPolicy
+from prefold.engine.schedule.fair import FairAdmission
 from prefold.engine.thread import EngineThread
-from prefold.face.streams import ResponseStream
-from prefold.schedule.fair import FairAdmission
-from prefold.types import Owner, Readout, Request, Result
+from prefold.spec.requests import Owner, Readout, Request, Result
 
 LAST = Readout("last")
 ROWS = 32

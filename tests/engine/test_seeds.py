@@ -13,7 +13,7 @@ from running import as_request, run
 
 from prefold import LLM
 from prefold.engine.sampling import SamplerState
-from prefold.types import Readout, Sampling
+from prefold.spec.requests import Readout, Sampling
 
 pytestmark = pytest.mark.slow
 

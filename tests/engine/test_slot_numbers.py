@@ -14,10 +14,10 @@ from running import as_request, prompts, run
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.api.streams import ResponseStream
+from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
-from prefold.face.streams import ResponseStream
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 PLACE = {"dtype": "float32", "device": "cpu"}
 KINDS = ("last", "mean", "logits", "logprobs")

@@ -11,7 +11,7 @@ import torch
 from running import as_request, as_transformers, run
 
 from prefold import LLM
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from fake_worker import FakeWorker, Ticket, expected
 
-from prefold.cache import CacheOptions
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.schedule.steps import StepResult
-from prefold.stream import Spool
-from prefold.types import GenerationStats, Readout, Request, Sampling, Stats
+from prefold.engine.cache import CacheOptions
+from prefold.engine.schedule.steps import StepResult
+from prefold.spec.requests import GenerationStats, Readout, Request, Sampling, Stats
+from prefold.trie import Spool
 
 TRACES = Path(__file__).with_name("stream_traces.py")
 

@@ -22,11 +22,11 @@ from tiny_vision import tiny_vision
 from prefold.cluster.fleet import Fleet
 from prefold.errors import FleetError, InputError, JobError
 from prefold.integrations import shared
+from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.base import Work
 from prefold.tasks.results import Relevance
-from prefold.types import Readout, Request, Sampling
 from tests.cluster.fakes import ThreadReplicas
-from tests.job.fakes import digest
+from tests.jobs.fakes import digest
 
 
 class Task:

@@ -27,15 +27,15 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from blocks import stored_bytes
 
-from prefold.attention import KVStore, RowAttention
+from prefold.engine.schedule.steps import SlotStep, StreamStep
 from prefold.kernels import BLOCK_TYPES, PanelPool, StoredRows, loader
 from prefold.model import Adapter, CausalLM, ModelConfig
 from prefold.model.config import Plane, RopeConfig
 from prefold.model.layers import Linear
 from prefold.model.lora import Delta, Part
 from prefold.model.products import Panels
-from prefold.prefix import PrefixMap
-from prefold.schedule.steps import SlotStep, StreamStep
+from prefold.trie import PrefixMap
+from prefold.worker.attention import KVStore, RowAttention
 from prefold.worker.program import Program, program_of
 from prefold.worker.rows import Path as RowPath
 from prefold.worker.rows import heads_of, prepare

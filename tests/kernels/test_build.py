@@ -26,12 +26,12 @@ from dense import dense_attention
 from nests import random_nest
 
 from prefold import __version__, kernels
-from prefold.attention import Heads, RowAttention, visibility
 from prefold.cli import main
 from prefold.kernels import compile as compiling
 from prefold.kernels import interface, loader
 from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
+from prefold.worker.attention import Heads, RowAttention, visibility
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 # Without optimisation: a second, and all the same functions. Each function that a source exports must be declared.

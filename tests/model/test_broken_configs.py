@@ -17,7 +17,7 @@ from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
 from prefold.model import config_from, load_model
 from prefold.model.rotary import RotaryTables
-from prefold.plugins import named_class
+from prefold.spec.plugins import named_class
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"),

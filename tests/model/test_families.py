@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from prefold.checkpoint import GEOMETRIES
 from prefold.checkpoint.settings import CONTEXT
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.images.families import tower_of
+from prefold.features.images.families import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
 from prefold.model.families import _FAMILIES, llama
 from prefold.model.names import FUSED

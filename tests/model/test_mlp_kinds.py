@@ -17,7 +17,7 @@ from prefold.model import MlpKind, add_mlp, config, config_from, families, load_
 from prefold.model.decoder_layer import Mlp
 from prefold.model.decoders import llama
 from prefold.model.layers import Linear, linear_weights
-from prefold.plugins import load_plugins
+from prefold.spec.plugins import load_plugins
 
 EXPERTS = 2
 

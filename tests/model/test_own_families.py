@@ -15,7 +15,7 @@ import transformers
 from click.testing import CliRunner
 from tiny import SIZES, DenseAttend, randomise, reference, write_tokenizer
 
-from prefold import LLM, environment, plugins
+from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
@@ -24,6 +24,7 @@ from prefold.model import config as config_module
 from prefold.model.config import head_order
 from prefold.model.names import Names
 from prefold.model.sources import as_stored
+from prefold.spec import environment, plugins
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 EXAMPLES = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
@@ -33,7 +34,7 @@ LLAMA = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")} | {"arch
 @pytest.fixture(autouse=True)
 def registered_here(monkeypatch):
     """What a test registers is forgotten."""
-    plugins.load_plugins()  # prefold's own rooms, for good
+    plugins.load_plugins()  # prefold's own features, for good
     monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
     monkeypatch.setattr(families, "_REGISTERED", set())
 

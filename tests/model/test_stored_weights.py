@@ -80,7 +80,7 @@ def test_automatic(tmp_path, monkeypatch):
 def test_a_model_that_fits_in_its_blocks_alone(tmp_path, monkeypatch):
     path = write_model(tmp_path / "m.gguf", MIXES["Q4_K_M"], layers=6)
     free = path.stat().st_size * 3 // 2
-    monkeypatch.setattr("prefold.device.available_memory", lambda device: free)
+    monkeypatch.setattr("prefold.model.device.available_memory", lambda device: free)
     with pytest.raises(OutOfMemoryError):
         load(path, "dtype")
     assert load(path, "file").stored_as

@@ -8,7 +8,7 @@ from tiny import EVERY, MORE, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.looped.config import Loop, LoopedConfig
+from prefold.features.looped.config import Loop, LoopedConfig
 from prefold.model import config_from, load_model
 
 ROWS = 45

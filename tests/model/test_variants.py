@@ -94,7 +94,7 @@ def test_a_model_gives_what_it_gives_without_kernels(models, name, number):
 def test_products_and_attention_are_those_of_the_references(name):
     skip_unless_runnable(name)
     tests = Path(__file__).parents[1]
-    files = [tests / "attention", *(tests / "kernels" / f"test_{part}.py" for part in PARTS)]
+    files = [tests / "worker" / "attention", *(tests / "kernels" / f"test_{part}.py" for part in PARTS)]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
     environment = os.environ | {"PREFOLD_ISA": name}
     done = subprocess.run(command, env=environment, cwd=tests.parent, capture_output=True, text=True, check=False)

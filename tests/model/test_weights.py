@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import MORE, DenseAttend, reference, tiny_checkpoint
 
-from prefold import device as devices
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
 from prefold.model import config_from, load_model
+from prefold.model import device as devices
 from prefold.model.layers import Linear
 from prefold.model.products import packs_with_onednn, product_kernels
 

@@ -10,7 +10,7 @@ from serving import serving
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 
 # By itself httpx waits 5 s for an answer, which a busy machine may need.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(timeout=60)

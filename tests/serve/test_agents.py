@@ -8,11 +8,11 @@ import httpx
 import openai
 import pytest
 
-from prefold.api.anthropic import Message
-from prefold.api.body import ServedModel
-from prefold.api.completions import Chat
-from prefold.api.responses import Responses
 from prefold.errors import InputError
+from prefold.wire.anthropic import Message
+from prefold.wire.body import ServedModel
+from prefold.wire.completions import Chat
+from prefold.wire.responses import Responses
 
 SCHEMA = {"type": "object", "properties": {"at": {"enum": ["yes", "no"]}}, "required": ["at"]}
 HELLO = [{"role": "user", "content": "hello"}]

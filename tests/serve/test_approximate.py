@@ -9,8 +9,8 @@ import pytest
 from serving import serving, until
 
 from prefold import LLM
-from prefold.cache import CacheOptions
-from prefold.shifted.options import ShiftedReuse
+from prefold.engine.cache import CacheOptions
+from prefold.features.shifted.options import ShiftedReuse
 
 FIRST = "The quick brown fox jumps over the lazy dog, 1234567890 times. "
 OTHERS = [f"{i} Another beginning, number {i}: {'abcdefgh'[i:]}{'xyz' * i}. " for i in range(7)]

@@ -6,12 +6,12 @@ import httpx
 import pytest
 
 from prefold.engine.handles import Handle
-from prefold.schedule.generate_step import NO_OWNER
+from prefold.engine.schedule.generate_step import NO_OWNER
 from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
+from prefold.spec.requests import Owner
 from prefold.spec.server import ServerSpec
-from prefold.types import Owner
 
 
 class Clock:

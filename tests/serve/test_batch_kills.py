@@ -27,8 +27,8 @@ fork = pytest.importorskip("posix").fork
 
 MAKER = """
 import json, os, sys
-import torch, numpy, uvicorn, uvloop, prefold.llm, prefold.cli, prefold.serve.run, prefold.job
-import prefold.job.output as output
+import torch, numpy, uvicorn, uvloop, prefold.llm, prefold.cli, prefold.serve.run, prefold.jobs
+import prefold.jobs.output as output
 output.COMMIT_SECONDS = 0.02
 torch.set_num_threads(1)
 print("ready", flush=True)

@@ -11,13 +11,13 @@ import pytest
 from batching import LONG, batch_of, completion, ended, lines_of
 from serving import until
 
+from prefold.api.streams import ResponseStream
 from prefold.engine.pace import StepPolicy
-from prefold.face.streams import ResponseStream
-from prefold.schedule.fair import FairAdmission
-from prefold.schedule.steps import MakeStore, SlotStep
+from prefold.engine.schedule.fair import FairAdmission
+from prefold.engine.schedule.steps import MakeStore, SlotStep
 from prefold.serve import batches
-from prefold.stream import Spool
-from prefold.types import Owner, Readout, Request
+from prefold.spec.requests import Owner, Readout, Request
+from prefold.trie import Spool
 
 LAST = Readout("last")
 

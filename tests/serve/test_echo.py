@@ -7,7 +7,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from prefold.cluster.http_bodies import logprob_bodies, logprobs_of
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
 
 PROMPTS = ["The cat sat on the mat", "A"]
 

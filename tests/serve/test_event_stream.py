@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from prefold.api.streams import ResponseStream, events_of
 from prefold.engine.samples import TextPiece
 from prefold.errors import InputError
-from prefold.face.streams import ResponseStream, events_of
 
 
 def test_events_of_several_replies_come_as_they_are_made_and_an_error_ends_them():

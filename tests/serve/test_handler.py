@@ -9,8 +9,8 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
+from prefold.engine.schedule.generate_step import NO_OWNER
 from prefold.errors import InputError
-from prefold.schedule.generate_step import NO_OWNER
 from prefold.serve import context
 from prefold.serve import handler as module
 from prefold.serve.app import make_app

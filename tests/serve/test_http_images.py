@@ -18,12 +18,12 @@ from serving import serving, until
 from tiny_vision import drawing, tiny_vision
 
 from prefold import LLM
-from prefold.api.body import TaskOrder
 from prefold.errors import InputError
-from prefold.images.items import image_cache
-from prefold.job.models import image_reading
+from prefold.features.images.items import image_cache
+from prefold.jobs.models import image_reading
 from prefold.spec.job import JobSpec
 from prefold.text.tokenizer import EscapingEncoder
+from prefold.wire.body import TaskOrder
 
 PICTURES = [PIL.Image.fromarray(drawing(seed, *size)) for seed, size in enumerate([(26, 26), (60, 20)])]
 

@@ -10,8 +10,8 @@ import pytest
 from serving import serving
 
 from prefold import LLM
-from prefold.cache import CacheOptions
-from prefold.prefix import Trie
+from prefold.engine.cache import CacheOptions
+from prefold.trie import Trie
 
 SHARED = [5 + i * 7 % 250 for i in range(300)]
 

@@ -10,13 +10,13 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
-from prefold.api import KINDS, anthropic, numbers, tei
-from prefold.api.body import Body
 from prefold.errors import InputError
 from prefold.serve import app
 from prefold.serve.app import DIALECTS, make_app
 from prefold.serve.context import Dialect, Entry
 from prefold.serve.http import json_response
+from prefold.wire import KINDS, anthropic, numbers, tei
+from prefold.wire.body import Body
 
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from serving import serving
 
 from prefold import LLM
-from prefold.cache.listing import paths_of
-from prefold.cache.tree import RowTrie
-from prefold.prefix import token_bytes
-from prefold.report.icicle import icicle, walk
-from prefold.report.tree import TreeShape
+from prefold.engine.cache.listing import paths_of
+from prefold.engine.cache.tree import RowTrie
+from prefold.jobs.report.icicle import icicle, walk
+from prefold.jobs.report.tree import TreeShape
+from prefold.trie import token_bytes
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
 
@@ -204,8 +204,8 @@ def test_two_thousand_nodes_are_drawn_in_few_calls(browser, server):
 
 
 def test_the_report_of_a_job_draws_the_same_way(browser, tmp_path):
-    from prefold.report.icicle import StreamShape
-    from prefold.report.page import Report, StepLog, write_report
+    from prefold.jobs.report.icicle import StreamShape
+    from prefold.jobs.report.page import Report, StepLog, write_report
 
     shape, steps = StreamShape(), StepLog()
     prompts = sorted([[1, 2, i % 7, i] for i in range(3000)])

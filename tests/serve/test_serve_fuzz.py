@@ -16,7 +16,7 @@ import pytest
 from books import check_books
 from serving import Raw, until
 
-from prefold.api import ENDPOINTS
+from prefold.wire import ENDPOINTS
 
 JUNK = [
     None, True, False, 0, -1, 1, 2, 2**31, 2**63, 2**70, -(2**70), 0.5, 1e308, -0.0, "", "a", "yes no", "\0", "\ud800",

@@ -19,8 +19,8 @@ from prefold.engine import loop
 from prefold.errors import JobError
 from prefold.serve.keys import Keys
 from prefold.serve.run import bind
+from prefold.spec.requests import Owner, Request, Sampling
 from prefold.spec.server import ServerSpec
-from prefold.types import Owner, Request, Sampling
 
 TOO_LONG = "a " * 3000
 LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperature": 0}

@@ -10,7 +10,7 @@ import pytest
 from batching import client_of, completion, content, ended, upload
 from serving import serving
 
-from prefold.job import output
+from prefold.jobs import output
 from prefold.serve import batch as module
 from prefold.serve.http import Refusal
 from prefold.serve.store import Store

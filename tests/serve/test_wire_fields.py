@@ -18,13 +18,13 @@ from serving import dress, serving
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.api import ENDPOINTS, KINDS
-from prefold.api.anthropic import Message
-from prefold.api.body import ServedModel
-from prefold.api.numbers import Classify, CohereEmbed, Pooling
-from prefold.api.tei import TeiEmbed, TeiPredict, TeiRerank, TeiSimilarity
 from prefold.errors import InputError
 from prefold.tasks.results import Classification, Ranking
+from prefold.wire import ENDPOINTS, KINDS
+from prefold.wire.anthropic import Message
+from prefold.wire.body import ServedModel
+from prefold.wire.numbers import Classify, CohereEmbed, Pooling
+from prefold.wire.tei import TeiEmbed, TeiPredict, TeiRerank, TeiSimilarity
 
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
 SCHEMA = {"type": "object"}

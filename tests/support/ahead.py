@@ -8,8 +8,8 @@ from running import prompts
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.schedule.generate import GenerateScheduler
-from prefold.types import Request, Sampling
+from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.spec.requests import Request, Sampling
 from prefold.worker.local import LocalWorker
 
 # The last ones need the tokens before, and are chosen on the host.

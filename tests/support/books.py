@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from prefold.cache import RadixCache
-from prefold.cache.accounts import Account, Accounts
-from prefold.cache.tree import Node
-from prefold.hybrid.scheduler import ZERO, StateScheduler
-from prefold.prefix import MEDIA_BASE, RadixTrie, Trie, clear_of_span, span_starts
-from prefold.schedule.admission import Admission
-from prefold.schedule.fair import FairAdmission
-from prefold.schedule.generate import GenerateScheduler
-from prefold.schedule.generate_step import SequenceState
-from prefold.shifted.chunks import ChunkIndex, Key, _images_before, window_hashes
-from prefold.shifted.scheduler import ShiftingScheduler
-from prefold.stream.live import Bucket, LiveWindow, WaitingNode
+from prefold.engine.cache import RadixCache
+from prefold.engine.cache.accounts import Account, Accounts
+from prefold.engine.cache.tree import Node
+from prefold.engine.schedule.admission import Admission
+from prefold.engine.schedule.fair import FairAdmission
+from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.generate_step import SequenceState
+from prefold.features.hybrid.scheduler import ZERO, StateScheduler
+from prefold.features.shifted.chunks import ChunkIndex, Key, _images_before, window_hashes
+from prefold.features.shifted.scheduler import ShiftingScheduler
+from prefold.trie import MEDIA_BASE, RadixTrie, Trie, clear_of_span, span_starts
+from prefold.trie.live import Bucket, LiveWindow, WaitingNode
 
 
 @singledispatch

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from prefold.engine.sampling import SamplerState, drawing_of
+from prefold.spec.requests import Sampling, TokenLogprobs
 from prefold.spec.task import FILTERS, filters_of
-from prefold.types import Sampling, TokenLogprobs
 from prefold.worker.draw import draw
 from prefold.worker.sampler import choose
 

@@ -11,11 +11,11 @@ from books import check_books
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.images.scheduler import ImageScheduler
-from prefold.stream import Spool
-from prefold.types import Generated, Readout, Request, Sampling
+from prefold.features.images.scheduler import ImageScheduler
+from prefold.spec.requests import Generated, Readout, Request, Sampling
+from prefold.trie import Spool
 from prefold.worker.local import LocalWorker
-from prefold.worker.protocol import parts_of
+from prefold.worker.parts import parts_of
 
 
 def image_scheduler(engine: ModelEngine) -> ImageScheduler:

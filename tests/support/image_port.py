@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from prefold.prefix import MEDIA_BASE
-from prefold.types import Request
+from prefold.spec.requests import Request
+from prefold.trie import MEDIA_BASE
 
 COVERAGE = 0.25
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from prefold import LLM
-from prefold.stream import Spool
-from prefold.types import Readout, Request
+from prefold.spec.requests import Readout, Request
+from prefold.trie import Spool
 
 
 def prompts(seed: int, count: int = 12, vocab: int = 300) -> list[list[int]]:

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from nests import chains
 
-from prefold import device, kernels
-from prefold.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, slot_triton
-from prefold.attention.slot_tiles import MOST_ROWS
+from prefold import kernels
+from prefold.model import device
 from prefold.model.ops import choose_ops
 from prefold.worker import draw_triton
+from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, slot_triton
+from prefold.worker.attention.slot_tiles import MOST_ROWS
 
 device.TRITON_DEVICES = ("cpu",)
 kernels.load = lambda: None

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from prefold import device, kernels
+from prefold import kernels
+from prefold.model import device
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -15,7 +15,7 @@ from looped_dense import Dense, state_noise
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from prefold.types import Exits
+from prefold.spec.requests import Exits
 
 
 class RowByRow:

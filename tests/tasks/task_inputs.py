@@ -10,8 +10,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from prefold.spec.requests import Result
 from prefold.text import Tokenizer as PrefoldTokenizer
-from prefold.types import Result
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = [("y", "e"), ("ye", "s"), ("n", "o"), ("Ġ", "a"), ("Ġ", "b"), ("a", "b")]

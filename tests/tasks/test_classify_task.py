@@ -10,8 +10,8 @@ import pytest
 from task_inputs import FakeCheckpoint, ids, result, tokenizer
 
 from prefold.errors import InputError
+from prefold.spec.requests import Readout
 from prefold.tasks import ClassifyHeadTask, make_task
-from prefold.types import Readout
 
 TOK = tokenizer()
 EXAMPLES = [("good {x}", "yes"), {"text": "bad", "label": "no"}]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from task_inputs import FakeCheckpoint, chatty, tokenizer
 
 from prefold.errors import InputError
-from prefold.records.fields import Template
+from prefold.jobs.fields import Template
 from prefold.tasks import make_task
 from prefold.tasks.base import columns_of, cut_columns
 from prefold.text import FilledTemplate

@@ -9,9 +9,9 @@ import pytest
 from task_inputs import FakeCheckpoint, FakeGguf, backend, ids, result, tokenizer
 
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
+from prefold.spec.requests import Readout
 from prefold.spec.task import EmbedOptions
 from prefold.tasks import EmbedSettings, EmbedTask, Inputs, embed_settings, make_task
-from prefold.types import Readout
 
 TOK = tokenizer("$A <|endoftext|>")
 

@@ -8,10 +8,10 @@ from task_inputs import CHAT, FakeCheckpoint, FakeGguf, chatty, ids, tokenizer
 
 from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError, UnsupportedModelError
+from prefold.spec.requests import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
 from prefold.tasks import GenerateItem, end_ids, make_task, recommended_sampling
 from prefold.tasks.run import run_items, run_works, with_seed
 from prefold.text import Tokenizer as PrefoldTokenizer
-from prefold.types import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
 
 
 def task(tok=None, **options):

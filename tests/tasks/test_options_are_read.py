@@ -28,7 +28,8 @@ def options_read(kind, values, spec_folder=str(Path(prefold.__file__).parent / "
     class Noting(kind):
         def __getattribute__(self, name):
             reader = sys._getframe(1).f_code.co_filename
-            if name in names and reader != "<string>" and not reader.startswith(spec_folder):
+            declares = reader.startswith(spec_folder) and not reader.endswith("requests.py")
+            if name in names and reader != "<string>" and not declares:
                 read.add(name)
             return super().__getattribute__(name)
 

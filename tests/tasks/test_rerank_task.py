@@ -16,10 +16,10 @@ from tokenizers.processors import TemplateProcessing
 
 from prefold import LLM
 from prefold.errors import InputError, UnsupportedModelError
+from prefold.spec.requests import Readout
 from prefold.tasks import RerankItem, make_task
 from prefold.tasks.base import sigmoid
 from prefold.text import RERANK_INSTRUCTION, Tokenizer
-from prefold.types import Readout
 
 TOK = tokenizer("<|im_start|> $A", think=True)
 PREFIX = (

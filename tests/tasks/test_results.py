@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from answering import answer_of
 
-from prefold.job.columns import TableForm
-from prefold.records.record import dumps
-from prefold.records.tables import reserved_names
+from prefold.jobs.columns import TableForm
+from prefold.jobs.record import dumps
+from prefold.jobs.tables import reserved_names
 from prefold.tasks.results import Embedding, Generation, Ranking, Score, TextScore, all_finite
 
 LINES = [

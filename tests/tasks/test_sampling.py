@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from prefold.errors import InputError
+from prefold.spec.requests import Grammar, Sampling
 from prefold.tasks.sampling import grammar_from, sampling_from
-from prefold.types import Grammar, Sampling
 
 VOCAB = 100
 TOKENIZER = object()  # that there is one is all that matters

@@ -13,9 +13,9 @@ import pytest
 from task_inputs import backend
 
 from prefold.errors import InputError, UnsupportedModelError
+from prefold.spec.requests import Result
 from prefold.tasks import make_task
 from prefold.text import load_tokenizer
-from prefold.types import Result
 
 pytest.importorskip("sentence_transformers")
 torch = pytest.importorskip("torch")

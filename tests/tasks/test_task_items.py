@@ -10,9 +10,9 @@ from task_inputs import FakeCheckpoint, tokenizer
 
 from prefold.errors import InputError, JobError
 from prefold.spec.fields import checked
+from prefold.spec.requests import Request
 from prefold.tasks import EmbedItem, RerankItem, Work, make_task
 from prefold.tasks.base import Inputs, TextBatch, as_item, attempt
-from prefold.types import Request
 
 TOK = tokenizer()
 INPUTS = Inputs(TOK, 512, 300)

@@ -7,8 +7,8 @@ import json
 import pytest
 from tokenizers import Tokenizer as Backend
 
-from prefold.api.answers import calls_in
 from prefold.text import Tokenizer
+from prefold.wire.answers import calls_in
 
 # Like SmolLM2's: it writes any role, and a system's message of its own where there is none.
 PLAIN = (

@@ -14,12 +14,12 @@ from small_tokenizers import GgufCheckpoint, byte_level, gguf_metadata
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from prefold.api.answers import grammar_of_calls
 from prefold.errors import InputError, MissingExtraError, UnsupportedModelError
+from prefold.spec.requests import Grammar
 from prefold.text import Tokenizer, load_tokenizer
 from prefold.text.grammar import FORMATS, GrammarCompiler, Matcher, _known, check_grammar, example_of, is_quick
 from prefold.text.schemas import with_any_of
-from prefold.types import Grammar
+from prefold.wire.answers import grammar_of_calls
 
 EOS = 2
 PERSON = {

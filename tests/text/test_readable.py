@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from prefold.prefix import MEDIA_BASE, SPAN_BASE
 from prefold.text.prompts import readable
+from prefold.trie import MEDIA_BASE, SPAN_BASE
 
 
 def test_images_are_named_and_never_decoded():

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from prefold.errors import InputError
-from prefold.subprocesses import Subprocess
 from prefold.text import ChatTemplates, template_process
+from prefold.text.subprocesses import Subprocess
 from prefold.text.template_process import TemplateProcess
 
 USER = {"role": "user", "content": "Grüße"}

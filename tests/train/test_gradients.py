@@ -11,8 +11,8 @@ from learning import distance, gradients, group, sequences, trainable, weights_f
 from tiny import EVERY, FAMILIES, tiny_checkpoint
 
 from prefold.model import CausalLM
+from prefold.spec.requests import SHARING_MODES
 from prefold.train import TrainBatch, logprobs
-from prefold.types import SHARING_MODES
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -8,8 +8,8 @@ from learning import distance, gradients, group, sequences, trainable, weights_f
 from tiny import FAMILIES, reference, tiny_checkpoint
 
 from prefold.errors import InputError, UnsupportedModelError
+from prefold.spec.requests import SHARING_MODES
 from prefold.train import TrainBatch, hf, sft_loss
-from prefold.types import SHARING_MODES
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

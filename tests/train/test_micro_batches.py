@@ -11,6 +11,7 @@ from learning import distance, gradients, group, sequences, trainable
 from tiny import tiny_checkpoint
 
 from prefold.errors import InputError
+from prefold.spec.requests import SHARING_MODES
 from prefold.train import (
     TrainBatch,
     accumulate,
@@ -20,7 +21,6 @@ from prefold.train import (
     micro_batches,
     sft_loss,
 )
-from prefold.types import SHARING_MODES
 
 
 @pytest.fixture(scope="module")

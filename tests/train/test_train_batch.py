@@ -9,8 +9,8 @@ from learning import sequences
 
 from prefold.errors import InputError
 from prefold.model import config_from
+from prefold.spec.requests import SHARING_MODES
 from prefold.train import TrainBatch
-from prefold.types import SHARING_MODES
 
 CONFIG = config_from(
     {

@@ -10,8 +10,8 @@ from tritons import on_triton  # noqa: F401 (a fixture)
 
 from prefold import kernels
 from prefold.engine.sampling import SamplerState
-from prefold.schedule.steps import NOT_FINITE
-from prefold.types import Sampling
+from prefold.engine.schedule.steps import NOT_FINITE
+from prefold.spec.requests import Sampling
 from prefold.worker import draw as module
 from prefold.worker.draw import filter_tokens
 

@@ -13,13 +13,12 @@ from running import as_request, prompts
 from tiny import tiny_checkpoint
 
 from prefold import LLM
+from prefold.engine.schedule.prefill import PrefillScheduler
+from prefold.engine.schedule.steps import MakeStore, SlotStep
 from prefold.errors import OutOfMemoryError
 from prefold.model import MediaRows
-from prefold.prefix import MEDIA_BASE
-from prefold.schedule.prefill import PrefillScheduler
-from prefold.schedule.steps import MakeStore, SlotStep
-from prefold.stream import Spool
-from prefold.types import Readout
+from prefold.spec.requests import Readout
+from prefold.trie import MEDIA_BASE, Spool
 from prefold.worker import local
 
 

@@ -20,15 +20,15 @@ from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
+from prefold.engine.worker import Worker
 from prefold.model import load_adapter, load_model
 from prefold.model.parallel import ALONE, CollectiveError
-from prefold.stream import Spool
-from prefold.types import Readout
+from prefold.spec.requests import Readout
+from prefold.trie import Spool
 from prefold.worker import memory_ranks
 from prefold.worker.local import LocalWorker
 from prefold.worker.memory_ranks import MemoryRanks, memory_file
 from prefold.worker.program import Program, missing
-from prefold.worker.protocol import Worker
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
 

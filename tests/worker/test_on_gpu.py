@@ -16,17 +16,17 @@ from tiny import tiny_checkpoint
 from torch.overrides import TorchFunctionMode
 from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
 
-from prefold import LLM, device, kernels
-from prefold.attention import RowAttention
+from prefold import LLM, kernels
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
+from prefold.engine.schedule.prefill import PrefillScheduler
+from prefold.engine.schedule.steps import SlotStep, StepResult
 from prefold.errors import OutOfMemoryError
-from prefold.model import CausalLM, load_adapter
-from prefold.schedule.prefill import PrefillScheduler
-from prefold.schedule.steps import SlotStep, StepResult
-from prefold.stream import Spool
-from prefold.types import Readout, Request, Sampling
+from prefold.model import CausalLM, device, load_adapter
+from prefold.spec.requests import Readout, Request, Sampling
+from prefold.trie import Spool
 from prefold.worker import readouts as module
+from prefold.worker.attention import RowAttention
 from prefold.worker.local import LocalWorker, batch_rows
 from prefold.worker.readouts import ValuesTicket, read_stream
 from prefold.worker.rows import Path, forward_stream, heads_of, prepare

@@ -12,13 +12,14 @@ import torch
 from tiny import tiny_checkpoint
 
 from prefold.checkpoint import resolve
+from prefold.engine.schedule.steps import Message, StreamStep
+from prefold.engine.worker import CompletedTicket, Facts
 from prefold.model import MediaRows, load_model
-from prefold.plugins import load_plugins
-from prefold.prefix import MEDIA_BASE
-from prefold.schedule.steps import Message, StreamStep
-from prefold.worker import protocol
+from prefold.spec.plugins import load_plugins
+from prefold.trie import MEDIA_BASE
+from prefold.worker import parts as protocol
 from prefold.worker.local import LocalWorker
-from prefold.worker.protocol import CompletedTicket, Facts, WorkerPart, add_part
+from prefold.worker.parts import WorkerPart, add_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def test_a_message_of_no_part_is_an_error(model):
 
 
 def test_rooms_are_attached_without_torch():
-    code = "import sys; from prefold.plugins import load_plugins; load_plugins(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from prefold.spec.plugins import load_plugins; load_plugins(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    code = "import sys, prefold; from prefold.checkpoint import resolve; sys.exit('prefold.looped' in sys.modules)"
+    code = "import sys; from prefold.checkpoint import resolve; sys.exit('prefold.features.looped' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

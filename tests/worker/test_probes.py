@@ -11,9 +11,9 @@ from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.cache import CacheOptions
+from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 
 PLACE = {"dtype": "float32", "device": "cpu"}
 CACHE = CacheOptions(min_overlap=0)

@@ -20,7 +20,7 @@ from prefold import LLM, kernels
 from prefold.model import CausalLM, MediaRows, RowAdapters
 from prefold.model.layers import Linear
 from prefold.model.products import Panels, Product
-from prefold.types import Request
+from prefold.spec.requests import Request
 from prefold.worker.program import Program, program_of
 from prefold.worker.readouts import greedy as likeliest_of_slots
 from prefold.worker.rows import forward_stream

@@ -20,7 +20,7 @@ from tiny import EVERY, tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.errors import CheckpointError, InputError, RankError
-from prefold.types import Readout
+from prefold.spec.requests import Readout
 from prefold.worker import tensor_parallel
 
 PLACE = {"dtype": "float32", "device": "cpu"}

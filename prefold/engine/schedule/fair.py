@@ -1,0 +1,372 @@
+"""The admission policy of a server: interactive requests go before batches, and tenants share the engine by weights.
+
+The methods of a policy are described in `admission.Admission`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+
+from ...spec.requests import Owner, Share
+from ..cache import RadixCache
+from .admission import Admission, Capacity, StepLimits
+from .generate_step import SequenceState, StepPlan
+
+# Among the first LOOK_AHEAD waiting sequences of a tenant, the one with the fewest rows to compute is admitted; a
+# sequence that has been passed over MAX_PASSED times goes first.
+LOOK_AHEAD = 8
+MAX_PASSED = 8
+# The share of the running sequences, and of the slots, that is reserved for interactive requests. The share of
+# sequences is lent to batches when no interactive request has come for a while.
+RESERVED_SHARE = 0.25
+# How many queues of owners are kept, idle ones included, before idle ones are forgotten.
+IDLE_QUEUES = 1024
+
+
+class _OwnerQueue:
+    """An _OwnerQueue holds the waiting and the running sequences of one owner.
+
+    waiting  {sequence: how often it was passed over}, in the order in which they came
+    running  the sequences that were admitted and have not ended
+    service  the rows that the owner got, over its weight: those of prompts count from their admission on, those of
+             outputs once they have ended
+    entered  whether the queue is in the heap of its class
+    """
+
+    __slots__ = ("entered", "owner", "running", "service", "share", "waiting")
+
+    def __init__(self, owner: Owner, share: Share, service: float):
+        self.owner, self.share, self.service = owner, share, service
+        self.waiting: OrderedDict[SequenceState, int] = OrderedDict()
+        self.running: dict[SequenceState, None] = {}
+        self.entered = False
+
+    @property
+    def tag(self) -> float:
+        """Returns `served` plus the rows of outputs that still run, by which owners are ordered."""
+        return self.service + self.num_output_rows / self.share.weight
+
+    @property
+    def num_output_rows(self) -> int:
+        """Returns the rows of outputs that still run."""
+        return sum([len(sequence.tail.tokens) for sequence in self.running])
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+    @property
+    def may_run(self) -> bool:
+        most = self.share.max_running
+        return bool(self.waiting) and (most is None or len(self.running) < most)
+
+
+class FairAdmission:
+    """A FairAdmission admits interactive requests before batches, and shares the engine between tenants.
+
+    Next among the owners of a class is the one that got the fewest rows, over its weight: computed rows of prompts, and
+    rows of outputs. An owner that was idle has no claim on the time before: it begins at the tag of the owner that was
+    admitted from last (start-time fair queueing, Goyal et al. 1996). Next among an owner's sequences is the one with
+    the fewest rows that are neither there nor being computed; none is passed over more than MAX_PASSED times.
+
+    If interactive requests of several tenants are there, the rows of prompts in a step are divided between the tenants
+    by their weights, and a tenant's prompts wait only for that tenant's own prompts to be computed.
+
+    A share of the sequences and slots is reserved for interactive requests. While these wait, batches get `batch_share`
+    of the rows of prompts. If an interactive request finds no room, the sequence of a batch that was admitted last is
+    preempted; the first sequence of a batch stays.
+
+    share_of   returns the Share of a tenant
+    tenant_of  returns the tenant of a namespace, for the accounts of the cache
+    """
+
+    def __init__(
+        self,
+        share_of: Callable[[Hashable], Share] = lambda tenant: Share(),
+        *,
+        tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None,
+        batch_share: float = 0.02,
+    ):
+        self.share_of, self.tenant_of = share_of, tenant_of
+        self.batch_share = batch_share
+        self.clear()
+
+    def clear(self) -> None:
+        self._queues: dict[Owner, _OwnerQueue] = {}
+        # A heap of the queues with a sequence to admit, for interactive requests and for batches: (tag when it was
+        # entered, number, queue). Tags only grow, so the head is the least if its tag is still what it was.
+        self._heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
+        self._numbers = itertools.count()
+        self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
+        self._num_waiting = [0, 0]
+        self._num_running = [0, 0]
+        self._num_owners = [0, 0]  # for each class, the owners with a sequence
+        self._max_queues = IDLE_QUEUES
+        self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
+        # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
+        self._outputs: dict[_OwnerQueue, int] = {}
+        self._has_admitted = False  # whether nothing has happened since the last admission
+
+    def __len__(self) -> int:
+        return sum(self._num_waiting)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return (sequence for queue in self._queues.values() for sequence in queue.waiting)
+
+    def __contains__(self, sequence: object) -> bool:
+        queue = self._queues.get(sequence.owner) if isinstance(sequence, SequenceState) else None
+        return queue is not None and sequence in queue.waiting
+
+    def num_waiting(self, *, batch: bool) -> int:
+        """Returns how many sequences of a class wait."""
+        return self._num_waiting[batch]
+
+    def num_running(self, *, batch: bool) -> int:
+        """Returns how many sequences of a class have been admitted and have not ended."""
+        return self._num_running[batch]
+
+    def num_owners(self, *, batch: bool) -> int:
+        """Returns how many owners of a class have sequences that wait or run."""
+        return self._num_owners[batch]
+
+    def take_over(self, before: Admission, running: Iterable[SequenceState]) -> None:
+        self.add(before)
+        for sequence in running:
+            queue = self._queue(sequence.owner)
+            self._num_owners[sequence.owner.is_batch] += queue.is_idle
+            queue.running[sequence] = None
+            self._num_running[sequence.owner.is_batch] += 1
+
+    def read_shares(self, cache: RadixCache | None = None) -> None:
+        """Reads the tenants' shares again, and sets those of the cache's accounts."""
+        if cache is not None:
+            cache.set_tenants(self.tenant_of, self.share_of)
+        for queue in self._queues.values():
+            queue.share = self.share_of(queue.owner.tenant)
+            self._enter(queue)
+
+    # ---------------------------------------------------------------------------- sequences that come and go
+
+    def add(self, sequences: Iterable[SequenceState]) -> None:
+        for sequence in sequences:
+            queue = self._queue(sequence.owner)
+            if queue.is_idle:
+                self._num_owners[sequence.owner.is_batch] += 1
+                queue.service = max(queue.service, self._now[sequence.owner.is_batch])
+            queue.waiting[sequence] = 0
+            self._num_waiting[sequence.owner.is_batch] += 1
+            self._enter(queue)
+
+    def put_back(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.running[sequence]
+        self._outputs.clear()
+        self._num_running[sequence.owner.is_batch] -= 1
+        queue.waiting[sequence] = MAX_PASSED
+        queue.waiting.move_to_end(sequence, last=False)
+        self._num_waiting[sequence.owner.is_batch] += 1
+        self._enter(queue)
+
+    def remove(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.waiting[sequence]
+        self._num_waiting[sequence.owner.is_batch] -= 1
+        self._num_owners[sequence.owner.is_batch] -= queue.is_idle
+
+    def note_admission(self, sequence: SequenceState, rows: int) -> None:
+        queue = self._queues[sequence.owner]
+        is_batch = sequence.owner.is_batch
+        for other in queue.waiting:
+            if other is sequence:
+                break
+            queue.waiting[other] += 1
+        del queue.waiting[sequence]
+        queue.running[sequence] = None
+        self._num_waiting[is_batch] -= 1
+        self._num_running[is_batch] += 1
+        if queue in self._outputs:
+            self._outputs[queue] += len(sequence.tail.tokens)
+        self._has_admitted = True
+        self._now[is_batch] = max(self._now[is_batch], self._tag(queue))
+        queue.service += rows / queue.share.weight
+        if self._num_waiting[not is_batch]:
+            self._credit += -rows if is_batch else self.batch_share * rows
+        elif is_batch:
+            self._credit = 0.0
+
+    def note_end(self, sequence: SequenceState) -> None:
+        queue = self._queues[sequence.owner]
+        del queue.running[sequence]
+        self._outputs.clear()
+        self._num_running[sequence.owner.is_batch] -= 1
+        self._num_owners[sequence.owner.is_batch] -= queue.is_idle
+        queue.service += len(sequence.tail.tokens) / queue.share.weight
+        self._enter(queue)
+
+    # ------------------------------------------------------------------------------------ the next sequence
+
+    def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
+        if not self._has_admitted:
+            self._outputs.clear()
+        self._has_admitted = False
+        queue = self._least(False)
+        batch = self._least(True) if batches and self._num_waiting[True] else None
+        if batch is not None:
+            sequence = _cheapest(batch)
+            has_turn = queue is None or self._credit >= sequence.leaf.stop
+            if has_turn and self._has_room(sequence, scheduler, limits.lends):
+                return sequence
+        return None if queue is None else _cheapest(queue)
+
+    def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
+        if sequence.owner.is_batch:
+            return running
+        live = _of_class(running, False)
+        if self._num_owners[False] < 2:
+            return live
+        return [other for other in live if other.ready or other.owner == sequence.owner]
+
+    def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
+        # One sequence of a batch always goes on, so that batches end however many interactive requests come.
+        return self._last_of_batch(running) if not sequence.owner.is_batch and self._num_running[True] > 1 else None
+
+    def victim(self, running: Collection[SequenceState]) -> SequenceState:
+        return self._last_of_batch(running) or next(reversed(running))  # type: ignore[call-overload]
+
+    def are_alike(self, limits: StepLimits) -> bool:
+        return not self._num_running[True] or (not self._num_running[False] and limits.batch_rows is None)
+
+    def fill(self, plan: StepPlan, running: Collection[SequenceState], limits: StepLimits) -> StepPlan:
+        """Adds rows of interactive requests to the plan of a step, then rows of batches. If
+        these are too few for all sequences of batches, those get a row that have made the fewest tokens."""
+        if not self._num_running[True]:
+            self._fill_live(plan, running)
+            return plan
+        for is_batch in (True, False) if limits.batch_first else (False, True):
+            sequences = _of_class(running, is_batch)
+            if not is_batch:
+                self._fill_live(plan, sequences)
+            elif limits.batch_rows is None or limits.batch_rows >= plan.room:
+                plan.fill(sequences)
+            elif limits.batch_rows:
+                plan.room = limits.batch_rows
+                if plan.room < len(sequences):
+                    sequences.sort(key=lambda sequence: len(sequence.tail.tokens))
+                plan.fill(sequences)
+                plan.room = max(0, plan.max_rows - plan.num_rows)
+        return plan
+
+    def _fill_live(self, plan: StepPlan, running: Collection[SequenceState]) -> None:
+        """Add rows of interactive requests to a step: of all sequences that generate, and of prompts.
+
+        The rows of prompts are divided between the tenants. The unused share of a tenant goes to tenants with longer
+        prompts.
+        """
+        prompts: dict[Owner, list[SequenceState]] = {}
+        if self._num_owners[False] > 1:
+            for sequence in running:
+                if not sequence.ready:
+                    prompts.setdefault(sequence.owner, []).append(sequence)
+        if len(prompts) < 2:
+            plan.fill(running)
+            return
+        owners = list(prompts)
+        if plan.holds_rows is None:  # a span of an image may have to be the first of a step
+            owners.sort(key=lambda owner: sum(sequence.leaf.stop for sequence in prompts[owner]))
+        generating = [sequence for sequence in running if sequence.ready]
+        room, weight = plan.room, sum(self._queues[owner].share.weight for owner in owners)
+        for owner in owners:
+            share = self._queues[owner].share.weight / weight
+            rows = min(room, len(generating) + math.ceil(max(0, room - len(generating)) * share))
+            plan.room, before = rows, plan.num_rows
+            plan.fill([*generating, *prompts[owner]])
+            room = max(0, room - (plan.num_rows - before))
+            weight -= self._queues[owner].share.weight
+            generating = []
+        plan.room = room
+
+    def _has_room(self, sequence: SequenceState, scheduler: Capacity, lends: bool) -> bool:
+        """Returns whether a sequence of a batch leaves enough room for interactive requests, or is alone."""
+        if not scheduler.running:
+            return True
+        reserved = 0.0 if lends else RESERVED_SHARE
+        if self._num_running[True] >= max(1, int((1 - reserved) * scheduler.max_running)):
+            return False
+        evictable = 0 if scheduler.cache is None else scheduler.cache.rows
+        rows = sequence.leaf.stop + (sequence.limit if sequence.reserve else 0)
+        pool = scheduler.pool
+        slots = pool.free_slots + evictable - rows
+        return slots >= RESERVED_SHARE * pool.num_slots
+
+    def _last_of_batch(self, running: Collection[SequenceState]) -> SequenceState | None:
+        if not self._num_running[True]:
+            return None
+        return next((latest for latest in reversed(running) if latest.owner.is_batch), None)  # type: ignore[call-overload]
+
+    # ------------------------------------------------------------------------------------------- the queues
+
+    def _queue(self, owner: Owner) -> _OwnerQueue:
+        queue = self._queues.get(owner)
+        if queue is None:
+            self._forget_idle()
+            queue = self._queues[owner] = _OwnerQueue(owner, self.share_of(owner.tenant), self._now[owner.is_batch])
+        return queue
+
+    def _enter(self, queue: _OwnerQueue) -> None:
+        if not queue.entered and queue.may_run:
+            queue.entered = True
+            heapq.heappush(self._heaps[queue.owner.is_batch], (queue.tag, next(self._numbers), queue))
+
+    def _forget_idle(self) -> None:
+        """Forgets queues without sequences whose owners did not get more rows than others."""
+        if len(self._queues) > self._max_queues:
+            self._queues = {
+                owner: queue
+                for owner, queue in self._queues.items()
+                if queue.waiting or queue.running or queue.entered or queue.service > self._now[owner.is_batch]
+            }
+            self._max_queues = max(IDLE_QUEUES, 2 * len(self._queues))
+
+    def _tag(self, queue: _OwnerQueue) -> float:
+        """Returns a queue's tag while sequences are admitted."""
+        if queue not in self._outputs:
+            self._outputs[queue] = queue.num_output_rows
+        return queue.service + self._outputs[queue] / queue.share.weight
+
+    def _least(self, is_batch: bool) -> _OwnerQueue | None:
+        """Returns the queue of a class with the least tag, among those with a sequence to admit."""
+        heap = self._heaps[is_batch]
+        while heap:
+            tag, _, queue = heap[0]
+            if not queue.may_run:
+                heapq.heappop(heap)
+                queue.entered = False
+            elif (now := self._tag(queue)) > tag:
+                heapq.heapreplace(heap, (now, next(self._numbers), queue))
+            else:
+                return queue
+        return None
+
+
+def _of_class(running: Collection[SequenceState], is_batch: bool) -> list[SequenceState]:
+    return [sequence for sequence in running if sequence.owner.is_batch == is_batch]
+
+
+def _cheapest(queue: _OwnerQueue) -> SequenceState:
+    """Returns the next sequence of a queue: among the first few, the one with the fewest rows to compute."""
+    first, num_passed = next(iter(queue.waiting.items()))
+    if num_passed >= MAX_PASSED or len(queue.waiting) == 1:
+        return first
+    return min(itertools.islice(queue.waiting, LOOK_AHEAD), key=_rows_missing)
+
+
+def _rows_missing(sequence: SequenceState) -> int:
+    node, rows = sequence.leaf, 0
+    while node.parent is not None:  # as the `num_missing` of its path, without a list of it: this is asked often
+        rows += len(node.tokens) - len(node.slots)
+        node = node.parent
+    return rows

@@ -1,0 +1,395 @@
+"""A step of generation: the rows that it computes, laid out depth-first, and the sequences that take its tokens.
+
+A StepPlan collects rows for the sequences that the scheduler has admitted; `lay_out` makes the step of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+from ...spec.requests import Owner
+from ...trie import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
+from ..cache import SCRATCH
+from ..cache.tree import Node
+from .repeats import repeat_rows, visible_runs
+from .steps import SlotStep
+
+# Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
+HoldsRows = Callable[[np.ndarray], np.ndarray]
+NO_OWNER = Owner()
+MOST_AHEAD = 32  # steps whose places are found at once
+N = TypeVar("N", bound=Any)  # a kind of node, with a parent
+
+
+class SequenceState:
+    """A SequenceState is what the scheduler knows of a sequence: one sample of a request, from its arrival to its end.
+
+    key, sample    the key of the request, as of `submit`, and the number of the sample
+    limit          the most tokens that the sequence makes
+    reserve        whether room for all of these is set aside at admission
+    priority       the priority of its rows in the cache
+    owner          the tenant and the class that it runs for
+    state          "waiting" for admission, "running", "ending" (its last token is in flight), or "ended"
+    leaf           the node that ends with the prompt's last token
+    tail           the node of the tokens that the sequence makes
+    cached_tokens  how many of the prompt's rows were there at admission; None before
+    ready          whether the prompt's rows are computed
+    num_known      how many of the tail's tokens are known. A token still in flight stands there as -1 - i: the i-th
+                   read of the step that brings it
+    """
+
+    __slots__ = (
+        "cached_tokens", "key", "leaf", "limit", "num_known", "owner", "priority", "ready", "reserve", "sample",
+        "state", "tail",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key: Hashable,
+        sample: int,
+        leaf: Node,
+        tokens: list[int],
+        limit: int,
+        reserve: bool,
+        priority: int,
+        owner: Owner = NO_OWNER,
+    ):
+        self.key = key
+        self.sample = sample
+        self.leaf = leaf
+        self.limit = limit
+        self.reserve = reserve
+        self.priority = priority
+        self.owner = owner
+        self.state: Literal["waiting", "running", "ending", "ended"] = "waiting"
+        self.cached_tokens: int | None = None
+        self.ready = False
+        self.num_known = len(tokens)
+        self.tail = leaf.tail(tokens)
+        self.tail.lost = bool(tokens)
+
+    @property
+    def unknown(self) -> int:
+        """Returns how many of its tokens are still in flight."""
+        return len(self.tail.tokens) - self.num_known
+
+    @property
+    def tokens(self) -> list[int]:
+        """Returns the tokens that it has made; those in flight are -1 - i."""
+        return self.tail.tokens
+
+
+@dataclass(eq=False, slots=True)
+class GenerateStep:
+    """A GenerateStep is one forward pass, and its meaning for the sequences.
+
+    Its rows are its queries. They lie depth-first, so that the rows below a node are neighbours.
+
+    message          the message for the worker; the engine adds how tokens are chosen, and which reads give numbers
+    consumers        the sequence that takes the token, or the numbers, of each of the message's reads
+    namespaces       (namespace, its first query, the query behind its last) of each namespace
+    computed_rows    (node, how many of its rows are computed)
+    last_row         the last row in the step of each node that has any
+    decode_rows      how many of the step's rows are the last token of a sequence
+    recomputed_rows  how many of the step's rows had been computed before
+    ahead            positions, slots and counts of the runs of steps that may follow (`following`), for each of them
+    next             the number of the next one among these
+    ids              the tokens that its consumers have taken; None: they are in flight
+    """
+
+    message: SlotStep
+    consumers: list[SequenceState]
+    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
+    computed_rows: list[tuple[Node, int]]
+    last_row: Mapping[Node, int]
+    decode_rows: int
+    recomputed_rows: int
+    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
+    next: int = 0
+    ids: np.ndarray | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many rows go through the model."""
+        return len(self.message.tokens)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A StepPlan collects the rows of a step.
+
+    max_rows       the most rows of the step
+    holds_rows     says which rows of images can be in the step; None: the model takes no images
+    room           how many more rows may be added
+    computed_rows  how many of each node's next rows are computed
+    reads          (sequence, node): the sequence takes a token from the last row of the node
+    rereads        nodes whose last row is computed once more, only for its result, and the sequences that take a token
+                   from it
+    repeats        which rows of a node are computed once more, and write no K/V; its new rows follow them
+    last_row       the last row in the step of each node that has any, once the step is laid out
+    decode_rows    how many of the rows are the last token of a sequence
+    """
+
+    max_rows: int
+    holds_rows: HoldsRows | None = None
+    room: int = field(init=False)
+    computed_rows: dict[Node, int] = field(default_factory=dict)
+    reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
+    rereads: dict[Node, list[SequenceState]] = field(default_factory=dict)
+    repeats: dict[Node, range] = field(default_factory=dict)
+    last_row: dict[Node, int] = field(default_factory=dict)
+    decode_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.room = self.max_rows
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many rows were added."""
+        return sum(self.computed_rows.values()) + len(self.rereads) + sum(map(len, self.repeats.values()))
+
+    def fill(self, running: Collection[SequenceState]) -> None:
+        """Adds a row for each of the sequences that generates, then rows of prompts in the order of the sequences,
+        until the room is used.
+
+        A span is added whole. The first prompt's next span goes before all other rows if it would have no room beside
+        the sequences that generate. Rows of images that the worker does not hold are left out, and the rows behind
+        them.
+        """
+        begins_with_span = self.holds_rows is not None and self._add_span_first(running)
+        for sequence in running:
+            if sequence.ready:
+                self._add_tail(sequence)
+        for sequence in running:
+            if not self.room and not begins_with_span:
+                break
+            if not sequence.ready:
+                self._add_prompt(sequence)
+                begins_with_span = False
+
+    def _add_span_first(self, running: Collection[SequenceState]) -> bool:
+        """Adds the span with which the first unfinished prompt goes on, if the sequences that generate would leave too
+        little room for it. Returns whether it was added."""
+        first = next((sequence for sequence in running if not sequence.ready), None)
+        node = None if first is None else next((node for node in first.leaf.path() if node.num_pending), None)
+        if node is None or node.tokens[node.num_computed] < SPAN_BASE:
+            return False
+        rows = int(np.searchsorted(_starts(node, node.num_computed), 0, side="right"))
+        generating = sum(sequence.tail.num_pending for sequence in running if sequence.ready)
+        planned = self.num_rows
+        if rows <= self.room - generating or (planned and rows > self.max_rows - planned):
+            return False
+        if self._num_available(node, node.num_computed, rows) < rows:
+            return False
+        self.computed_rows[node] = rows
+        self.room = max(0, self.room - rows)
+        return True
+
+    def _num_available(self, node: Node, first: int, rows: int) -> int:
+        """Returns how many of the `rows` rows of a node from `first` on can be computed: not the rows from an image on
+        that the worker does not hold."""
+        assert self.holds_rows is not None
+        tokens = np.asarray(node.tokens[first:])
+        ids = tokens[:rows]
+        images = np.flatnonzero(ids >= MEDIA_BASE)
+        missing = images[~self.holds_rows(ids[images])] if len(images) else images
+        return clear_of_span(tokens, int(missing[0]) if len(missing) else rows)
+
+    def _add_tail(self, sequence: SequenceState) -> None:
+        tail = sequence.tail
+        rows = min(tail.num_pending, self.room)
+        self.room -= rows
+        if rows:
+            self.computed_rows[tail] = rows
+        if rows and rows == tail.num_pending:
+            self.reads.append((sequence, tail))
+            self.decode_rows += 1
+
+    def _add_prompt(self, sequence: SequenceState) -> None:
+        for node in sequence.leaf.path():
+            planned = self.computed_rows.get(node, 0)
+            missing = node.num_pending - planned
+            if missing:
+                rows = min(missing, self.room)
+                if rows and self.holds_rows is not None:
+                    rows = self._num_available(node, node.num_computed + planned, rows)
+                if rows:
+                    self.computed_rows[node] = planned + rows
+                    self.room -= rows
+                if rows < missing:
+                    return
+        if sequence.tail.tokens:  # it was preempted: the rows of its own tokens are computed once more
+            self._add_tail(sequence)
+        elif sequence.leaf in self.computed_rows:
+            self.reads.append((sequence, sequence.leaf))
+        elif sequence.leaf in self.rereads:
+            self.rereads[sequence.leaf].append(sequence)
+        elif self.room and (self.holds_rows is None or self._num_available(sequence.leaf, len(sequence.leaf) - 1, 1)):
+            # All rows of the prompt are there, but not the result of the last one: that row runs again, for its result.
+            self.rereads[sequence.leaf] = [sequence]
+            self.room -= 1
+
+
+def _starts(node: Node, first: int) -> np.ndarray:
+    """Returns, for each row of a node from `first` on, the first row of its span, or the row itself outside of a span;
+    counted from `first`, int64 [n]."""
+    starts = span_starts(np.asarray(node.tokens[first:]))
+    return np.arange(len(node) - first) if starts is None else starts
+
+
+def lay_out(plan: StepPlan) -> GenerateStep:
+    """Returns the step of a plan, with its rows depth-first over the nodes that have rows in it, or lie above such a
+    node.
+
+    Every run of keys (`SlotStep.run_*`) is visible to the queries below its node. The stack therefore holds each node
+    twice: once to add its keys and rows, and once, after all nodes below it, to note where its queries end.
+    """
+    roots, children = tree_above((*plan.computed_rows, *plan.rereads, *plan.repeats))
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    start: list[int] = []
+    count: list[int] = []
+    position: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
+    last_row = plan.last_row
+    namespaces = []
+    for root in roots:
+        first_query = len(tokens)
+        stack: list[tuple[Node, range | None]] = [(root, None)]
+        while stack:
+            node, runs = stack.pop()
+            if runs is not None:  # all nodes below have been added: the node's keys are visible up to here
+                last[runs.start : runs.stop] = [len(tokens)] * len(runs)
+                continue
+            query, run = len(tokens), len(start)
+            for slot, size, at in node.runs(node.num_computed):
+                start.append(slot)
+                count.append(size)
+                position.append(at)
+                first.append(query)
+                last.append(0)
+            if node in plan.repeats:
+                lists = (tokens, positions, slots), (start, count, position, first, last)
+                repeat_rows(node, plan.repeats[node], run, *lists)
+                last_row[node] = len(tokens) - 1
+                query = len(tokens)
+            rows = plan.computed_rows.get(node, 0)
+            if rows == 1:  # the row of a sequence that generates; short arrays would cost more
+                slot, at = int(node.slots[node.num_computed]), node.start + node.num_computed
+                tokens.append(int(node.tokens[node.num_computed]))
+                positions.append(at)
+                slots.append(slot)
+                start.append(slot)
+                count.append(1)
+                position.append(at)
+                first.append(query)
+                last.append(0)
+                last_row[node] = query
+            elif rows:
+                from_row = node.num_computed
+                row_slots = node.slots[from_row : from_row + rows].tolist()
+                row_positions = range(node.start + from_row, node.start + from_row + rows)
+                tokens.extend(np.asarray(node.tokens[from_row : from_row + rows]).tolist())
+                positions.extend(row_positions)
+                slots.extend(row_slots)
+                start.extend(row_slots)
+                count.extend([1] * rows)
+                position.extend(row_positions)
+                if plan.holds_rows is None:
+                    first.extend(range(query, query + rows))
+                else:  # a row of a span is visible from the span's first row on
+                    first.extend((query + _starts(node, from_row)[:rows]).tolist())
+                last.extend([0] * rows)
+                last_row[node] = len(tokens) - 1
+            if node in plan.rereads:
+                last_row[node] = len(tokens)
+                tokens.append(int(node.tokens[-1]))
+                positions.append(node.stop - 1)
+                slots.append(SCRATCH)
+            stack.append((node, range(run, len(start))))
+            stack.extend((child, None) for child in reversed(children.get(node, ())))
+        namespaces.append((root.namespace, first_query, len(tokens)))
+    reads = plan.reads + [(sequence, node) for node, sequences in plan.rereads.items() for sequence in sequences]
+    rows_read = np.array([last_row[node] for _, node in reads], np.int64)
+    read_rows, index = np.unique(rows_read, return_inverse=True)
+    index = index.reshape(-1)
+    order = np.argsort(index, kind="stable")
+    arrays = (np.array(numbers, np.int64) for numbers in (start, count, position, first, last))
+    runs = join_runs(*(visible_runs(*arrays) if plan.repeats else arrays))
+    message = SlotStep(
+        np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64), *runs, read_rows,
+        index[order],
+    )  # fmt: skip
+    return GenerateStep(
+        message,
+        consumers=[reads[i][0] for i in order.tolist()],
+        namespaces=namespaces,
+        computed_rows=list(plan.computed_rows.items()),
+        last_row=last_row,
+        decode_rows=plan.decode_rows,
+        recomputed_rows=plan.num_rows - sum(rows for node, rows in plan.computed_rows.items() if not node.lost),
+    )
+
+
+def following(before: GenerateStep) -> GenerateStep | None:
+    """Returns the step with a decode row of each sequence of the step before it, as `lay_out` does, made from that
+    step; None if that step had other rows. The sequences must have run without a break since."""
+    last, sequences = before.message, before.consumers
+    if before.recomputed_rows or not before.decode_rows == len(before.computed_rows) == before.num_rows:
+        return None
+    ahead, ids, at = before.ahead, before.ids, before.next
+    if at == len(ahead):
+        steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
+        if not len(steps):
+            return None
+        grows = np.isin(last.run_start + last.run_count, last.slots + 1)
+        positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
+        ahead, at = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
+    tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32) if ids is None else ids
+    positions, slots, counts = ahead[at]
+    message = SlotStep(
+        tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
+        last.read_rows, last.reads, state_reads=last.state_reads, follows=True,
+    )  # fmt: skip
+    return GenerateStep(
+        message, sequences, before.namespaces, before.computed_rows, before.last_row, len(sequences), 0, ahead, at + 1
+    )
+
+
+def join_runs(
+    start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Returns the runs of keys, with runs joined whose slots are neighbours and which the same queries see.
+
+    The nodes of a path without branches in the step are such runs. Joined, they give the same result to the last bit
+    however the path is split into nodes.
+    """
+    if len(start) < 2:
+        return start, count, position, first, last
+    follows = (start[:-1] + count[:-1] == start[1:]) & (position[:-1] + count[:-1] == position[1:])
+    follows &= (first[:-1] == first[1:]) & (last[:-1] == last[1:])
+    heads = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return start[heads], np.add.reduceat(count, heads), position[heads], first[heads], last[heads]
+
+
+def tree_above(nodes: Iterable[N]) -> tuple[list[N], dict[N, list[N]]]:
+    """Returns the roots above the nodes, and the children of every node above them that lead to one of the nodes."""
+    roots: list[N] = []
+    children: dict[N, list[N]] = {}
+    visited: set[N] = set()
+    for node in nodes:
+        while node not in visited:
+            visited.add(node)
+            parent = node.parent
+            if parent is None:
+                roots.append(node)
+                break
+            children.setdefault(parent, []).append(node)
+            node = parent
+    return roots, children

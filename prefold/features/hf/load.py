@@ -1,0 +1,199 @@
+"""Loads a model of transformers, and its adapters; takes it when its rows give what whole prompts give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ...checkpoint import Checkpoint
+from ...errors import CheckpointError, InputError, UnsupportedModelError
+from ...model.adapter_config import read_adapter_config
+from ...model.device import check_fits
+from ...model.lora import TENSOR, Adapter, Pair, delta_of, scaled
+from ...model.parallel import ALONE, Alone
+from ...model.sources import SafetensorsSource
+from .check import check, expected_of, note, refused
+from .config import TransformersConfig, transformers_config
+from .fused import fuse, rotate_by_kernels
+from .model import PASSES, RowLinear, RowPass, TransformersLM
+
+# What tensors of towers begin with, and what joins them to the text model.
+TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\.")
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: TransformersConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    pack: bool = True,
+    seed: int = 0,
+    ranks: Alone = ALONE,
+) -> TransformersLM:
+    """Returns the model of `checkpoint`, in evaluation mode; arguments and errors as of `prefold.model.load_model`.
+
+    Raises UnsupportedModelError, with the reason, where its modules keep to other rules than rows can have.
+    """
+    if ranks.size > 1:
+        raise InputError(
+            f"tensor_parallel is {ranks.size}, and transformers' modules, which compute this model, are not split",
+            field="tensor_parallel",
+            remedy="leave it out",
+        )
+    device = torch.device(device)
+    whole = _whole(checkpoint, config, dtype, device, seed).eval().requires_grad_(False)
+    name, decoder = _decoder(whole, config)
+    weights = sum(parameter.numel() for parameter in whole.parameters())
+    rows = RowPass()
+    PASSES.update(dict.fromkeys(whole.modules(), rows))
+    model = TransformersLM(config, whole, decoder, rows)
+    with _quiet(), torch.no_grad():  # a slice of an inference tensor has no `_base`, which the mask code needs
+        expected, most = expected_of(model)
+        noted = note(model)
+    with torch.no_grad():
+        linears = _replace_linears(model, packed=pack)
+    with torch.inference_mode():
+        rotate_by_kernels(decoder)
+    model.settle(replace(noted, linears=linears, weights=weights))
+    if config.num_labels:
+        model.take_score(whole.score)
+    model.may_pack = pack
+    if config.lm_head:
+        model.take_head(name)
+    with _quiet(), torch.inference_mode():
+        check(model, expected, most)
+    return model.eval()
+
+
+def _whole(
+    checkpoint: Checkpoint, config: TransformersConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
+    """Returns the model as transformers loads it, with its own attention."""
+    loader = getattr(transformers, config.loader)
+    settings = transformers_config(config.settings, config.architecture)
+    arguments: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    more = {"key_mapping": {r"^model\.language_model\.": "model."}} if config.is_part else {}
+    with _quiet():
+        try:
+            with torch.device("meta"):
+                empty = loader.from_config(settings, **arguments)
+            size = sum(parameter.numel() for parameter in empty.parameters()) * dtype.itemsize
+            check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
+            if checkpoint.format == "dummy":
+                with torch.random.fork_rng([]):
+                    torch.manual_seed(seed)
+                    return loader.from_config(settings, **arguments).to(device)
+            for _ in SafetensorsSource.opened(checkpoint):  # raises what is wrong with the files
+                pass
+            whole, info = loader.from_pretrained(
+                checkpoint.path, config=settings, use_safetensors=True, trust_remote_code=False,
+                local_files_only=True, output_loading_info=True, **arguments, **more,
+            )  # fmt: skip
+        except (ImportError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            raise UnsupportedModelError(
+                f"transformers {transformers.__version__} cannot load {checkpoint.name}: {cause}"
+            ) from error
+    if config.is_part:
+        info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not TOWERS.match(name)}
+    problems = [
+        f"{kind.removesuffix('_keys')}: {', '.join(map(str, sorted(info[kind], key=str)[:8]))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info[kind]
+    ]
+    if problems:
+        raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its config; {'; '.join(problems)}")
+    return whole.to(device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A context in which transformers prints no warnings and no progress of its own."""
+    logging = transformers.utils.logging
+    before, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if progress:
+            logging.enable_progress_bar()
+
+
+def _decoder(whole: Any, config: TransformersConfig) -> tuple[str, nn.Module]:
+    """Returns the module that gives hidden states of tokens, and its name in the model ("" where it is the model)."""
+    if config.loader == "AutoModel":
+        return "", whole.get_decoder()
+    for module in (whole.get_decoder(), whole.base_model, getattr(whole, "model", None)):
+        if isinstance(module, transformers.PreTrainedModel) and module is not whole:
+            return next(name for name, other in whole.named_modules() if other is module), module
+    raise refused(config, "its hidden states are not those of a module of their own")
+
+
+def _replace_linears(model: TransformersLM, *, packed: bool) -> dict[str, tuple[int, int]]:
+    """Puts a RowLinear in the place of each linear of the decoder, and returns inputs and outputs of each by its
+    name."""
+    prefix = next(name for name, module in model.whole.named_modules() if module is model.decoder)
+    linears = dict(fuse(model.decoder, prefix, model.rows, packed=packed))
+    for path, module in list(model.decoder.named_modules()):
+        kind = type(module)
+        if kind not in (nn.Linear, Conv1D):
+            continue
+        name = f"{prefix}.{path}" if prefix else path
+        weight = module.weight if kind is nn.Linear else module.weight.T.contiguous()
+        linear = RowLinear(name, weight, module.bias, model.rows, packed=packed)
+        model.decoder.set_submodule(path, linear)
+        linears[name] = linear.in_features, linear.out_features
+    return linears
+
+
+def load_adapter(
+    path: str | Path,
+    config: TransformersConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    name: str | None = None,
+    ranks: Alone = ALONE,
+) -> Adapter:
+    """Returns the adapter in a PEFT folder, by the names that linears have in transformers; arguments and errors as of
+    `prefold.model.load_adapter`."""
+    folder = Path(path).expanduser()
+    settings = read_adapter_config(folder)
+    pairs: dict[str, Pair] = {}
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no adapter_model.safetensors (a pickled file is never opened)")
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 (not a dict)
+                match = TENSOR.fullmatch(stored)
+                module = match[1] if match else stored
+                places = [linear for linear in config.linears if linear == module or linear.endswith(f".{module}")]
+                if match is None or len(places) != 1:
+                    raise UnsupportedModelError(
+                        f"{folder} adapts {module}, which is no linear of the model that every row goes through"
+                    )
+                setattr(pairs.setdefault(places[0], Pair(module)), match[2].lower(), tensors.get_tensor(stored))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+    if not pairs:
+        raise CheckpointError(f"{folder} adapts nothing")
+    deltas = {}
+    for module, pair in pairs.items():
+        inputs, outputs = config.linears[module]
+        a, b = scaled(pair, settings, outputs, inputs, folder)
+        deltas[module] = delta_of([(a, b, slice(0, outputs))], dtype, torch.device(device))
+    return Adapter(name or str(path), (deltas,))

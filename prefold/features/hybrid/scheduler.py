@@ -1,0 +1,363 @@
+"""The scheduler of generation for hybrids: which state each row of a step goes on from, and which states are kept.
+
+A state hangs on a node of the trie, as a prompt's or as a tail's: it is that behind so many of the node's rows. A
+sequence that runs has the deepest state on its path; the others are a cache of a fixed number of slots, out of which
+the state that was used longest ago goes first. Where a row is to be computed and the state before it is not there, the
+rows from the nearest state above it on are computed again: K/V of these is there, and is not written again.
+
+A prompt's last token is a node of its own, so that a state is kept before it, from which that row can be computed again
+for a later request with the same prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ...engine.cache import SlotPool
+from ...engine.cache.tree import Node
+from ...engine.schedule.admission import StepLimits
+from ...engine.schedule.generate import GenerateScheduler
+from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan, lay_out
+from ...engine.schedule.steps import SlotStep
+from ...trie import token_bytes
+from .steps import ZERO, StateRuns, StateSlotStep
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A State is one that is kept: slot, where it lies; rows, how many of its node's rows are above it, at least 1."""
+
+    slot: int
+    rows: int
+
+
+@dataclass(eq=False, slots=True)
+class StateStep(GenerateStep):
+    """A StateStep is a GenerateStep with what it changes of the states.
+
+    evicted_nodes  nodes that lose their states
+    new_states     nodes with the states that they have afterwards
+    read_nodes     nodes whose states rows start from
+    """
+
+    evicted_nodes: tuple[Node, ...] = ()
+    new_states: Mapping[Node, State] = field(default_factory=dict)
+    read_nodes: tuple[Node, ...] = ()
+
+
+@dataclass
+class StatesPlan(StepPlan):
+    """A StatesPlan is a StepPlan that adds the rows before the rows of a sequence which have to be computed again.
+
+    states  those that are kept, by their nodes
+    """
+
+    states: Mapping[Node, State] = field(default_factory=dict)
+
+    def reach(self, node: Node) -> int | None:
+        """Returns behind how many of a node's rows its rows in the step end; None: it has no rows in the step."""
+        if rows := self.computed_rows.get(node):
+            return node.num_computed + rows
+        repeated = self.repeats.get(node)
+        return None if repeated is None else repeated.stop
+
+    def first(self, node: Node) -> int:
+        """Returns the first of a node's rows in the step."""
+        return self.repeats[node].start if node in self.repeats else node.num_computed
+
+    def _add_tail(self, sequence: SequenceState) -> None:
+        state = self.states.get(sequence.tail)
+        if state is not None and state.rows == sequence.tail.num_computed:
+            super()._add_tail(sequence)
+        elif self._add([*sequence.leaf.path(), sequence.tail]):
+            self.reads.append((sequence, sequence.tail))
+            self.decode_rows += 1
+
+    def _add_prompt(self, sequence: SequenceState) -> None:
+        if sequence.tail.tokens:  # it was preempted
+            self._add_tail(sequence)
+            return
+        path, leaf = sequence.leaf.path(), sequence.leaf
+        if not self._add(path):
+            return
+        if self.reach(leaf) != len(leaf):  # all rows of the prompt are there, but not the result of the last one
+            above = len(leaf) - 1
+            if not (self._bring(path, len(path) - 1, above) and self._repeat(leaf, above, len(leaf))):
+                return
+        self.reads.append((sequence, leaf))
+
+    def _add(self, nodes: Sequence[Node]) -> bool:
+        """Adds the rows of a path that are not computed, and those above that have to be computed again. Returns
+        whether there was room for all."""
+        for number, node in enumerate(nodes):
+            planned = self.computed_rows.get(node, 0)
+            if missing := node.num_pending - planned:
+                if not self._bring(nodes, number, node.num_computed + planned):
+                    return False
+                rows = min(missing, self.room)
+                if rows:
+                    self.computed_rows[node] = planned + rows
+                    self.room -= rows
+                if rows < missing:
+                    return False
+        return True
+
+    def _bring(self, nodes: Sequence[Node], number: int, rows: int) -> bool:
+        """Adds rows that are computed again until there is a state behind `rows` rows of the numbered node of a path.
+        Returns whether there was room for them."""
+        above, behind = self._nearest(nodes, number, rows)
+        for at in range(above, number + 1):
+            stop = rows if at == number else len(nodes[at])
+            if not self._repeat(nodes[at], behind if at == above else 0, stop):
+                return False
+        return True
+
+    def _repeat(self, node: Node, first: int, stop: int) -> bool:
+        rows = min(stop - first, self.room)
+        if rows:
+            before = self.repeats.get(node)
+            assert before is None or before.stop == first
+            self.repeats[node] = range(first if before is None else before.start, first + rows)
+            self.room -= rows
+        return rows == stop - first
+
+    def _nearest(self, nodes: Sequence[Node], number: int, rows: int) -> tuple[int, int]:
+        """Returns the number of the node with the deepest state not below that place, and the rows above the state."""
+        for at in range(number, -1, -1):
+            node, most = nodes[at], rows if at == number else len(nodes[at])
+            state = self.states.get(node)
+            both = 0 if state is None else state.rows, self.reach(node) or 0
+            there = [behind for behind in both if 0 < behind <= most]
+            if there:
+                return at, max(there)
+        return 0, 0
+
+
+class StateScheduler(GenerateScheduler):
+    """A StateScheduler is a GenerateScheduler for a hybrid.
+
+    states       those that are kept, by their nodes, the one that was used longest ago first
+    state_slots  how many there is room for
+    """
+
+    def __init__(self, pool: SlotPool, *, state_slots: int, **options: Any):
+        super().__init__(pool, **options)
+        self.state_slots = state_slots
+        self.states: dict[Node, State] = {}
+        self._free = set(range(ZERO + 1, state_slots + 1))
+        self._unread: dict[Node, set[SequenceState]] = {}  # by leaf, sequences without a read of it
+        self.tree.on_split.append(self._split_state)
+        self.tree.on_drop.append(self._drop_state)
+
+    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *arguments: Any) -> None:
+        if len(tokens) > 1:
+            self.tree.insert(namespace, token_bytes(tokens[:-1]))
+        super()._enter(key, namespace, tokens, *arguments)
+        for sequence in self._requests[key]:
+            if not sequence.tail.tokens:
+                self._unread.setdefault(sequence.leaf, set()).add(sequence)
+
+    def _was_read(self, sequence: SequenceState) -> None:
+        unread = self._unread.get(sequence.leaf, set())
+        unread.discard(sequence)
+        if not unread:
+            self._unread.pop(sequence.leaf, None)
+
+    def clear(self) -> None:
+        super().clear()
+        self.states.clear()
+        self._unread.clear()
+        self._free = set(range(ZERO + 1, self.state_slots + 1))
+
+    # ------------------------------------------------------------------------------------------- states and nodes
+
+    def _split_state(self, upper: Node, lower: Node) -> None:
+        state = self.states.get(lower)
+        if state is None:
+            return
+        if state.rows <= len(upper):
+            del self.states[lower]
+            self.states[upper] = state
+        else:
+            self.states[lower] = replace(state, rows=state.rows - len(upper))
+
+    def _drop_state(self, node: Node) -> None:
+        if (state := self.states.pop(node, None)) is not None:
+            self._free.add(state.slot)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._drop_state(sequence.tail)
+        super()._preempt(sequence)
+
+    def _end(self, sequence: SequenceState) -> None:
+        self._was_read(sequence)
+        tail, state = sequence.tail, self.states.pop(sequence.tail, None)
+        del tail.tokens[sequence.num_known :]
+        rows = min(tail.num_computed, len(tail.tokens))
+        ids = token_bytes(tail.tokens[:rows])
+        super()._end(sequence)
+        if state is None:
+            return
+        # The cache has put the rows of the tail into the trie: the state goes with them, if it is behind the last one.
+        matches = list(sequence.leaf.match(ids))
+        node, same = matches[-1] if matches else (sequence.leaf, 0)
+        is_there = same == len(node) == node.num_computed and node.stop == sequence.leaf.stop + rows
+        if is_there and rows == state.rows and node not in self.states:
+            self.states[node] = replace(state, rows=len(node))
+        else:
+            self._free.add(state.slot)
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    def _new_plan(self, limits: StepLimits) -> StatesPlan:
+        return StatesPlan(self._max_rows(limits), states=self.states)
+
+    def _lay_out(self, plan: StatesPlan) -> StateStep:
+        step = lay_out(plan)
+        nodes = sorted(plan.last_row, key=plan.last_row.__getitem__)
+        evicted_nodes, new_states = self._places(plan)
+        runs, read_nodes = self._runs(plan, nodes, new_states)
+        message = StateSlotStep(**_fields(step.message, SlotStep), runs=runs)
+        own = _fields(step, GenerateStep) | {"message": message}
+        return StateStep(**own, evicted_nodes=evicted_nodes, new_states=new_states, read_nodes=read_nodes)
+
+    def begin(self, step: GenerateStep) -> None:
+        assert isinstance(step, StateStep)
+        for node in step.evicted_nodes:
+            self._drop_state(node)
+        for node in step.read_nodes:
+            if node in self.states:  # from now on it is the one that was used last
+                self.states[node] = self.states.pop(node)
+        for node, state in step.new_states.items():
+            self.states.pop(node, None)
+            self.states[node] = state
+            self._free.discard(state.slot)
+        super().begin(step)
+        for sequence in step.consumers:
+            self._was_read(sequence)
+        self._before = None  # a step that follows another has runs of its own
+        for node in step.read_nodes:
+            if node not in step.new_states and not self._is_wanted(node):
+                self._drop_state(node)
+
+    def _is_wanted(self, node: Node, plan: StatesPlan | None = None) -> bool:
+        """Returns whether the state at the end of a prompt's node is to be kept for what may come: a branch or a tail
+        without rows, a sequence that has yet to read the row below, and with a cache any later prompt. plan: of the
+        step that is about to begin"""
+        children = node.children.values()
+        begun: Collection[Node] = ()
+        reads: set[SequenceState] = set()
+        if plan is not None:
+            begun, reads = plan.last_row, {sequence for sequence, _ in plan.reads}
+        if children and self.cache is not None:
+            return True
+        for child in children:
+            if child.users and not child.num_computed and child not in begun:
+                return True
+            if not self._unread.get(child, set()) <= reads:
+                return True
+        ends_here = node.users - sum(child.users for child in children)
+        return ends_here > sum(
+            sequence.leaf is node
+            and (sequence.tail.num_computed > 0 or sequence.tail in begun or len(sequence.tail) + 1 >= sequence.limit)
+            for sequence in (self._admitted() if ends_here else ())
+        )
+
+    def _places(self, plan: StatesPlan) -> tuple[tuple[Node, ...], dict[Node, State]]:
+        """Returns the nodes that lose their states with the step of a plan, and those that have new ones."""
+        needed = {node: None for sequence in self.running if (node := self._last_node(plan, sequence)) is not None}
+        rows_wanted = [
+            node
+            for node in plan.last_row
+            if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
+        ]
+        stored: dict[Node, State] = {}
+        free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
+        for node in (*needed, *rows_wanted):
+            reach, state = plan.reach(node), self.states.get(node)
+            assert reach is not None
+            slot = next(free, None) if state is None or node in evicted else state.slot
+            if slot is None and (victim := next(victims, None)) is not None:
+                evicted.append(victim)
+                slot = self.states[victim].slot
+            if slot is not None:
+                stored[node] = State(slot, reach)
+            else:
+                assert node not in needed, "more sequences run than there are slots of states"
+        return tuple(evicted), stored
+
+    def _last_node(self, plan: StatesPlan, sequence: SequenceState) -> Node | None:
+        """Returns the last node on a sequence's path that has rows in a step, where the sequence or the cache needs
+        the state behind them; else None."""
+        tail, leaf = sequence.tail, sequence.leaf
+        node = tail if tail in plan.last_row else next((n for n in leaf.path()[::-1] if n in plan.last_row), None)
+        if node is None or node not in (tail, leaf) or plan.reach(node) != len(node):
+            return node
+        ends = len(tail.tokens) + 1 == sequence.limit
+        return None if ends and (node is leaf or self.cache is None) else node
+
+    def _victims(self, needed: Collection[Node], stored: Collection[Node]) -> Iterator[Node]:
+        """Yields nodes whose states may go, in the order in which they should.
+
+        needed  nodes with rows in the step that is planned whose states are stored in any case
+        stored  nodes whose states are stored then, of which there may be more each time that this goes on
+        """
+        deepest = set(needed)
+        for sequence in self.running:
+            path = [*sequence.leaf.path(), sequence.tail][::-1]
+            if not sequence.ready:  # it has to read the leaf, from the state above it
+                path = [node for node in path if node is not sequence.leaf or node in needed]
+            deepest.update(itertools.islice((node for node in path if node in self.states or node in needed), 1))
+        for node in self.states:
+            if node not in deepest and node not in stored:
+                yield node
+
+    def _runs(
+        self, plan: StatesPlan, nodes: Sequence[Node], stored: Mapping[Node, State]
+    ) -> tuple[StateRuns, tuple[Node, ...]]:
+        """Returns how states go through the rows of a plan, and the nodes whose states they start from. nodes: those
+        with rows in the step, in the order of the rows"""
+        num_begun = Counter(node.parent for node in nodes if not plan.first(node))
+        first, source, ends, slots = list[int](), list[int](), list[int](), list[int]()
+        run_of: dict[Node, int] = {}
+        read: dict[Node, None] = {}
+        for node in nodes:
+            above, begins, reach = node.parent, plan.first(node), plan.reach(node)
+            assert above is not None and reach is not None
+            row = plan.last_row[node] + 1 - (reach - begins)
+            run_of[node] = len(first)
+            if begins or above not in run_of:
+                start = node if begins else above
+                is_root = start.parent is None
+                first.append(row)
+                source.append(ZERO if is_root else self.states[start].slot)
+                if not is_root:
+                    read[start] = None
+            elif above in stored or num_begun[above] > 1 or row != plan.last_row[above] + 1:
+                first.append(row)
+                source.append(-1 - run_of[above])
+            else:  # the same run goes on
+                run_of[node] = run_of[above]
+            if node in stored:
+                ends.append(run_of[node])
+                slots.append(stored[node].slot)
+        return StateRuns(*(np.array(numbers, np.int64) for numbers in (first, source, ends, slots))), tuple(read)
+
+    def _count_admission(self, sequence: SequenceState, path: list[Node], fresh: Collection[Node]) -> None:
+        is_first = sequence.cached_tokens is None
+        super()._count_admission(sequence, path, fresh)
+        if is_first and sequence.cached_tokens:
+            # Rows behind the deepest state are computed again, but for those that another sequence is about to compute.
+            there = [node.start + self.states[node].rows for node in path if node in self.states]
+            there += [node.stop for node in path if node not in fresh and node.num_pending]
+            sequence.cached_tokens = min(sequence.cached_tokens, max(there, default=0))
+
+
+def _fields(values: Any, kind: type) -> dict[str, Any]:
+    return {entry.name: getattr(values, entry.name) for entry in fields(kind)}

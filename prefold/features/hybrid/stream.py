@@ -1,0 +1,104 @@
+"""Row streams of hybrids: which rows of a step go on from which states, and which states a stream keeps. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from ...engine.schedule.prefill import PlannedStep, PrefillScheduler, reusable_rows
+from ...engine.schedule.steps import StreamStep
+from .steps import ZERO, StateRuns, StateStreamStep
+
+
+class StateStream(PrefillScheduler):
+    """A StateStream is a PrefillScheduler whose steps say how states go through their rows.
+
+    Between two steps the states are kept that a later row of the window starts from, which are those of branch points
+    of one path, and of the row above a cut. At the end of a window those of the branch points of its last path are
+    kept, and that of its end: the next window goes on from the deepest of these that it can use.
+
+    before  the scheduler of the window before, of the same stream
+    note    takes how many states are kept after a step
+
+    The other arguments are those of a PrefillScheduler.
+    """
+
+    def __init__(
+        self, *arguments: Any, before: StateStream | None, note: Callable[[int], object], follows: bool, **options: Any
+    ):
+        super().__init__(*arguments, follows=follows, **options)
+        self._note = note
+        trie = self.trie
+        inner = trie.parent[trie.parent >= 0]
+        self._children = np.bincount(inner, minlength=trie.num_rows)
+        # The last row that begins below each row; a state is of no more use behind it.
+        self._last_child = np.full(trie.num_rows, -1, np.int64)
+        np.maximum.at(self._last_child, inner, np.flatnonzero(trie.parent >= 0))
+        carried = np.zeros(0, np.int64) if before is None or not follows else before.depths_left
+        self._first = self._position = self._goes_on_from(carried)
+        # Rows of the last path whose states the next window may go on from: a path's first rows are those of the trie.
+        has_path = self.sharing == "full" and len(trie.order) > 0
+        rows = trie.rows_of(int(trie.order[-1])) if has_path else np.zeros(0, np.int64)
+        branches = (self._children[rows] > 1) | (np.arange(len(rows)) == len(rows) - 1)
+        self._has_state = np.ones(trie.num_rows, bool)
+        self._has_state[: self._first] = np.isin(np.arange(self._first) + 1, carried)
+        self._last_path = rows[np.where(rows < self._first, True, branches) & self._has_state[rows]]
+
+    def _goes_on_from(self, carried: np.ndarray) -> int:
+        """Returns how many rows of the path that the window before left are not computed again. carried: the depths of
+        the states on that path, int64 ascending"""
+        most = reusable_rows(self.window, self.readout) if len(carried) else 0
+        branches = np.flatnonzero(self._children[:most] > 1) + 1
+        missing = branches[~np.isin(branches, carried)]
+        if len(missing):  # a later row starts from a state that is not there: its row has to be computed again
+            most = min(most, int(missing[0]) - 1)
+        return int(carried[carried <= most].max(initial=0))
+
+    @property
+    def depths_left(self) -> np.ndarray:
+        """Returns how many rows are above each state that is kept when the window has been computed, int64
+        ascending."""
+        return self.trie.positions[self._last_path].astype(np.int64) + 1
+
+    def step(self, start: int, stop: int) -> PlannedStep:
+        planned = super().step(start, stop)
+        trie = self.trie
+        rows = np.arange(start, stop)
+        parent = trie.parent[start:stop]
+        above = rows - 1
+        begins = (rows == start) | (parent != above)
+        begins[1:] |= self._children[above[1:]] > 1
+        first = np.flatnonzero(begins)
+        parents = parent[first]
+        depth = np.where(parents < 0, ZERO, trie.positions[np.maximum(parents, 0)] + 1)
+        run = np.searchsorted(first, parents - start, side="right") - 1
+        source = np.where(parents >= start, -1 - run, depth)
+
+        ends = np.append(first[1:], len(rows)) - 1 + start
+        kept = self._is_kept(ends, stop)
+        before = trie.path(start)
+        depths = trie.positions[before[self._is_kept(before, stop)]].astype(np.int64) + 1
+        runs = StateRuns(first, source, np.flatnonzero(kept), trie.positions[ends[kept]].astype(np.int64) + 1)
+        self._note(len(depths) + len(runs.slots))
+        message = planned.message
+        own = {entry.name: getattr(message, entry.name) for entry in fields(StreamStep)}
+        return replace(planned, message=StateStreamStep(**own, runs=runs, kept_states=depths))
+
+    def _is_kept(self, rows: np.ndarray, stop: int) -> np.ndarray:
+        """Returns the states behind which of these rows are kept after the step that ends before row `stop`, bool."""
+        return ((self._last_child[rows] >= stop) | np.isin(rows, self._last_path)) & self._has_state[rows]
+
+
+class StateStreams:
+    """A StateStreams makes the StateStream of each window of one row stream, in turn. note: as of StateStream"""
+
+    def __init__(self, note: Callable[[int], object]) -> None:
+        self._before: StateStream | None = None
+        self._note = note
+
+    def __call__(self, *arguments: Any, **options: Any) -> StateStream:
+        self._before = StateStream(*arguments, before=self._before, note=self._note, **options)
+        return self._before

@@ -1,0 +1,52 @@
+"""Enters images in the tables of the core. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...checkpoint.checkpoint import TOWERS
+from ...engine.schedule.parts import EnginePart, add_engine_part
+from ...model.families import add_families
+from ...worker.parts import WorkerPart, add_part
+from .config import config_with_tower
+from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
+from .steps import ImageFacts
+
+add_families(
+    {
+        "Gemma3ForConditionalGeneration": gemma3_images,
+        "Idefics3ForConditionalGeneration": idefics3_images,
+        "SmolVLMForConditionalGeneration": idefics3_images,
+    },
+    model_types={
+        "gemma3": "Gemma3ForConditionalGeneration",
+        "idefics3": "Idefics3ForConditionalGeneration",
+        "smolvlm": "SmolVLMForConditionalGeneration",
+        "qwen2_vl": "Qwen2VLForConditionalGeneration",
+        "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    },
+    refused=REFUSED,
+)
+TOWERS["clip"] = config_with_tower
+
+
+@add_part
+def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
+    if checkpoint is None or not isinstance(model.config, SeeingConfig):
+        return None
+    from .tower_weights import load_tower
+    from .worker import image_part
+
+    # Each rank encodes whole images, because each needs all of their rows.
+    return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
+
+
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
+    if worker.facts.of(ImageFacts) is None:
+        return None
+    from .scheduler import ImageScheduler
+    from .table import MediaTable
+
+    table = next((resource for resource in resources if isinstance(resource, MediaTable)), None)
+    return ImageScheduler(worker, MediaTable() if table is None else table, options.images.media_memory, meter)

@@ -1,0 +1,426 @@
+"""This module decides when the tower runs, which requests wait for it, and which of its results are kept. No torch.
+
+Each image is encoded once, however many requests wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...engine.meter import Meter
+from ...engine.schedule.generate_step import SequenceState
+from ...engine.schedule.parts import EnginePart
+from ...engine.worker import Worker
+from ...errors import InputError
+from ...spec.requests import Medium
+from ...trie import MEDIA_BASE
+from .steps import DropImages, EncodeImage, ImageFacts, first_id
+from .table import MediaTable
+
+# The least share of a step's time that the tower gets, so that it goes on when steps are slow for another reason.
+LEAST = 0.25
+# The tower's work slows the steps after it; after this many steps no effect is left.
+CALM = 16
+# A step's time without the tower is taken as unchanged for this many steps; later ones have longer contexts.
+FRESH = 32
+NEW = 0.3  # the weight of the newest step in an average
+MOST_SIZES = 64  # step sizes whose times are remembered
+
+
+class TowerPace:
+    """A TowerPace says how long the tower may run after each step, so that sequences that generate keep half of their
+    rate.
+
+    A step takes longer while an image is read, or after the tower has run: it has less of the processor, and finds less
+    in its caches. The measure is therefore the time that a step of as many rows takes alone: a step and the tower's
+    work after it may take twice that. While the tower goes on, contexts grow and with them the time alone, which is
+    then estimated: a disturbed step's time, divided by how much the first disturbed steps were slowed down. A number of
+    rows that was never measured alone is estimated in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._alone: OrderedDict[int, float] = OrderedDict()  # seconds by rows, the latest measurement last
+        self._since = CALM  # steps since an image was on its way
+        self._disturbed = 0  # steps with an image on its way, since a step alone
+        self._slower = 1.0  # the time of a disturbed step divided by that of a step alone
+
+    def seconds_after(self, rows: int, seconds: float, *, disturbed: bool) -> float:
+        """Records the time of a step, and returns for how many seconds the tower may run after it. disturbed: whether
+        an image was on its way."""
+        self._since = 0 if disturbed else self._since + 1
+        self._disturbed += disturbed
+        alone = self._alone.get(rows)
+        if self._since >= CALM:
+            self._disturbed = 0
+            alone = seconds if alone is None else alone + NEW * (seconds - alone)
+            self._alone[rows] = alone
+            self._alone.move_to_end(rows)
+            if len(self._alone) > MOST_SIZES:
+                self._alone.popitem(last=False)
+        elif alone is None:
+            alone = seconds / self._slower
+        elif self._disturbed <= FRESH:
+            self._slower += NEW * (max(1.0, seconds / alone) - self._slower)
+        else:
+            alone = max(alone, seconds / self._slower)
+        return max(LEAST * seconds, 2 * min(alone, seconds) - seconds)
+
+
+IDLE_SECONDS = 0.25  # how long the tower runs at a time while no step could run
+NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cannot be read
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedImage:
+    """An _EncodedImage is an image whose rows the worker has. salt: of its requests; last_id: of its last row; size: in
+    bytes."""
+
+    salt: str
+    last_id: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """A _Run is an image that the tower has begun.
+
+    until     float64 [pieces of all layers], ascending: the floating-point operations up to the end of each piece
+    num_done  pieces that are done
+    tiles     the image's tiles, which are read from its file until the tower has them
+    """
+
+    medium: Medium
+    until: np.ndarray
+    num_done: int = 0
+    tiles: Future[np.ndarray] | None = None
+
+    @property
+    def operations(self) -> float:
+        """Returns the operations of the pieces that are done."""
+        return float(self.until[self.num_done - 1]) if self.num_done else 0.0
+
+    def within(self, operations: float) -> int:
+        """Returns how many pieces are done after so many more operations."""
+        return int(np.searchsorted(self.until, self.operations + operations, side="right"))
+
+
+class ImageScheduler(EnginePart):
+    """An ImageScheduler is the part of an engine whose model sees images: it has the worker make the rows of images
+    before steps need them.
+
+    Rows are kept after their use, up to `memory` bytes, for other requests with the same image. When room is needed,
+    the tenant that uses most of it loses its least recently used image: a flood of images is at the cost of its sender.
+    Rows that requests wait for stay. Several images may be on their way through the tower; one that no request needs
+    any more is given up when another begins. All calls come from the engine's thread.
+
+    media  knows the images by the ids of their rows
+    meter  counts runs of the tower
+    """
+
+    def __init__(self, worker: Worker, media: MediaTable, memory: int, meter: Meter):
+        self.media = media
+        media.add_store(self)
+        self._worker, self._memory, self._meter = worker, memory, meter
+        facts = worker.facts.of(ImageFacts)
+        assert facts is not None
+        self._tower, self._row_bytes = facts.tower, facts.row_bytes
+        self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
+        self._encoded: OrderedDict[int, _EncodedImage] = OrderedDict()  # by first id, the least recently used one first
+        self._needed: list[Medium] = []
+        self._in_use: list[Medium] = []  # by a step that is being started
+        self._runs: dict[int, _Run] = {}  # by first id
+        self._rate: float | None = None  # operations a second; None: not measured yet
+        self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
+        self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._pace = TowerPace()
+        self._was_busy = False  # whether an image was on its way before the last step
+        self._keys: set[Hashable] = set()  # requests that have rows of images
+        self._waiting: dict[int, list[Hashable]] = {}  # requests that an image holds up, by its first id
+
+    def firsts(self) -> list[int]:
+        """Returns the first ids of the images that the worker has something of."""
+        return [*self._encoded, *self._runs]
+
+    def holds_rows(self, ids: np.ndarray) -> np.ndarray:
+        """Returns which rows of images, by their ids, the worker has: bool [n]."""
+        firsts, lasts = self._bounds
+        if not len(firsts):
+            return np.zeros(len(ids), bool)
+        place = np.searchsorted(firsts, ids, side="right") - 1
+        return (place >= 0) & (ids <= lasts[place])
+
+    def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
+        self._tenant_of = tenant_of
+
+    def need(self, media: Sequence[Medium]) -> None:
+        """Sets the images whose rows are needed next, and which therefore stay."""
+        self._needed = list(media)
+
+    def need_next(self, prompts: Iterable[Sequence[Medium]]) -> bool:
+        """Sets the images that prompts need next, and returns whether one of them has to be encoded. prompts: the
+        images of each, in order.
+
+        A prompt needs its images up to the first that is not encoded: no step can use those behind it yet, and where
+        memory is short they must not keep that one from being encoded.
+        """
+        media: dict[int, Medium] = {}
+        waits = False
+        for prompt in prompts:
+            for medium in prompt:
+                media[first_id(medium)] = medium
+                if first_id(medium) not in self._encoded:
+                    waits = True
+                    break
+        self.need(list(media.values()))
+        return waits
+
+    def advance(self, seconds: float, *, idle: bool = True) -> tuple[Medium, str] | None:
+        """Runs the tower for about so many seconds, on the first needed image that is not encoded. Returns the image
+        that it failed for, and the reason; None if it did not fail.
+
+        idle: whether the engine has nothing else to do. Then files are waited for, and at least one piece of work is
+        done. Otherwise a piece that takes longer waits until several calls have given it the time.
+        """
+        medium = next((medium for medium in self._needed if not self._has(medium)), None)
+        if medium is None or not self._may_begin(medium):
+            return None
+        error = self._encode(medium, seconds, idle)
+        if error is None:
+            return None
+        self._drop(medium)
+        return medium, error
+
+    @contextmanager
+    def using(self, tokens: np.ndarray) -> Iterator[None]:
+        """Returns a context in which the worker has the rows of all images among these ids; they are encoded before it
+        begins. If the tower fails for an image, its rows are NaN, and are dropped after the context."""
+        ids = tokens[tokens >= MEDIA_BASE]
+        if not len(ids):
+            yield
+            return
+        failed = []
+        self._in_use = self.media.find(ids)
+        try:
+            for medium in self._in_use:
+                while not self._has(medium):
+                    if self._encode(medium, None) is not None:
+                        failed.append(medium)
+            yield
+        finally:
+            self._in_use = []
+            for medium in failed:
+                self._drop(medium)
+
+    def clear(self) -> None:
+        """Drops all rows that no request waits for."""
+        self._make_room(self._memory + 1)
+
+    # --------------------------------------------------------------------------------------------- the requests
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        if request.request.tokens.max() >= MEDIA_BASE:
+            self._keys.add(request.key)
+        return {}
+
+    def forget(self, key: Hashable) -> None:
+        self._keys.discard(key)
+
+    def before_plan(self, scheduler: Any, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
+        """Sets the images that running sequences need next. Returns an error for each request whose image has been
+        given up."""
+        self.is_waiting = False
+        if not (self._keys or self._waiting):
+            return {}
+        self.media.add_tree(scheduler.tree)
+        waiting: dict[int, list[Hashable]] = {}
+        media_by_prompt: list[list[Medium]] = []
+        failures: dict[Hashable, Exception] = {}
+        for sequence in scheduler.running:
+            if sequence.ready or sequence.key not in self._keys or sequence.key in failures:
+                continue
+            try:
+                media = self.media.find(_image_rows(sequence))
+            except LookupError:
+                failures[sequence.key] = _failure("its request has ended")
+                continue
+            media_by_prompt.append(media)
+            for medium in media:
+                waiting.setdefault(first_id(medium), []).append(sequence.key)
+        self._waiting = waiting
+        self.is_waiting = self.need_next(media_by_prompt)
+        return failures
+
+    def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
+        """Runs the tower if requests wait for an image, for about as long as its pace allows after a step. Returns an
+        error for each request whose image it failed for."""
+        allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
+        failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None
+        if failed is None:
+            return {}
+        medium, reason = failed
+        return {key: _failure(reason) for key in self._waiting.get(first_id(medium), ())}
+
+    def seconds_after(self, rows: int, seconds: float) -> float:
+        """Records a step of so many rows, and returns for how many seconds the tower may run after it."""
+        disturbed, self._was_busy = self._was_busy, self.is_busy
+        return self._pace.seconds_after(rows, seconds, disturbed=disturbed or self._was_busy)
+
+    # ----------------------------------------------------------------------------------------------- the tower
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns whether a needed image is being read, or is on its way through the tower."""
+        return bool(self._runs) and not self._runs.keys().isdisjoint(self._all_needed())
+
+    def _encode(self, medium: Medium, seconds: float | None, idle: bool = True) -> str | None:
+        """Does as much of the tower's work on an image as about so many seconds allow (None: all). Returns why the
+        tower failed for it; None if it did not."""
+        started = time.perf_counter()
+        run = self._runs.get(first_id(medium)) or self._begin(medium)
+        tiles = unread = None
+        if not run.num_done:
+            loaded = self._loaded(run, seconds if idle else 0.0)
+            if loaded is None:
+                return None
+            tiles, unread = loaded
+        stop = self._stop(run, seconds if unread is None else None, idle)
+        if stop == run.num_done:
+            return None
+        if not run.num_done:
+            self._make_room(self._bytes(medium))
+        computing = time.perf_counter()
+        result = self._worker.start(EncodeImage(medium.ids, tiles, stop)).result()
+        ended_at = time.perf_counter()
+        self._credit = 0.0 if idle else self._credit - (ended_at - started)
+        before, run.num_done, run.tiles = run.operations, stop, None
+        self._note_rate(run.operations - before, ended_at - computing)
+        self._meter.add(seconds={"tower": ended_at - started})
+        error: str | None = unread or result.error
+        if result.is_done:
+            del self._runs[first_id(medium)]
+            self._encoded[first_id(medium)] = _EncodedImage(medium.salt, int(medium.ids[-1]), self._bytes(medium))
+            self._note()
+            self._meter.add(tower_runs=int(result.error is None))
+        return error
+
+    def _stop(self, run: _Run, seconds: float | None, idle: bool) -> int:
+        """Returns how many pieces of an image are to be done when this call ends.
+
+        seconds  None: all pieces. Else the pieces that fit into the time
+        idle     True: at least one more piece is done. False: time that earlier calls left unused counts too, and a
+                 piece that does not fit waits, so that `run.num_done` is returned
+        """
+        last = len(run.until)
+        if seconds is None:
+            return last
+        if idle:
+            return min(last, max(run.num_done + 1, run.within(seconds * (self._rate or 0.0))))
+        self._credit += seconds
+        return run.num_done + 1 if self._rate is None else min(last, run.within(max(0.0, self._credit) * self._rate))
+
+    def _loaded(self, run: _Run, seconds: float | None) -> tuple[np.ndarray, str | None] | None:
+        """Returns (the tiles of an image, None), or (NO_TILES, the reason) if it cannot be read: its rows are NaN then.
+        Returns None if that takes more than so many seconds: reading and resizing a large file takes longer than a
+        step, and goes on beside the next steps."""
+        if run.tiles is None:
+            run.tiles = self._pool.submit(run.medium.load)
+        if not wait([run.tiles], seconds).done:
+            return None
+        try:
+            return run.tiles.result(), None
+        except Exception as error:
+            return NO_TILES, str(error) or type(error).__name__
+
+    def _begin(self, medium: Medium) -> _Run:
+        """Starts the run of an image and returns it. Runs of images that no request needs any more are given up."""
+        needed = self._all_needed()
+        unneeded = tuple(first for first in self._runs if first not in needed)
+        if unneeded:
+            for first in unneeded:
+                del self._runs[first]
+            self._worker.start(DropImages(unneeded)).result()
+        tiles = len(medium.ids) // self._tower.rows
+        run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
+        self._runs[first_id(medium)] = run
+        return run
+
+    def _note_rate(self, operations: float, seconds: float) -> None:
+        self._rate = operations / seconds
+
+    def _may_begin(self, medium: Medium) -> bool:
+        """Returns whether the rows of an image fit into memory beside the rows that requests still need."""
+        if first_id(medium) in self._runs:
+            return True
+        needed = self._all_needed()
+        waiting = sum(rows.size for first, rows in self._encoded.items() if first in needed)
+        return not waiting or waiting + self._bytes(medium) <= self._memory
+
+    # ------------------------------------------------------------------------------------------------ the store
+
+    def _has(self, medium: Medium) -> bool:
+        first = first_id(medium)
+        if first not in self._encoded:
+            return False
+        self._encoded.move_to_end(first)
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Drops rows that no request waits for until there is room for so many more bytes, or none are left to drop."""
+        needed = self._all_needed()
+        # By tenant, not by salt: a client that chooses a new salt for each image has few bytes under each.
+        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._encoded.items()}
+        by_tenant: Counter[Hashable] = Counter()
+        for first, rows in self._encoded.items():
+            by_tenant[tenants[first]] += rows.size
+        dropped: list[int] = []
+        while by_tenant.total() + size > self._memory:
+            free = [first for first in self._encoded if first not in needed]
+            if not free:
+                break
+            most = max(by_tenant[tenants[first]] for first in free)
+            victim = next(first for first in free if by_tenant[tenants[first]] == most)
+            by_tenant[tenants[victim]] -= self._encoded.pop(victim).size
+            dropped.append(victim)
+        if dropped:
+            self._worker.start(DropImages(tuple(dropped))).result()
+            self._note()
+
+    def _drop(self, medium: Medium) -> None:
+        if self._encoded.pop(first_id(medium), None) is not None:
+            self._worker.start(DropImages((first_id(medium),))).result()
+            self._note()
+
+    def _note(self) -> None:
+        firsts = sorted(self._encoded)
+        self._bounds = (
+            np.array(firsts, np.int64),
+            np.array([self._encoded[first].last_id for first in firsts], np.int64),
+        )
+
+    def _all_needed(self) -> set[int]:
+        return {first_id(medium) for medium in (*self._needed, *self._in_use)}
+
+    def _bytes(self, medium: Medium) -> int:
+        return len(medium.ids) * self._row_bytes
+
+
+def _failure(reason: str) -> InputError:
+    return InputError(f"an image cannot be encoded: {reason}", field="image", code="image_failed")
+
+
+def _image_rows(sequence: SequenceState) -> np.ndarray:
+    """Returns the ids of the image rows that have to be computed for a sequence's prompt. If no row is missing, its
+    last row runs again."""
+    path = sequence.leaf.path()
+    pending = [np.asarray(node.tokens[node.num_computed :]) for node in path if node.num_pending]
+    ids = np.concatenate(pending) if pending else np.asarray(path[-1].tokens[-1:])
+    return ids[ids >= MEDIA_BASE]

@@ -1,0 +1,183 @@
+"""Sends images to replicas: the pixels of each once, as long as a replica has requests that show it.
+
+In a job's prompts an image is ids out of the driver's `MediaTable`. A replica has a table of its own, in which the same
+image has other ids, and replaces the driver's ids by these: so its cache never depends on a driver's id that was freed
+and stands for another image by now.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...cluster.replicas import place_of
+from ...engine.cache import CacheEvents
+from ...engine.cache.events import RowsStored
+from ...errors import InputError
+from ...spec.requests import Medium
+from ...trie import MEDIA_BASE, Window
+from .decode import Image
+from .processor import Processor
+from .steps import first_id
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SentImage:
+    """A SentImage is an image as it is sent to a replica.
+
+    key, salt  as of its Medium
+    ids        int32 [rows]: its rows in the prompts that are sent
+    pixels     uint8 [height, width, 3]; None: the image cannot be read
+    error      the reason
+    """
+
+    key: bytes
+    salt: str
+    ids: np.ndarray
+    pixels: np.ndarray | None
+    error: str = ""
+
+
+class SentImages:
+    """A SentImages records which images each replica has, and which of its requests need them. table: the job's
+    MediaTable"""
+
+    def __init__(self, table: Any):
+        self._table = table
+        # By replica: the media that it has, how many of its requests show each, and the media of each request.
+        self._held: dict[str, dict[int, Medium]] = {}
+        self._users: dict[str, Counter[int]] = {}
+        self._shown: dict[str, dict[tuple[int, int], list[int]]] = {}
+
+    def send(self, name: str, windows: Sequence[Window]) -> tuple[list[Window], list[SentImage], list[int]]:
+        """Records that a replica is sent these windows. Returns (the windows as they are sent, the images that it does
+        not have yet, the first ids of those that it no longer needs)."""
+        media_held, users = self._held.setdefault(name, {}), self._users.setdefault(name, Counter())
+        shown = self._shown.setdefault(name, {})
+        fresh: list[Medium] = []
+        for window in windows:
+            if not (window.tokens >= MEDIA_BASE).any():
+                continue
+            for number, tag in enumerate(window.tags):
+                tokens = window.tokens[window.offsets[number] : window.offsets[number + 1]]
+                ids = tokens[tokens >= MEDIA_BASE]
+                if not len(ids):
+                    continue
+                media = self._table.find(ids)
+                shown[place_of(tag)] = firsts = [first_id(medium) for medium in media]
+                users.update(firsts)
+                for medium in media:
+                    if first_id(medium) not in media_held:
+                        media_held[first_id(medium)] = medium
+                        fresh.append(medium)
+        unneeded = [first for first in media_held if not users[first]]
+        for first in unneeded:
+            del media_held[first], users[first]
+        return [replace(window, media=()) for window in windows], [_picture(medium) for medium in fresh], unneeded
+
+    def answered(self, name: str, number: int, place: int) -> None:
+        """Records that a replica has answered a request of a lease, which therefore no longer needs its images."""
+        firsts = self._shown.get(name, {}).pop((number, place), ())
+        if firsts:
+            self._users[name].subtract(firsts)
+
+    def lose(self, name: str) -> None:
+        """Records that a replica is lost or starts anew, and so has no images."""
+        for book in (self._held, self._users, self._shown):
+            book.pop(name, None)
+
+
+def _picture(medium: Medium) -> SentImage:
+    """Returns an image with its pixels, or with the reason why they cannot be read."""
+    load: Any = medium.load  # a `ImageLoader`, as all images of a job have
+    try:
+        return SentImage(medium.key, medium.salt, medium.ids, load.image().pixels)
+    except InputError as error:
+        return SentImage(medium.key, medium.salt, medium.ids, None, str(error))
+
+
+def _tiles(processor: Processor, picture: SentImage) -> np.ndarray:
+    """Returns the tiles of an image that a replica was sent."""
+    if picture.pixels is None:
+        raise InputError(picture.error, field="image")
+    return processor.tiles(Image(picture.pixels))
+
+
+class ReplicaImages:
+    """A ReplicaImages holds the images that a replica was sent, and replaces the driver's ids for them by its own. Any
+    thread may use it: images do not come in the engine's thread.
+
+    table      the MediaTable of the replica's engine
+    processor  of its model
+    """
+
+    def __init__(self, table: Any, processor: Processor):
+        self._table, self._processor = table, processor
+        self._media: dict[int, Medium] = {}  # this replica's, by the driver's first id
+        self._driver_ids: dict[int, int] = {}  # the driver's first id, by ours
+        self._lock = threading.Lock()
+
+    def hold(self, pictures: Iterable[SentImage], dropped: Iterable[int]) -> None:
+        """Adds images, and drops others. dropped: the driver's first ids"""
+        with self._lock:
+            for first in dropped:
+                medium = self._media.pop(first)
+                if self._driver_ids.get(first_id(medium)) == first:
+                    del self._driver_ids[first_id(medium)]
+            rows, span = self._processor.rows_per_tile, self._processor.span
+            for picture in pictures:
+                shape = {"tiles": len(picture.ids) // rows, "rows_per_tile": rows, "span": span, "salt": picture.salt}
+                medium = self._table.medium(picture.key, load=partial(_tiles, self._processor, picture), **shape)
+                self._media[int(picture.ids[0])] = medium
+                self._driver_ids[first_id(medium)] = int(picture.ids[0])
+
+    def clear(self) -> None:
+        """Drops all images."""
+        with self._lock:
+            self._media, self._driver_ids = {}, {}
+
+    def own(self, window: Window) -> Window:
+        """Returns a window with this replica's ids, and with the images of its requests."""
+        if not (window.tokens >= MEDIA_BASE).any():
+            return window
+        with self._lock:
+            media = dict(self._media)
+        moves = {
+            first: (first_id(medium), first + int(medium.ids[-1]) - first_id(medium)) for first, medium in media.items()
+        }
+        tokens, firsts = _moved(window.tokens, moves)
+        return replace(window, tokens=tokens, media=tuple(media[first] for first in firsts))
+
+    def translated(self, events: CacheEvents) -> CacheEvents:
+        """Returns cache events with the driver's ids for the images that this replica has. Other images keep this
+        replica's ids: a router finds nothing under them, or at worst expects more of a prompt here than there is."""
+        with self._lock:
+            theirs = {first: (own, int(self._media[own].ids[-1])) for first, own in self._driver_ids.items()}
+        if not theirs:
+            return events
+        changed = (
+            replace(event, tokens=_moved(event.tokens, theirs)[0]) if isinstance(event, RowsStored) else event
+            for event in events.events
+        )
+        return replace(events, events=tuple(changed))
+
+
+def _moved(tokens: np.ndarray, moves: Mapping[int, tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
+    """Returns tokens with other ids for the rows of images, and the old first ids of these images. moves: {an image's
+    first id: (its new first id, its old last id)}; images that are not in it keep their ids"""
+    at = np.flatnonzero(tokens >= MEDIA_BASE)
+    if not len(at):
+        return tokens, []
+    firsts = np.array(sorted(moves), np.int64)
+    new, last = np.array([moves[first] for first in firsts.tolist()], np.int64).reshape(-1, 2).T
+    place = np.maximum(0, np.searchsorted(firsts, tokens[at], side="right") - 1)
+    is_image = (tokens[at] >= firsts[place]) & (tokens[at] <= last[place])
+    at, place, tokens = at[is_image], place[is_image], tokens.copy()
+    tokens[at] += (new - firsts)[place].astype(tokens.dtype)
+    return tokens, firsts[np.unique(place)].tolist()

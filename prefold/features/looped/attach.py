@@ -1,0 +1,36 @@
+"""Enters looped models in the tables of the core. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...engine.schedule.parts import EnginePart, add_engine_part
+from ...model.families import add_families
+from ...worker.parts import WorkerPart, add_part
+from .config import LoopedConfig, huginn, looped, ouro
+
+add_families(
+    {"OuroForCausalLM": ouro, "RavenForCausalLM": huginn, "PrefoldLoopedForCausalLM": looped},
+    model_types={
+        "ouro": "OuroForCausalLM",
+        "huginn_raven": "RavenForCausalLM",
+        "prefold_looped": "PrefoldLoopedForCausalLM",
+    },
+    own_code=("OuroForCausalLM", "RavenForCausalLM"),
+)
+
+
+@add_part
+def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
+    if not isinstance(model.config, LoopedConfig):
+        return None
+    from .worker import looped_part
+
+    return looped_part(model)
+
+
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
+    from .engine import engine_part
+
+    return engine_part(worker, options)

@@ -1,0 +1,412 @@
+"""What a looped model is, as data: how its layers are visited, which exits a request may ask for, and the families.
+
+A family is a function from a Hugging Face config (a dict) to a ModelConfig. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, ClassVar, Literal, TypeVar
+
+from ...checkpoint.settings import MOST_LAYERS, Settings
+from ...errors import InputError, UnsupportedModelError
+from ...model.config import ModelConfig
+from ...model.decoders import HFConfig, decoder, qwen_windows
+from ...model.names import Names
+from ...spec.requests import Exits
+
+T = TypeVar("T", "Loop", "Routing")
+ROUTING_KINDS = ("fixed", "soft", "hard", "top", "planned")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A Routing says how a looped model's router picks the block of each visit, or that there are no more visits.
+
+    A request makes one visit at least, and at most as many as the order of its Loop has.
+
+    kind       "fixed": the router is not asked; the visits are those of the order. "soft": every block is visited, and
+               their outputs are mixed by the router's probabilities. "hard": the likeliest block. "top": the `top`
+               likeliest, mixed. "planned": all visits at once before the first one, by the planner, each as with "hard"
+    reads      the router's input: "request": the mean and the last of the states of a prompt's rows, so that all of
+               these rows take one route, and the rows generated after them too; "row": a row's own state, so that each
+               row takes a route of its own
+    threshold  there are no more visits where the probability of leaving is at least this (not with "soft", which goes
+               on with the share that has not left)
+    top        how many blocks "top" mixes
+    planner    whether there is a planner beside the router
+    """
+
+    kind: Literal["fixed", "soft", "hard", "top", "planned"] = "hard"
+    reads: Literal["request", "row"] = "request"
+    threshold: float = 0.5
+    top: int = 1
+    planner: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("kind", self.kind, ROUTING_KINDS)
+        _check_choice("reads", self.reads, ("request", "row"))
+        _check_threshold(self.threshold)
+        if self.top < 1:
+            raise UnsupportedModelError(f"top is {self.top}; at least one block is visited")
+        if self.kind == "planned" and not self.planner:
+            raise UnsupportedModelError('kind is "planned" and planner is false; a planner has weights of its own')
+        if self.planner and self.reads == "row":
+            raise UnsupportedModelError('planner is true and reads is "row"; a planner reads requests')
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UnsupportedModelError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _check_threshold(value: float) -> None:
+    if not 0 < value <= 1:
+        raise UnsupportedModelError(f"threshold is {value}; it must be above 0 and at most 1")
+
+
+# More planes than any model has come from a damaged config.
+MOST_PLANES = 2**14
+# What a gate that does not read states reads: see `Gate`.
+GATE_FEATURES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A Loop says in which order a looped model goes through its layers, and after which visit rows are read.
+
+    The layers of the model are those of the prelude, then those of each block, as many in one as in another, then those
+    of the coda. A pass of rows goes through the prelude once, through one block a visit, and through the coda once.
+
+    blocks     how many blocks there are
+    order      the block of each visit, from 0: as many as there are visits. With a router it is the route that is taken
+               where the router is not asked, and there are at most so many visits
+    prelude    layers of the prelude
+    coda       layers of the coda
+    between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
+               norm; "inject": a linear mixes the prelude's output into the residual stream before each visit, the
+               stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
+               earlier one
+    noise      the standard deviation of the noise that the stream begins as
+    seed       the seed of the noise, which also depends on a row's position
+    gate       whether a linear gives each row's probability of leaving after a visit
+    gate_reads the gate's input: "state", the state as it is read, or "features", four numbers made of it (see `Gate`)
+    threshold  a row is read after the first visit at which its probability of having left is at least this; 1: it is
+               read after the last visit. All rows make all visits, so K/V do not depend on it
+    router     how a router picks the blocks; None: they are those of the order
+    """
+
+    blocks: int
+    order: tuple[int, ...]
+    prelude: int = 0
+    coda: int = 0
+    between: Literal["nothing", "norm", "inject"] = "nothing"
+    noise: float = 0.0
+    seed: int = 0
+    gate: bool = False
+    gate_reads: Literal["state", "features"] = "state"
+    threshold: float = 1.0
+    router: Routing | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise UnsupportedModelError(f"blocks is {self.blocks}; a looped model has at least one")
+        if not self.order:
+            raise UnsupportedModelError("order is empty; a pass makes at least one visit")
+        for block in self.order:
+            if not 0 <= block < self.blocks:
+                raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
+        _check_choice("between", self.between, ("nothing", "norm", "inject"))
+        _check_choice("gate_reads", self.gate_reads, ("state", "features"))
+        _check_threshold(self.threshold)
+        if self.threshold < 1 and not self.gate:
+            raise UnsupportedModelError(f"threshold is {self.threshold} and gate is false; rows leave by a gate only")
+        if self.gate and self.coda:
+            raise UnsupportedModelError(
+                f"gate is true and coda is {self.coda}; a model with a coda has one exit, after it"
+            )
+        if self.router is not None:
+            if self.router.top > self.blocks:
+                raise UnsupportedModelError(f"router.top is {self.router.top}; the model has {self.blocks} blocks")
+            if lost := sorted(set(range(self.blocks)) - set(self.order)):
+                raise UnsupportedModelError(f"order leaves out the block {lost[0]}, which the router may pick")
+
+    @property
+    def has_prelude(self) -> bool:
+        """Returns whether something comes before the first visit: layers, or a state that each visit is given."""
+        return self.prelude > 0 or self.between == "inject"
+
+    def per_block(self, layers: int) -> int:
+        """Returns how many layers a block of a model of `layers` layers has."""
+        rest = layers - self.prelude - self.coda
+        if rest < self.blocks or rest % self.blocks:
+            raise UnsupportedModelError(
+                f"{layers} layers, {self.prelude} of them prelude and {self.coda} coda, do not make {self.blocks} "
+                "blocks of equal size"
+            )
+        return rest // self.blocks
+
+    def block(self, number: int, layers: int) -> range:
+        """Returns the layers of a block, of a model of `layers` layers."""
+        size = self.per_block(layers)
+        return range(self.prelude + number * size, self.prelude + (number + 1) * size)
+
+    def visited(self, layers: int) -> tuple[int, ...]:
+        """Returns the layer that each plane is of, of a model of `layers` layers, in the order of a pass."""
+        planes = self.prelude + len(self.order) * self.per_block(layers) + self.coda
+        if planes > MOST_PLANES:
+            raise UnsupportedModelError(f"a pass visits {planes:,} layers; it may visit {MOST_PLANES:,}")
+        visits = (layer for number in self.order for layer in self.block(number, layers))
+        return (*range(self.prelude), *visits, *range(layers - self.coda, layers))
+
+    def check_route(self, route: Sequence[int], name: str = "the route") -> None:
+        """Raises InputError for a route that is empty, longer than the order, or names no block. name: its name."""
+        if not 1 <= len(route) <= len(self.order):
+            raise InputError(
+                f"{name} has {len(route)} visits", field="route", remedy=f"give 1 to {len(self.order)} blocks"
+            )
+        for block in route:
+            if isinstance(block, bool) or not isinstance(block, int) or not 0 <= block < self.blocks:
+                raise InputError(
+                    f"{name} names the block {block!r}", field="route", remedy=f"give 0 to {self.blocks - 1}"
+                )
+
+    def num_parameters(self, hidden: int) -> int:
+        """Returns how many parameters gate, router and planner have, of a model of this width."""
+        count = ((hidden if self.gate_reads == "state" else GATE_FEATURES) + 1) if self.gate else 0
+        if self.router is None:
+            return count
+        choices, visits = self.blocks + 1, len(self.order)
+        inputs = 2 * hidden if self.router.reads == "request" else hidden
+        count += (inputs + 1) * hidden + visits * hidden + (hidden + 1) * choices
+        return count + self.router.planner * ((2 * hidden + 1) * hidden + (hidden + 1) * visits * choices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopedConfig(ModelConfig):
+    """A LoopedConfig is a ModelConfig that has a plane for each layer of each visit.
+
+    loop  how the layers are visited
+    """
+
+    model: ClassVar[str] = "prefold.features.looped.model:LoopedLM"
+
+    loop: Loop
+
+    @classmethod
+    def of(cls, config: ModelConfig, loop: Loop) -> LoopedConfig:
+        """Returns a looped model of the layers of another one."""
+        own = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+        return cls(**own | {"planes": tuple(config.planes[i] for i in loop.visited(config.layers)), "loop": loop})
+
+    def check_exits(self, exits: Exits) -> None:
+        """Raises InputError for values that cannot be, and for what the model has not: a gate, or visits.
+
+        Whether an engine can follow them is for the engine to say (`EnginePart.check`).
+        """
+        for name, value, most in (("exit_threshold", exits.threshold, 1), ("exit_change", exits.change, math.inf)):
+            if value is not None and not (
+                isinstance(value, Real) and not isinstance(value, bool) and 0 < value <= most and value < math.inf
+            ):
+                remedy = "give a number above 0" + (", at most 1" if most == 1 else "")
+                raise InputError(f"{name} is {value!r:.80}", field=name, remedy=remedy, code="out_of_range")
+        if exits.threshold is not None and not self.loop.gate:
+            message = f"exit_threshold is {exits.threshold!r}, and the model has no gate"
+            raise InputError(message, field="exit_threshold", remedy="leave it out", code="no_gate")
+        if exits.route is not None:
+            self.loop.check_route(exits.route)
+        if any(visits < 1 for visits in exits.visits):
+            raise InputError("exit_visits names fewer visits than one", field="exit_visits", remedy="give 1 or more")
+        visits = len(self.loop.order if exits.route is None else exits.route)
+        for name, value in (("min_visits", exits.min_visits), ("max_visits", exits.max_visits)):
+            if value is not None and not 1 <= value <= visits:
+                remedy = f"give a number from 1 to {visits}, the visits that the model makes"
+                raise InputError(f"{name} is {value}", field=name, remedy=remedy, code="out_of_range")
+        if exits.max_visits is not None and exits.min_visits > exits.max_visits:
+            message = f"min_visits is {exits.min_visits}, which is more than max_visits ({exits.max_visits})"
+            raise InputError(message, field="min_visits", remedy="give a smaller min_visits", code="out_of_range")
+
+    @property
+    def visited(self) -> tuple[int, ...]:
+        return self.loop.visited(self.layers)
+
+    @property
+    def fixed(self) -> str:
+        return super().fixed or "it is looped, and what its rows have at a visit may depend on more than their tokens"
+
+    @property
+    def linear_flops(self) -> int:
+        return super().linear_flops + len(self.loop.order) * 2 * self._injection
+
+    @property
+    def num_parameters(self) -> int:
+        return super().num_parameters + self.loop.num_parameters(self.hidden) + self._injection
+
+    @property
+    def _injection(self) -> int:
+        return 2 * self.hidden**2 if self.loop.between == "inject" else 0
+
+
+# What Huginn's settings must say where they say anything; other values are of models that differ in more than size.
+HUGINN = {
+    "block_class_name": "SandwichBlock",
+    "norm_class_name": "RMSNorm_llama",
+    "mlp_class_name": "GatedMLP",
+    "nonlin_name": "SiLU",
+    "injection_type": "linear",
+    "state_init": "like-init",
+    "bias": False,
+    "test_time_noise": 0,
+}
+
+# What checkpoints call the parts of these models.
+OURO = Names(
+    parts={
+        "early_exit_gate": ("gate",),
+        "input_layernorm_2": ("post_attention_layernorm",),
+        "post_attention_layernorm": ("pre_feedforward_layernorm",),
+        "post_attention_layernorm_2": ("post_feedforward_layernorm",),
+    },
+)
+
+
+def ouro(hf: HFConfig) -> ModelConfig:
+    """Returns the config of an Ouro (LoopLM): all layers `total_ut_steps` times, each time ended by the final norm.
+
+    The norms are those of Gemma 3. `early_exit_step` reads every row after the visit of that number, from 0.
+    """
+    hf = Settings.of(hf)
+    visits = _visits(hf, "total_ut_steps", 4)
+    step = hf.size("early_exit_step", None, least=-(2**31), most=2**31)
+    if step is not None and 0 <= step < visits:
+        visits = step + 1
+    threshold = hf.number("early_exit_threshold", 1.0, zero=True)
+    if not 0 < threshold <= 1:
+        raise UnsupportedModelError(f"early_exit_threshold is {threshold}; it must be above 0 and at most 1")
+    if step is not None and visits == step + 1:
+        threshold = 1.0  # the step decides
+    config = decoder(hf, windows=qwen_windows(hf), out_norms=True, names=OURO)
+    loop = Loop(blocks=1, order=(0,) * visits, between="norm", gate=True, threshold=float(threshold))
+    return LoopedConfig.of(config, loop)
+
+
+def huginn_names(prelude: int, core: int) -> Names:
+    """Returns the names of a Huginn with so many layers in its prelude and in its core."""
+    return Names(
+        prefix="transformer.",
+        lists={"prelude": 0, "core_block": prelude, "coda": prelude + core},
+        parts={
+            "wte": ("embed_tokens",),
+            "adapter": ("inject",),
+            "ln_f": ("norm",),
+            "norm_1": ("input_layernorm",),
+            "norm_2": ("post_attention_layernorm",),
+            "norm_3": ("pre_feedforward_layernorm",),
+            "norm_4": ("post_feedforward_layernorm",),
+            "attn.Wqkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "attn.qk_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias"),
+            "attn.proj": ("self_attn.o_proj",),
+            "mlp.fc": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.proj": ("mlp.down_proj",),
+        },
+        interleaved=True,
+    )
+
+
+def huginn(hf: HFConfig) -> ModelConfig:
+    """Returns the config of a Huginn (RavenForCausalLM): a prelude, a core that is visited `mean_recurrence` times, and
+    a coda. The state that the core begins with is drawn from the seed `state_seed`, 0 unless it is given."""
+    hf = Settings.of(hf)
+    for key, value in HUGINN.items():
+        if hf.get(key) not in (None, value):
+            raise UnsupportedModelError(f"{key} is {hf[key]!r}; {value!r} works")
+    heads = hf.size("n_heads", None) or hf.size("num_attention_heads")
+    if hf.size("num_key_value_heads", heads) != heads:
+        raise UnsupportedModelError(f"num_key_value_heads is {hf['num_key_value_heads']}; it must be the {heads} heads")
+    hidden = hf.size("n_embd", None) or hf.size("hidden_size")
+    if hidden % heads:
+        raise UnsupportedModelError(f"n_embd is {hidden}; it must be a multiple of the {heads} heads")
+    most = {"least": 0, "most": MOST_LAYERS}
+    prelude, coda = hf.size("n_layers_in_prelude", **most), hf.size("n_layers_in_coda", **most)
+    core = hf.size("n_layers_in_recurrent_block", most=MOST_LAYERS)
+    renamed: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": prelude + core + coda,
+        "max_position_embeddings": hf.size("block_size"),
+        "rms_norm_eps": hf.number("norm_eps", 1e-6),
+        "rope_theta": hf.number("rope_base", 50000.0),
+        "tie_word_embeddings": hf.flag("tie_word_embeddings", hf.flag("tie_embeddings", True)),
+    }
+    config = decoder(
+        hf | renamed,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        qk_bias=hf.flag("qk_bias"),
+        sum_norms=True,
+        embedding_scale=hidden**0.5,
+        names=huginn_names(prelude, core),
+    )
+    return LoopedConfig.of(
+        config,
+        Loop(
+            blocks=1,
+            order=(0,) * _visits(hf, "mean_recurrence"),
+            prelude=prelude,
+            coda=coda,
+            between="inject",
+            # The deviation that weights begin with, times the factor of embeddings.
+            noise=(2 / (5 * hidden)) ** 0.5 * hidden**0.5,
+            seed=hf.size("state_seed", 0, least=0, most=2**63),
+        ),
+    )
+
+
+def looped(hf: HFConfig) -> ModelConfig:
+    """Returns the config of a looped Llama, prefold's own family. The keys of Llama say what a layer is; the object
+    `loop` has the fields of `Loop`, where `visits` may stand for `order`: the blocks in turn, so many times."""
+    hf = Settings.of(hf)
+    settings = hf.settings("loop")
+    blocks = settings.size("blocks", least=-MOST_LAYERS, most=MOST_LAYERS)
+    order, router = settings.get("order"), settings.get("router")
+    if order is None:
+        order = [visit % max(1, blocks) for visit in range(_visits(settings, "visits"))]
+    elif not isinstance(order, list) or not all(type(block) is int for block in order):
+        raise settings.wrong("order", "a list of numbers of blocks")
+    if router is not None:  # its kind alone may stand for it
+        values = Settings({"kind": router}, settings.file, f"{settings.prefix}router.")
+        values = values if isinstance(router, str) else settings.settings("router")
+        if unknown := sorted(set(values) - {field.name for field in fields(Routing)}):
+            raise UnsupportedModelError(f"{values.prefix}{unknown[0]} is unknown")
+        router = _read(Routing, values)
+    return LoopedConfig.of(decoder(hf), _read(Loop, settings, blocks=blocks, order=tuple(order), router=router))
+
+
+def _read(kind: type[T], settings: Settings, **values: Any) -> T:
+    """Returns a Loop or a Routing with the fields that are known, and the others as the settings say."""
+    for entry in fields(kind):
+        if entry.name in values:
+            continue
+        if isinstance(entry.default, str):
+            values[entry.name] = settings.text(entry.name, entry.default)
+        elif isinstance(entry.default, bool):
+            values[entry.name] = settings.flag(entry.name, entry.default)
+        elif isinstance(entry.default, float):
+            values[entry.name] = float(settings.number(entry.name, entry.default, zero=True))
+        else:
+            most = 2**63 if entry.name == "seed" else MOST_LAYERS
+            values[entry.name] = settings.size(entry.name, entry.default, least=0, most=most)
+    try:
+        return kind(**values)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{settings.prefix}{error}") from None
+
+
+def _visits(hf: Settings, key: str, default: int | None = None) -> int:
+    visits = hf.size(key, *([] if default is None else [default]), least=-MOST_PLANES, most=MOST_PLANES)
+    if visits < 1:
+        raise UnsupportedModelError(f"{hf.prefix}{key} is {visits}; a pass makes at least one visit")
+    return visits

@@ -1,0 +1,189 @@
+"""What looped models add to an engine: which exits it can follow, namespaces by route and rule, and the messages. No
+torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ...engine.messages import kept_rows
+from ...engine.options import EngineOptions, GenerateOptions
+from ...engine.schedule.generate_step import HoldsRows
+from ...engine.schedule.parts import EnginePart, over_store
+from ...engine.worker import Worker
+from ...errors import InputError
+from ...spec.requests import Exits, Sharing
+from .scheduler import LoopedScheduler, Namespace
+from .steps import MODEL_ORDER, NO_EXITS, Asker, Keys, LoopedFacts, Passage, Way, exits_row, may_leave, way_of
+
+NEVER = float("nan")
+Rule = tuple[float, float, float, float]
+STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after`: the row makes all visits
+MOST_ROUTES = 1 << 16  # of prompts that were routed, for twins of these prompts
+
+
+def engine_part(worker: Worker, options: EngineOptions) -> LoopedPart | None:
+    """Return the EnginePart for a worker's model; None: the model is not looped. Raise InputError if rows are to leave
+    and cannot."""
+    facts, exits = worker.facts.of(LoopedFacts), options.generation.looped.exits
+    if exits != "read" and (facts is None or not facts.is_whole):
+        message = f"exits is {exits!r}, which is for looped models in one piece"
+        raise InputError(message, field="exits", remedy='use exits "read", and tensor_parallel=1', code="not_looped")
+    return None if facts is None else LoopedPart(worker, options.generation, facts)
+
+
+class LoopedPart(EnginePart):
+    """The EnginePart for a looped model.
+
+    leaves  whether rows leave for good, by rules or because a router says so; otherwise they make all visits of their
+            route, and are only read earlier
+    """
+
+    def __init__(self, worker: Worker, options: GenerateOptions, facts: LoopedFacts):
+        self._worker, self._options, self._facts = worker, options, facts
+        self.leaves = facts.routed or options.looped.exits != "read"
+        self._keys: Keys = "project" if options.looped.exits == "project" else "last"
+        self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # that the router chose, by prompt
+        self._leaving: tuple[object, np.ndarray] | None = None  # computed rows of the last step, and their exits
+
+    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
+        if sharing == "mlp" and self.in_slots(exits):
+            remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
+            raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
+        if exits is None:
+            return
+        if self.leaves:
+            if exits.prompts and self._asks(exits):
+                message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
+                raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")
+            return
+        for name in exits.given:
+            if name in ("exit_change", "exit_prompts", "exit_visits"):
+                message = f"{name} is given, and rows make all visits"
+                raise InputError(message, field=name, remedy='give the LLM looped={"exits": "save"}', code="no_exits")
+            if name in ("min_visits", "max_visits") and not self._facts.gate:
+                message = f"{name} is given, and the model has no gate: its rows are read after the last visit"
+                remedy = 'leave it out, or give the LLM looped={"exits": "save"}'
+                raise InputError(message, field=name, remedy=remedy, code="no_gate")
+
+    def in_slots(self, exits: Exits | None) -> bool:
+        # A row stream shares rows by their tokens alone, and its rows make all visits.
+        return self._asks(exits) or (self.leaves and may_leave(self._filled(exits)))
+
+    def _asks(self, exits: Exits | None) -> bool:
+        """Return whether a router chooses the route of a request."""
+        return self._facts.routed and (exits is None or exits.route is None)
+
+    def _filled(self, exits: Exits | None) -> Exits:
+        """Return exits with the model's threshold if they have none."""
+        exits = exits or Exits()
+        return replace(exits, threshold=self._facts.threshold) if exits.threshold is None else exits
+
+    def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> LoopedScheduler:
+        hooks: dict[str, Any] = {"namespace_of": self._namespace_of, "on_route": self._remember}
+        kind: Any = partial(LoopedScheduler, routed=self._facts.routed, **hooks)
+        scheduler: LoopedScheduler = over_store(kind, self._worker, self._options, max_batch_rows, holds_rows)
+        return scheduler
+
+    # ------------------------------------------------------------------------------------------- namespaces
+
+    def submit(self, request: Any) -> Mapping[str, Any]:
+        namespace = self._namespace_of(request.namespace, request.readers[0].exits, request.rows, request.key)
+        return {"namespace": namespace}
+
+    def _namespace_of(
+        self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray, key: Hashable = None
+    ) -> Namespace:
+        """Return the namespace of a prompt's rows. key: of its request, which may ask the router"""
+        filled, asker = self._filled(exits), None
+        route, rule = filled.route, replace(filled, route=None)
+        if self._asks(exits):
+            asker = Asker(key, filled.min_visits, filled.max_visits or len(self._facts.order))
+        if not self._facts.routed and route == self._facts.order:
+            route = None
+        way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
+        if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
+            way = replace(way, route=route, asker=None)
+        return namespace if way == MODEL_ORDER else (*namespace, way)
+
+    def _remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
+        """Keep the route that the router chose for a prompt, for later requests with the prompt."""
+        self._routes[_place(namespace[:-1], way_of(namespace), tokens)] = route
+        if len(self._routes) > MOST_ROUTES:
+            self._routes.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------- messages
+
+    def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
+        ways = [(way_of(namespace), first, stop) for namespace, first, stop in step.namespaces]
+        numbers: dict[tuple[int, ...], int] = {}
+        route = [numbers.setdefault(way.route or self._facts.order, len(numbers)) for way, _, _ in ways]
+        own: dict[str, Any] = {"routes": tuple(numbers)}
+        if len(numbers) > 1:
+            own["route"] = np.repeat(route, [stop - first for _, first, stop in ways])
+        if self.leaves:
+            own |= {"leave_after": self._leave_after(step, ways), "keys": self._keys}
+        else:
+            own["read_after"] = self._read_after(step, readers)
+        askers = [(first, stop, way.asker) for way, first, stop in ways if way.asker is not None]
+        if askers:
+            own["asks"] = np.array([(first, stop, asker.fewest, asker.most) for first, stop, asker in askers], np.int64)
+        return {"feature": Passage(**own)}
+
+    def _read_after(self, step: Any, readers: Sequence[Any]) -> np.ndarray | None:
+        exits = [*(reader.exits for reader in readers), *(exits for exits, _ in kept_rows(step))]
+        rows = [exits_row(one) for one in exits]
+        if self._facts.threshold == 1 and all(row == NO_EXITS for row in rows):
+            return None
+        return np.array(rows, np.float64).reshape(-1, 3)  # None becomes nan
+
+    def _leave_after(self, step: Any, ways: Sequence[tuple[Way, int, int]]) -> np.ndarray | None:
+        """Return `Passage.leave_after` of a step. Rows of prompts leave only if their requests say so."""
+        if self._leaving is not None and self._leaving[0] is step.computed_rows:
+            return self._leaving[1]  # the same sequences go on, by the same rules
+        self._leaving = None
+        if all(way.exits is None for way, _, _ in ways):
+            return None
+        rules, starts, has_lists = [STAYS] * step.num_rows, [first for _, first, _ in ways], False
+        for way, first, stop in ways:
+            if way.exits is not None and way.exits.prompts:
+                rules[first:stop] = [_rule(way.exits)] * (stop - first)
+        for node, count in step.computed_rows:
+            stop = step.last_row[node] + 1
+            exits = ways[bisect_right(starts, stop - 1) - 1][0].exits
+            if exits is None or not isinstance(node.tokens, list):
+                continue  # the rows make all visits, or are of a prompt: tokens of a tail are a list that grows
+            listed = exits.visits[node.num_computed : node.num_computed + count]
+            own: list[Rule] = [(NEVER, NEVER, visits, visits) for visits in listed]
+            rules[stop - count : stop] = own if len(own) == count else (own + [_rule(exits)] * count)[:count]
+            has_lists = has_lists or bool(exits.visits)
+        found = np.array(rules, np.float64)
+        if not has_lists:
+            self._leaving = step.computed_rows, found
+        return found
+
+
+def _rule(exits: Exits) -> Rule:
+    """Return a row of `Passage.leave_after`."""
+    threshold = NEVER if exits.threshold in (None, 1) else float(exits.threshold)
+    change = NEVER if exits.change is None else exits.change
+    return threshold, change, exits.min_visits, exits.max_visits or np.inf
+
+
+def _place(namespace: Namespace, way: Way, tokens: np.ndarray) -> Hashable:
+    """Return the name of a prompt whose route the router chooses, whichever request it is of."""
+    assert way.asker is not None
+    return (
+        namespace,
+        way.exits,
+        way.asker.fewest,
+        way.asker.most,
+        blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest(),
+    )

@@ -1,0 +1,143 @@
+"""The scheduler of looped models: it counts visits, and moves the rows of a routed prompt to the route that the router
+chose for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...engine.cache import SlotPool
+from ...engine.cache.tree import Node
+from ...engine.schedule.admission import NO_LIMITS, StepLimits
+from ...engine.schedule.generate import GenerateScheduler
+from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan
+from ...engine.schedule.steps import SlotResult
+from ...spec.requests import Exits
+from ...trie import token_bytes
+from .steps import PassResult, way_of
+
+Namespace = tuple[Hashable, ...]
+# Returns the namespace of a prompt's rows, by the namespace of its adapter and salt, its exits and its tokens.
+NamespaceOf = Callable[[Namespace, Exits | None, np.ndarray], Namespace]
+# Called with the namespace of a prompt whose router was asked, its tokens, and the route.
+OnRoute = Callable[[Namespace, np.ndarray, tuple[int, ...]], None]
+
+
+def namespace_at(node: Node) -> Namespace:
+    """Return the namespace of a node's rows."""
+    while node.parent is not None:
+        node = node.parent
+    return node.namespace  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class RoutedPlan(StepPlan):
+    """The plan of a step of a model with a router, which is asked about whole prompts: all rows of such a prompt are in
+    one step. A step has at most one such prompt beyond its limit of rows."""
+
+    has_asked: bool = False
+
+    def _add_prompt(self, sequence: SequenceState) -> None:
+        leaf = sequence.leaf
+        if way_of(namespace_at(leaf)).asker is None:
+            StepPlan._add_prompt(self, sequence)
+            return
+        missing = leaf.num_pending - self.computed_rows.get(leaf, 0)
+        if missing > self.room and self.has_asked:
+            return
+        self.has_asked, self.room = True, max(self.room, missing)
+        if sequence.tail.tokens:  # rows of its own tokens wait until the route is known
+            self.computed_rows[leaf] = len(leaf)
+            self.room -= missing
+        else:
+            StepPlan._add_prompt(self, sequence)
+
+
+class LoopedScheduler(GenerateScheduler):
+    """A GenerateScheduler for a looped model.
+
+    namespace_of, on_route  see above
+    """
+
+    def __init__(self, pool: SlotPool, *, namespace_of: NamespaceOf, on_route: OnRoute, routed: bool, **options: Any):
+        self._namespace_of, self._on_route, self._routed = namespace_of, on_route, routed
+        super().__init__(pool, **options)
+
+    def namespace_of(self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray) -> Namespace:
+        return self._namespace_of(namespace, exits, tokens)
+
+    def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
+        if self._routed and any(_asks(step) for step in self._in_flight):
+            return None  # the rows of the next step go where the router says
+        return super().plan(limits)
+
+    def _new_plan(self, limits: StepLimits) -> StepPlan:
+        return RoutedPlan(self._max_rows(limits), self._holds_rows) if self._routed else super()._new_plan(limits)
+
+    def commit(
+        self, step: GenerateStep, tokens: Sequence[int], ended: Sequence[bool], result: SlotResult | None = None
+    ) -> list[SequenceState]:
+        if isinstance(result, PassResult) and self._in_flight and self._in_flight[0] is step:
+            self.stats.block_calls += int(result.visits.sum())
+            self.stats.block_calls_saved += result.saved
+            for namespace, route in zip(_asks(step), result.routes, strict=True):
+                self._settle(namespace, route)
+        return super().commit(step, tokens, ended, result)
+
+    def _settle(self, namespace: Namespace, route: tuple[int, ...]) -> None:
+        """Move the rows of a prompt to its route, where later prompts find them."""
+        way = way_of(namespace)
+        assert way.asker is not None
+        sequences = list(self._requests.get(way.asker.key, ()))
+        # The request has ended, or waits again after it was on hold, or ends because its numbers are not finite.
+        if not sequences or sequences[0].leaf.num_pending or not route:
+            return
+        old = sequences[0].leaf
+        tokens, own_slots = np.asarray(old.tokens), self.tree.drop(old)
+        self._on_route(namespace, tokens, route)
+        old.users = 0
+        self.tree.remove(old)
+        leaf = self.tree.insert((*namespace[:-1], replace(way, route=route, asker=None)), token_bytes(tokens))
+        path = leaf.path()
+        if self.cache is not None:
+            self.cache.take(path)
+            self.cache.use(path)
+        for node in path:
+            node.users += len(sequences)
+            node.priority = max(node.priority, *[sequence.priority for sequence in sequences])
+            self._fill(node, own_slots[node.start : node.stop])
+        for sequence in sequences:
+            sequence.leaf = sequence.tail.parent = leaf
+        self._before = None  # its step named the old rows
+
+    def _fill(self, node: Node, slots: np.ndarray) -> None:
+        """Use these slots for the rows of a node that are not computed; free the others."""
+        computed = node.num_computed
+        spare = slots[:computed]
+        if computed < len(node):
+            kept, pending = node.slots[:computed].copy(), node.slots[computed:].copy()
+            node.give_up()
+            node.claim(np.concatenate((kept, slots[computed:])))
+            node.num_computed = len(node)
+            self.tree.stored(node)
+            spare = np.concatenate((spare, pending))
+        self.pool.free(spare)
+
+    def _let_go(self, node: Node) -> None:
+        if way_of(namespace_at(node)).asker is None:
+            super()._let_go(node)
+        else:  # no other request finds these rows
+            self.pool.free(self.tree.drop(node))
+            self.tree.remove(node)
+
+    def _is_prompt_like(self, sequence: SequenceState) -> bool:
+        exits = way_of(namespace_at(sequence.leaf)).exits
+        return exits is None or (exits.prompts and not exits.visits)
+
+
+def _asks(step: GenerateStep) -> list[Namespace]:
+    """Return the namespaces of a step's prompts whose router is asked, in the order of their rows."""
+    return [namespace for namespace, _, _ in step.namespaces if way_of(namespace).asker is not None]

@@ -1,0 +1,266 @@
+"""Visits of whole sequences, for training: `routed` is the definition of routes, and log-probabilities have gradients.
+
+Every block is computed for every row, and blocks that a router did not pick have weight 0; an engine skips them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import InputError
+from ...model import CausalLM
+from ...model.decoder_layer import Layer
+from ...model.lora import NO_ADAPTERS
+from ...model.transformer import Attend, Pass
+from ...train.batch import TrainBatch, dtype_on
+from ...train.losses import check_trained, target_logprobs
+from ...worker.rows import Path, StepAttend
+from .config import Loop, Routing
+from .gates import mixture, summary
+from .model import LoopedLM
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A Visit holds the states of rows after one visit, and the router's logits and weights that led to them.
+
+    state    [rows, hidden] as it would be read after the visit
+    logits   float32 [n, blocks + 1]: the router's logits before the visit, of each sequence, or of each row where it
+             reads rows; None where it was not asked
+    weights  float32 [n, blocks + 1]: the share of each block in the state, and of the state before
+    """
+
+    state: Tensor
+    logits: Tensor | None
+    weights: Tensor
+
+
+def routed(
+    model: LoopedLM,
+    tokens: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    lengths: Tensor,
+    routing: Routing | None = None,
+    routes: Sequence[Sequence[int]] | None = None,
+) -> Iterator[Visit]:
+    """Yields each visit of the rows of whole sequences, which lie one after the other and share none.
+
+    tokens, positions  int64 [rows]
+    attend     has all these rows as queries and keys, however often it is called
+    lengths    int64 [sequences]: rows of each
+    routing    how the router picks; by default as the config says
+    routes     the blocks that each sequence visits; then the router is not asked. A sequence at its end goes no further
+
+    A row that has left keeps its state. The router's choices have the gradients of its probabilities. With a router
+    that reads rows, a row sees in a block the K/V of each row's last visit to that block; those of a row that has not
+    visited the block are made of its present state. Raises InputError where routes name no block or are not one a
+    sequence, for a model with a coda, and for one without a router where no routes are given.
+    """
+    loop, count = model.loop, len(lengths)
+    if loop.coda:
+        raise InputError("the model has a coda, so it is read after its last visit only", field="model")
+    routing = routing or loop.router
+    if routes is None and routing is not None and routing.kind == "fixed":
+        routes = [loop.order] * count
+    if routes is None and (routing is None or model.router is None):
+        raise InputError("the model has no router", field="routes", remedy="give a route for each sequence")
+    if routes is None and routing is not None and routing.kind == "planned" and model.planner is None:
+        raise InputError("the model has no planner", field="routes", remedy="give a route for each sequence")
+    rows = model.start(tokens, positions, attend)
+    of_row = torch.repeat_interleave(torch.arange(count, device=tokens.device), lengths)
+    by_row = routes is None and routing is not None and routing.reads == "row"
+    blocks = _Blocks(model, rows, by_row and routing is not None and routing.kind != "soft")
+    route_shares = None if routes is None else _shares_of(routes, count, loop).to(tokens.device)
+    x, planned = rows.stream, None
+    share_left = torch.ones(len(tokens) if by_row else count, device=tokens.device)
+    for visit in range(len(loop.order) if route_shares is None else len(route_shares)):
+        if route_shares is not None:
+            logits, shares = None, route_shares[visit]
+        else:
+            assert routing is not None and model.router is not None
+            if routing.kind != "planned":
+                logits = model.router(summary(x) if by_row else _summed_up(x, lengths, of_row), visit)
+            else:
+                if planned is None:
+                    assert model.planner is not None
+                    planned = model.planner(_summed_up(x, lengths, of_row))
+                logits = planned[visit]
+            shares = mixture(logits, routing)
+            if routing.kind != "soft" and torch.is_grad_enabled():
+                soft = torch.softmax(logits, -1)
+                shares = shares.detach() + (soft - soft.detach())  # straight through (Bengio et al. 2013)
+        # Rows that have left take no part in what blocks compute.
+        weights = shares[:, :-1] * share_left[:, None]
+        share_left = share_left * (1 - shares[:, -1])
+        weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
+        x = blocks(x, weights if by_row else weights[of_row])
+        yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
+
+
+def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tensor:
+    """Returns the shares of routes that are known, float32 [visits, n, blocks + 1]: all of the block of a visit, or of
+    the state where a route has ended."""
+    if len(routes) != count:
+        raise InputError(f"{len(routes)} routes for {count} sequences", field="routes")
+    for number, route in enumerate(routes):
+        loop.check_route(route, f"the route of sequence {number}")
+    visits = max(map(len, routes))
+    whole_routes = [[*route, *[loop.blocks] * (visits - len(route))] for route in routes]
+    return F.one_hot(torch.tensor(whole_routes).T, loop.blocks + 1).float()
+
+
+def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:
+    """Returns the input of a router that reads requests, made of the residual stream [rows, hidden], see `summary`."""
+    sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
+    return summary(x[lengths.cumsum(0) - 1], sums / lengths[:, None])
+
+
+class _Blocks:
+    """Takes rows through all blocks at once.
+
+    last_visits  whether a row's keys in a block are those of its last visit there, since rows are in different blocks
+    """
+
+    def __init__(self, model: LoopedLM, rows: Pass, last_visits: bool):
+        self.model, self.rows, self.last_visits = model, rows, last_visits
+        # By layer: keys, values, and which rows have visited the layer.
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, shares: Tensor) -> Tensor:
+        """Returns the residual stream [rows, hidden] after a visit. shares: float32 [rows, blocks + 1]."""
+        mixed = x * shares[:, -1:].to(x.dtype)
+        for block in range(self.model.loop.blocks):
+            visits = shares[:, block] > 0
+            if bool(visits.any()):
+                mixed = mixed + self._through(x, block, visits) * shares[:, block : block + 1].to(x.dtype)
+        return mixed
+
+    def _through(self, x: Tensor, block: int, visits: Tensor) -> Tensor:
+        model, rows = self.model, self.rows
+        start = model.injected(x, rows.prelude)
+        now, delta = start.clone(), None
+        for number in model.parts[block]:
+            plane = model.first[number]
+            see = partial(self._attend, number, start, visits) if self.last_visits else partial(rows.attend, plane)
+            cos_sin = rows.cos_sin[plane]
+            now, delta = model.layers[number](
+                now, delta, cos_sin=cos_sin, attend=see, read=None, adapters=NO_ADAPTERS, ops=rows.ops
+            )
+        if model.loop.between == "norm":
+            return model.norm(now, delta, rows.ops)[1]
+        return now if delta is None else now + delta
+
+    def _attend(
+        self, number: int, start: Tensor, visits: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Returns attention where only the rows of `visits` go through the layer now; start: states before it."""
+        rows, layer, plane = self.rows, self.model.layers[number], self.model.first[number]
+        assert isinstance(layer, Layer)
+        k_of_state, v_of_state = layer.keys_values(start.clone(), rows.cos_sin[plane], rows.ops)
+        old_k, old_v, visited = self._kept.get(number, (k_of_state, v_of_state, torch.zeros_like(visits)))
+        k, v = (
+            torch.where(visits[:, None, None], new, torch.where(visited[:, None, None], old, of_state))
+            for new, old, of_state in ((k, old_k, k_of_state), (v, old_v, v_of_state))
+        )
+        self._kept[number] = k, v, visited | visits
+        return rows.attend(plane, q, k, v, sinks)
+
+
+def visit_logprobs(
+    model: LoopedLM, batch: TrainBatch, ids: np.ndarray | None = None, order: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the log-probability of each target after each visit of a looped model, and the gate's logits of leaving
+    there, both float32 [visits, targets]; without a gate, None in place of the logits.
+
+    ids    int64 [visits, targets]: the token that each target is after each visit; by default its sequence's token
+    order  the blocks that are visited, as many as by default; None: those of the config
+
+    The result is differentiable. Errors are those of `logprobs`; InputError is also raised for a model that does not
+    loop, and for one with a coda.
+    """
+    if not isinstance(model, LoopedLM):
+        raise InputError("the model does not loop, so it is read once", field="model", remedy="use `logprobs`")
+    check_trained(model, batch)
+    prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
+    attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
+    rows = model.start(prepared.tokens, prepared.positions, attend, prepared.read_rows)
+    states = model.after_each_visit(rows, order)
+    return _read(model, batch, states, ids)
+
+
+def _read(
+    model: LoopedLM, batch: TrainBatch, states: list[Tensor], ids: np.ndarray | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the result of `visit_logprobs`, made of the hidden states after each visit."""
+    weight = model.embedding if model.lm_head is None else model.lm_head
+    ids = np.broadcast_to(batch.target_ids, (len(states), batch.num_targets)) if ids is None else ids
+    reads = np.arange(len(states))[:, None] * len(states[0]) + batch.target_reads
+    logprobs = target_logprobs(torch.cat(states), weight, reads.ravel(), ids.ravel()).view(ids.shape)
+    if model.gate is None:
+        return logprobs, None
+    return logprobs, model.leaving(torch.stack(states))[:, torch.from_numpy(batch.target_reads).to(logprobs.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLogprobs:
+    """A RoutedLogprobs holds log-probabilities of a batch's targets after each visit of a routed model, with gradients.
+
+    logprobs  float32 [visits, targets]
+    gate      float32 [visits, targets]: the gate's logits of leaving; None without a gate
+    choices   float32 [visits, n, blocks + 1]: the router's logits before each visit, of each sequence, or of each row
+              where the router reads rows; None where it was not asked
+    weights   float32 [visits, n, blocks + 1]: the blocks' weights, see `prefold.features.looped.train.Visit`
+    """
+
+    logprobs: Tensor
+    gate: Tensor | None
+    choices: Tensor | None
+    weights: Tensor
+
+
+def routed_logprobs(
+    model: LoopedLM,
+    batch: TrainBatch,
+    ids: np.ndarray | None = None,
+    *,
+    routing: Routing | None = None,
+    routes: Sequence[Sequence[int]] | None = None,
+) -> RoutedLogprobs:
+    """Returns the RoutedLogprobs of a batch's targets after each visit of a looped model with a router.
+
+    batch    with sharing "off": a route is chosen from a whole sequence, so that sequences share no rows
+    ids      int64 [visits, targets], as of `visit_logprobs`
+    routing  how the router picks; by default as the config says
+    routes   the blocks that each sequence visits, where the router is not to be asked
+
+    Errors are those of `visit_logprobs`, and InputError for a batch with sharing.
+    """
+    if not isinstance(model, LoopedLM):
+        raise InputError("the model does not loop, so it has no routes", field="model", remedy="use `logprobs`")
+    check_trained(model, batch)
+    visits = list(routed(model, *whole_sequences(model, batch), routing=routing, routes=routes))
+    logprobs, gate = _read(model, batch, [visit.state[batch.step.read_rows] for visit in visits], ids)
+    logits = [visit.logits for visit in visits if visit.logits is not None]
+    weights = torch.stack([visit.weights for visit in visits])
+    return RoutedLogprobs(logprobs, gate, torch.stack(logits) if logits else None, weights)
+
+
+def whole_sequences(model: CausalLM, batch: TrainBatch) -> tuple[Tensor, Tensor, StepAttend, Tensor]:
+    """Returns a batch for a model that reads whole sequences: the tokens and positions of its rows, int64 [rows], their
+    attention, and how many rows each sequence has, int64 [sequences]. Raises InputError where rows are shared."""
+    if batch.sharing != "off":
+        message = f"the batch was laid out with sharing {batch.sharing!r}, and the model reads whole sequences"
+        raise InputError(message, field="sharing", remedy='build it with sharing="off"')
+    prepared = batch.prepared(model.device, dtype_on(model.device, model.dtype))
+    attend = StepAttend(prepared, Path(), model.config.planes, model.config.scale)
+    starts = np.flatnonzero(batch.step.positions == 0)
+    lengths = torch.from_numpy(np.diff([*starts, batch.num_rows])).to(model.device)
+    return prepared.tokens, prepared.positions, attend, lengths

@@ -1,0 +1,33 @@
+"""Enters reuse at other positions in the tables of the core. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...engine.schedule.parts import SETTLERS, EnginePart, add_engine_part
+from ...worker.parts import WorkerPart, add_part
+
+
+@SETTLERS.append
+def _settled(options: Any, identity: Mapping[str, Any]) -> Any:
+    if options.cache is None or options.cache.shifted is None:
+        return options
+    from .measured import permitted
+
+    return replace(options, cache=permitted(options.cache, identity))
+
+
+@add_part
+def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
+    from .worker import shifted_part
+
+    return shifted_part(model)
+
+
+@add_engine_part
+def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
+    from .scheduler import engine_part
+
+    return engine_part(worker, options, meter)

@@ -1,0 +1,267 @@
+"""Chunks of text that were met elsewhere: which stretches of a new prompt have rows in the cache at other places.
+
+Such rows are those of the same tokens behind other tokens, so what is made of them is an approximation (EPIC, Hu et al.
+2024; CacheBlend, Yao et al. 2024). Nothing here is used, and nothing is noted, unless `CacheOptions.shifted` is set.
+
+Rows are found by hashes of blocks. The rows of each path are cut into blocks at positions that are multiples of the
+block's size; a prompt is looked up at all of its positions. A block is half as long as the shortest chunk, so each
+common stretch that is long enough holds one. Hashes propose, the tokens themselves decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...engine.cache.tree import Node, RowTrie
+from ...engine.schedule.steps import Message
+from ...trie import MEDIA_BASE, token_bytes
+from .options import ShiftedReuse
+
+# Of so many places where a block was met, the one with the longest chunk is taken.
+TRIES = 4
+# Places of a prompt that are looked at in vain, before it is given up: text that repeats itself would have one at each
+# position.
+MAX_FAILED_STEPS = 256
+# An odd number, so that it has an inverse modulo 2**64; and what spreads the bits of token ids (splitmix64).
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+Key = tuple[bytes, int]  # the images before a block, digested, and the hash of the block
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """A Chunk is a stretch of a prompt that has rows elsewhere.
+
+    start, stop  where it begins in the prompt, and the position behind its end
+    slots        int64 [stop - start]: where the K/V of the same tokens lies
+    position     the position that the first of these rows was computed at
+    node         the node that the last of them is in
+    """
+
+    start: int
+    stop: int
+    slots: np.ndarray
+    position: int
+    node: Node
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def behind(self, at: int) -> Chunk:
+        """Returns the chunk without what comes before `at`, which is in it."""
+        first = at - self.start
+        return Chunk(at, self.stop, self.slots[first:], self.position + first, self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class ShiftedFacts:
+    """ShiftedFacts are what the host knows of a worker that moves rows.
+
+    fixed  why rows cannot be moved to other positions, in words; None: they can
+    """
+
+    fixed: str | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MoveRows(Message):
+    """A MoveRows asks for copies of the K/V of n rows, as rows at other positions: their keys are turned by the rotary
+    angles between the two. Everything is read before anything is written.
+
+    sources, positions      int64 [n]: the slots that are read, and the positions their rows were computed at
+    slots, new_positions    int64 [n]: the slots that are written, none twice, and the positions of the copies
+    """
+
+    sources: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    new_positions: np.ndarray
+
+
+class ChunkIndex:
+    """A ChunkIndex finds chunks of text among the computed rows of a radix tree, whether in use or kept.
+
+    Rows of tails, and others that are not in the tree, are not found.
+    """
+
+    def __init__(self, tree: RowTrie, options: ShiftedReuse):
+        self.options = options
+        self._shortest = max(options.min_tokens, options.recompute + 1)
+        self._size = (self._shortest + 1) // 2
+        self._tree = tree
+        self._blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: where each block ends
+        self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # how far, and (end, key) of blocks
+        tree.on_store.append(self._store)
+        tree.on_split.append(self._split)
+        tree.on_drop.append(self._drop)
+        tree.on_clear.append(self._clear)
+
+    def find(self, namespace: Hashable, tokens: np.ndarray, first: int) -> list[Chunk]:
+        """Returns chunks of the tokens int32 [n] of a prompt from `first` on, in their order; none overlap.
+
+        The last token is in none, since its row has to be computed. A chunk holds no row of an image, and its rows had
+        the same images before them, in the same order.
+        """
+        table = self._blocks.get(namespace)
+        stop = min(len(tokens) - 1, first + self.options.window)
+        if not table or stop - first < self._shortest:
+            return []
+        chunks: list[Chunk] = []
+        in_vain = 0
+        for start, end in _texts(tokens, first, stop):
+            behind = _images_before(tokens, start)
+            hashes = window_hashes(tokens[start:end], self._size).tolist()
+            at, i = start, 0
+            while i < len(hashes) and len(chunks) < self.options.max_matches and in_vain < MAX_FAILED_STEPS:
+                places = table.get((behind, hashes[i]))
+                chunk = places and self._longest(places, tokens, start + i, at, end)
+                if chunk:
+                    chunks.append(chunk)
+                    at, i = chunk.stop, chunk.stop - start
+                else:
+                    i, in_vain = i + 1, in_vain + (places is not None)
+        covered = sum(map(len, chunks))
+        return chunks if covered >= self.options.min_share * (len(tokens) - first) else []
+
+    def _longest(self, places: dict[Node, int], tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
+        """Returns the longest chunk within [first, stop) around the block at `at`; None where all are too short."""
+        best = None
+        for node, _ in zip(reversed(places), range(TRIES), strict=False):
+            chunk = self._around(node, places[node], tokens, at, first, stop)
+            if chunk is not None and len(chunk) >= self._shortest and (best is None or len(chunk) > len(best)):
+                best = chunk
+        return best
+
+    def _around(self, node: Node, end: int, tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
+        """Returns the chunk around the block at `at` that the rows of a path have which ends at `end` in `node`."""
+        rows, slots = _rows(node.path())
+        source = end - self._size
+        back = min(at - first, source)
+        same = (rows[source - back : source] == tokens[at - back : at]) & (slots[source - back : source] > 0)
+        before = _num_leading(same[::-1])
+        begin = source - before
+        start = at - before
+        while True:
+            size = min(len(rows) - begin, stop - start)
+            same = (rows[begin : begin + size] == tokens[start : start + size]) & (slots[begin : begin + size] > 0)
+            size = _num_leading(same)
+            behind = token_bytes(tokens[start + size : start + size + 1])
+            follows = node.children.get(behind) if begin + size == len(rows) else None
+            if follows is None or start + size >= stop:
+                break
+            node = follows
+            more_rows, more_slots = _rows([node])
+            rows, slots = np.concatenate((rows, more_rows)), np.concatenate((slots, more_slots))
+        if size < before + self._size:
+            return None
+        return Chunk(start, start + size, slots[begin : begin + size], begin, node)
+
+    # ------------------------------------------------------------------------------------------- what there is
+
+    def _store(self, node: Node) -> None:
+        if isinstance(node.tokens, list):  # it is not in the tree
+            return
+        path = node.path()
+        assert path[0].parent is not None
+        namespace, end_noted, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
+        stop = node.start + node.num_computed
+        ends = [end for end in range(end_noted // self._size * self._size + self._size, stop + 1, self._size)]
+        if ends:
+            tokens = np.concatenate([node_above.tokens for node_above in path])[:stop]
+            first = ends[0] - self._size
+            hashes = window_hashes(tokens[first:], self._size)[:: self._size].tolist()
+            has_images = bool(tokens.max() >= MEDIA_BASE)
+            for end, value in zip(ends, hashes, strict=True):
+                start = end - self._size
+                if has_images and tokens[start:end].max() >= MEDIA_BASE:
+                    continue
+                key = (_images_before(tokens, start) if has_images else b"", value)
+                keys.append((end, key))
+                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+        self._noted[node] = (namespace, max(end_noted, stop), keys)
+
+    def _split(self, upper: Node, lower: Node) -> None:
+        if lower not in self._noted:
+            return
+        namespace, end_noted, keys = self._forget(lower)
+        for node, low, high in ((upper, 0, upper.stop), (lower, upper.stop, lower.stop)):
+            ends = [(end, key) for end, key in keys if low < end <= high]
+            for end, key in ends:
+                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+            self._noted[node] = (namespace, min(max(end_noted, node.start), node.stop), ends)
+
+    def _drop(self, node: Node) -> None:
+        if node in self._noted:
+            self._forget(node)
+
+    def _forget(self, node: Node) -> tuple[Hashable, int, list[tuple[int, Key]]]:
+        namespace, end_noted, keys = self._noted.pop(node)
+        table = self._blocks.get(namespace, {})
+        for _, key in keys:
+            places = table.get(key)
+            if places is not None:
+                places.pop(node, None)
+                if not places:
+                    del table[key]
+        if not table:
+            self._blocks.pop(namespace, None)
+        return namespace, end_noted, keys
+
+    def _clear(self) -> None:
+        self._blocks.clear()
+        self._noted.clear()
+
+
+def window_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
+    """Returns a hash of each `size` neighbouring tokens, uint64 [n - size + 1], of int32 [n]; it depends on them alone.
+
+    It is a polynomial in an odd number modulo 2**64 (Karp and Rabin 1987), from sums of the terms up to each token.
+    """
+    count = len(tokens) - size + 1
+    if count <= 0:
+        return np.empty(0, np.uint64)
+    mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
+    for factor, shift in zip(_MIX, (30, 27), strict=True):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    sums = np.zeros(len(tokens) + 1, np.uint64)
+    np.cumsum(mixed * _powers(_BASE, len(tokens)), out=sums[1:])
+    return (sums[size:] - sums[:count]) * _powers(_INVERSE, count)
+
+
+def _powers(base: int, count: int) -> np.ndarray:
+    powers = np.full(count, base, np.uint64)
+    powers[:1] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _rows(nodes: list[Node]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of nodes below each other, int32 [n], and the slots of their rows, int64 [n]: 0 where the row
+    is not there."""
+    slots = [np.pad(node.slots[: node.num_computed], (0, len(node) - node.num_computed)) for node in nodes]
+    return np.concatenate([node.tokens for node in nodes]), np.concatenate(slots)
+
+
+def _num_leading(same: np.ndarray) -> int:
+    return len(same) if same.all() else int(same.argmin())
+
+
+def _texts(tokens: np.ndarray, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yields where each stretch without rows of images begins and ends, among the tokens from `first` to `stop`."""
+    images = np.flatnonzero(tokens[first:stop] >= MEDIA_BASE) + first
+    start = first
+    for at in (*images.tolist(), stop):
+        if at > start:
+            yield start, at
+        start = at + 1
+
+
+def _images_before(tokens: np.ndarray, at: int) -> bytes:
+    """Returns a digest of the rows of images before a position; nothing where there are none."""
+    ids = tokens[:at][tokens[:at] >= MEDIA_BASE]
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest() if len(ids) else b""

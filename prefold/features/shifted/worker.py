@@ -1,0 +1,57 @@
+"""Copies of K/V to other positions: keys are turned by the rotary angles between the two, values stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...engine.worker import DONE, Ticket
+from ...model import CausalLM
+from ...model.device import send
+from ...worker.attention import KVStore
+from ...worker.local import LocalWorker
+from ...worker.parts import WorkerPart
+from .chunks import MoveRows, ShiftedFacts
+
+
+def shifted_part(model: CausalLM) -> WorkerPart:
+    """Returns the part of a worker that moves rows."""
+    return WorkerPart({MoveRows: _move}, ShiftedFacts(model.config.fixed))
+
+
+def _move(worker: LocalWorker, message: MoveRows) -> Ticket:
+    assert worker.store is not None
+    move_rows(worker.model, worker.store, message)
+    return DONE
+
+
+def move_rows(model: CausalLM, store: KVStore, message: MoveRows) -> None:
+    """Copies the K/V of slots to other slots, as that of rows at other positions, in all planes of this rank."""
+    sources, slots = (send(array, store.device) for array in (message.sources, message.slots))
+    positions = send(np.concatenate((message.positions, message.new_positions)), store.device)
+    angles: dict[int, Tensor] = {}  # planes with the same settings have the same table
+    for plane, table in enumerate(model.cos_sin(positions)):
+        if id(table) not in angles:
+            angles[id(table)] = between(*table.chunk(2))
+        k, v = store.read(plane, sources)
+        store.write(plane, slots, turn(k, angles[id(table)]), v)
+
+
+def between(before: Tensor, after: Tensor) -> Tensor:
+    """Returns cosines and sines of the angle between two positions of each row, float32 [rows, dim]. before, after:
+    cosines and sines of the positions themselves, [rows, dim].
+
+    They come from the tables that keys are turned by, so what rounding does to large angles is in them; a factor on
+    cosines and sines (as of YaRN) is not, for the keys have it already.
+    """
+    (cos, sin), (new_cos, new_sin) = before.chunk(2, -1), after.chunk(2, -1)
+    size = cos * cos + sin * sin
+    return torch.cat(((new_cos * cos + new_sin * sin) / size, (new_sin * cos - new_cos * sin) / size), -1)
+
+
+def turn(k: Tensor, cos_sin: Tensor) -> Tensor:
+    """Returns keys [rows, heads, dim] turned by the angles of `between`, computed in float32, in the dtype of k."""
+    cos, sin = cos_sin[:, None, :].chunk(2, -1)
+    a, b = k.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(k.dtype)

@@ -1,0 +1,20 @@
+"""Jobs: read records, and write exactly one line for each, whatever happens in between.
+
+Sources read records. Adapters turn a record into a task's items, and the task's answers into an output line. Here are
+also the reader, the journal, the output and the report of a job, and the commands that plan and verify one. `opening`,
+`inputs` and `models` make these from a JobSpec. No torch; importing this package opens nothing.
+"""
+
+from __future__ import annotations
+
+from .batch import OpenAIBatch
+from .columns import TableForm
+from .fields import Template
+from .flow import Job, run_beside
+from .formats import TableOptions
+from .output import OutputOptions, open_output
+from .plan import JobPlan, plan_job
+from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
+from .run import Interrupted, Summary, run_job
+from .source import open_source, open_sources
+from .tables import Columns, TableAdapter

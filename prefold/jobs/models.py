@@ -1,0 +1,204 @@
+"""Make what computes a job by its spec: the checkpoint and the tokenizer, an LLM or a fleet, and the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..cluster.backends import Backend
+from ..engine.protocol import Engine
+from ..errors import JobError
+from ..spec.job import JobSpec
+from ..spec.model import ModelSpec
+from ..spec.requests import Sharing
+from ..spec.task import LoopedOptions, SamplerOptions, TaskSpec
+
+Notify = Callable[[str], None]  # takes a line for the user, such as that a model is downloaded
+
+
+def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool = True) -> tuple[Any, Any]:
+    """Return (checkpoint, tokenizer or None) of a job, without reading weights. weights: whether the weights of a hub
+    id are downloaded"""
+    if backend.where:
+        from ..cluster.http_bodies import remote_model
+
+        return remote_model(spec.model_name, backend.tokenizer(spec), backend.where, notify)
+    from ..text import tokenizer_or_none
+
+    checkpoint = find_model(spec.model_name, spec.model, notify, weights=weights)
+    return checkpoint, tokenizer_or_none(checkpoint)
+
+
+def find_model(name: str, model: ModelSpec, notify: Notify, *, weights: bool = True) -> Any:
+    """Return the checkpoint of a name, and checks its config first, so that an unsupported model is refused before
+    anything is read."""
+    from ..checkpoint import resolve
+    from ..model import config_from
+
+    checkpoint = resolve(
+        name,
+        load_format=model.load_format,
+        weights=weights,
+        mmproj=model.images.mmproj,
+        context_length=model.context_length,
+        notify=notify,
+    )
+    config_from(checkpoint.config)
+    return checkpoint
+
+
+def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
+    """Raise JobError if the model has no tokenizer. texts: what needs it, for the error"""
+    if tokenizer is None:
+        advice = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
+        advice += "folder))"
+        if checkpoint.path is None:  # a shape, which is no folder
+            advice = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
+        ids = "or give OpenAI batch lines of token ids"
+        raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {advice}, {ids}")
+
+
+def load_llm(model: ModelSpec, checkpoint: Any, tokenizer: Any, media: Any = None, *, is_job: bool = True) -> Any:
+    """Return the LLM of a checkpoint. Imports torch.
+
+    media   the MediaTable of tasks that were made before
+    is_job  whether steps have many rows, as the steps of a job have; a server and the texts of a command have few
+    """
+    from ..llm import LLM
+
+    return LLM(checkpoint, tokenizer=tokenizer, media=media, **(model.for_job() if is_job else model).keywords())
+
+
+def image_reading(spec: JobSpec) -> dict[str, Any]:
+    """Return options of `ModelConfig.image_inputs`. Paths are read in --media-folder only."""
+    folder = spec.input.media_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise JobError(f"--media-folder {folder}: there is no such folder")
+    limits = {"file_bytes": spec.input.media_bytes, "pixels": spec.input.media_pixels}
+    place = {"folder": None if folder is None else Path(folder), "paths": folder is not None}
+    limited = {name: value for name, value in limits.items() if value is not None}
+    return place | limited | {"hosts": spec.model.images.allow_media_host}
+
+
+class FleetModel:
+    """A FleetModel takes the place of the LLM in a job on a fleet."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the replicas, "" while none is ready."""
+        return self.engine.snapshot().dtype
+
+    def close(self) -> None:
+        """End the replicas."""
+        self.engine.close()
+
+
+def load_fleet(
+    spec: JobSpec, backend: Backend, checkpoint: Any, tokenizer: Any, notify: Notify, media: Any = None
+) -> FleetModel:
+    """Return the fleet of a job, whose replicas load their models meanwhile. media: the MediaTable of the job's
+    tasks"""
+    from ..cluster.fleet import Fleet
+    from ..model import config_from
+    from ..trie import RowCost
+    from .plan import row_cost
+
+    fleet, options = spec.fleet, backend.options(spec)
+    if fleet.ray is not None:
+        from ..cluster.ray_replicas import RayReplicas
+
+        place: dict[str, Any] = {"count": fleet.replicas, "address": fleet.ray or None, "backend": fleet.backend_name}
+        model = str(Path(spec.model_name).absolute()) if Path(spec.model_name).exists() else spec.model_name
+        replicas: Any = RayReplicas(model, options, **place, notify=notify)
+    else:
+        inputs = {"checkpoint": checkpoint, "tokenizer": tokenizer, "notify": notify}
+        replicas = backend.replicas(spec, options, **inputs)
+    sharing: Sharing = "full" if spec.model.sharing == "auto" else spec.model.sharing
+    cost = RowCost() if backend.where else row_cost(config_from(checkpoint.config))
+    book = Fleet(replicas, sharing=sharing, row_cost=cost, patience=fleet.patience, notify=notify, media=media)
+    return FleetModel(book)
+
+
+class LazyTasks(Mapping[str, Any]):
+    """A LazyTasks holds the tasks of a batch, each of which is made when the first record needs it."""
+
+    def __init__(self, names: tuple[str, ...], spec: JobSpec, checkpoint: Any, tokenizer: Any, **reading: Any):
+        """Keep the arguments of the tasks. reading: options of reading images, which override the spec's"""
+        self._names, self._spec = names, spec
+        self._checkpoint, self._tokenizer = checkpoint, tokenizer
+        self._tasks: dict[str, Any] = {}
+        self._reading = reading
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether the batch may have a task of this name, without making it: the model may not be able to do
+        it."""
+        return name in self._names
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        if name not in self._tasks:
+            from ..tasks import make_task
+
+            options = task_spec(name, self._spec, self._checkpoint)
+            further = {"adapters": tuple(self._spec.model.adapters or ()), "images": self.images}
+            self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, options, **further)
+        return self._tasks[name]
+
+    @cached_property
+    def images(self) -> Any:
+        """Return the ImageInputs of all tasks; None for a model that takes text alone."""
+        from ..model import config_from
+
+        config, reading = config_from(self._checkpoint.config), image_reading(self._spec) | self._reading
+        return config.image_inputs(self._checkpoint, self._tokenizer, **reading)
+
+    @property
+    def media(self) -> Any:
+        """Return the MediaTable of the images, for the LLM that runs these tasks; or None."""
+        return None if self.images is None else self.images.table
+
+    def replace(self, name: str, task: Any) -> None:
+        self._tasks[name] = task
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def task_spec(name: str, spec: JobSpec, checkpoint: Any) -> TaskSpec:
+    """Return the options of a task of a job. With --recommended the checkpoint's own settings take the place of those
+    that were not given."""
+    recommended = _recommended(spec, checkpoint) if name == "generate" else {}
+    return replace(spec.tasks[name], **recommended)
+
+
+def batch_sampling(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
+    """Return {field of Sampling: value} for the lines of a batch, which may say otherwise: what was given, except the
+    seed, which belongs to the job, and with --recommended the checkpoint's own settings."""
+    return _recommended(spec, checkpoint) | spec.settings("generate", SamplerOptions, LoopedOptions)
+
+
+def _recommended(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
+    from ..tasks import recommended_sampling
+
+    found = recommended_sampling(checkpoint) if spec.recommended else {}
+    return {name: value for name, value in found.items() if name not in spec.given}
+
+
+def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
+    """Return whether a prompt is put into the chat template. Raise JobError for --chat or --system without one."""
+    has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
+    if spec.chat and not has:
+        raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")
+    if spec.conversations.system and (spec.chat is False or not has) and not spec.input.messages:
+        raise JobError("--system is for conversations, and prompts are taken as they are; write it into the prompt")
+    return has and spec.chat is not False

@@ -1,0 +1,398 @@
+"""Writes the lines of a job, to a file with its journal or to standard output. Lines are written in groups, at most a
+second or a megabyte late, so that small records stay cheap; each group is one commit of the journal. The last pass
+sorts the lines into input order, or converts them to CSV, Parquet or gzip; that file appears under its name when it is
+whole."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+import numpy as np
+
+from ..errors import JobError
+from ..spec.files import replacing, writing
+from .columns import TableForm, cell, need_pyarrow, write_parquet
+from .journal import Journal, covers, journal_path
+from .record import RecordSet
+from .source import as_noted
+
+COMMIT_SECONDS = 1.0
+COMMIT_BYTES = 1 << 20
+HELD_BYTES = 16 << 20
+RESUME = "give the same command to resume"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """An OutputOptions says where the lines go, and which files may exist before.
+
+    path         the output file; None: standard output
+    only_resume  there must be a job to resume
+    grown        with --grown: a function that raises JobError unless the input begins with the one of this identity
+    form         what is known of a table's columns
+    """
+
+    path: Path | None
+    keep_order: bool = False
+    overwrite: bool = False
+    only_resume: bool = False
+    limit: int | None = None
+    grown: Callable[[dict[str, Any]], None] | None = None
+    form: TableForm = field(default_factory=TableForm)
+
+
+class Output:
+    """An Output takes each record's line once, from any thread.
+
+    done     the records whose lines are there to stay: those of earlier runs, and those that this run has committed
+    count    how many records have their line, committed or not
+    errors   how many of these lines are errors
+    resumed  how many records had their line when the output was opened
+    ended    whether an earlier run has done everything this run would do
+    begun    whether something of this run is written
+    notes    what the user should know of the file that was made
+    first_error  the line of the first record that failed in this run
+    """
+
+    def __init__(self) -> None:
+        self.done = RecordSet()
+        self.count = self.errors = self.resumed = 0
+        self.ended = self.begun = False
+        self.notes: list[str] = []
+        self.first_error: str | None = None
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """Holds lines back until `release`, while it is not certain that the job can run, as long as memory has room
+        for them."""
+
+    def release(self) -> None:
+        """Writes the lines that were held back, in place of an old output."""
+
+    def write(self, number: int, line: str, failed: bool) -> None:
+        """Takes the line of a record; subclasses write it. failed: whether the line is an error"""
+        self.count += 1
+        self.errors += failed
+        self.first_error = self.first_error or (line if failed else None)
+
+    def commit(self, *, due_only: bool = False) -> None:
+        """Makes written lines durable. due_only: only if the last commit was long enough ago"""
+
+    def finish(self) -> None:
+        """Commits the remaining lines, and ends the output."""
+        self.commit()
+
+    def close(self) -> None: ...
+
+
+def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
+    """Returns the opened output of the job with the fingerprint `job`, which resumes if the job's journal exists.
+    Raises JobError if the output is not this job's, or cannot be written."""
+    if options.path is None:
+        if options.keep_order:
+            raise JobError("--keep-order needs an output file: add -o FILE")
+        if sys.stdout is None or sys.stdout.closed:
+            raise JobError("standard output is closed; add -o FILE")
+        return StreamOutput(sys.stdout.buffer)
+    return FileOutput(options, job)
+
+
+def partial_path(output: Path) -> Path:
+    """Returns the path of the lines file from which an output is made in the last pass."""
+    return output.with_name(output.name + ".partial")
+
+
+class StreamOutput(Output):
+    """A StreamOutput writes lines, in UTF-8, to a stream as they come. There is no journal, and nothing to resume."""
+
+    def __init__(self, stream: BinaryIO):
+        super().__init__()
+        self._stream = stream
+
+    def write(self, number: int, line: str, failed: bool) -> None:
+        with self._lock, writing("standard output"):
+            self._stream.write((line + "\n").encode())
+            self.done.add(number)
+            super().write(number, line, failed)
+
+    def commit(self, *, due_only: bool = False) -> None:
+        with self._lock, writing("standard output"):
+            self._stream.flush()
+
+
+class FileOutput(Output):
+    """A FileOutput writes each record's line to a file exactly once, whenever the process dies.
+
+    JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
+    the file is made of it when all lines are there.
+
+    The journal is locked before any file is looked at, and no file is changed before the first line is written. With
+    `hold`, a job that cannot run leaves everything as it was, unless HELD_BYTES of error lines came before that was
+    known.
+    """
+
+    def __init__(self, options: OutputOptions, job: dict[str, Any]):
+        super().__init__()
+        assert options.path is not None
+        self.path = options.path
+        self.limit = options.limit
+        if self.path.is_dir():
+            raise JobError(f"{self.path} is a folder; name a file in it")
+        self._finish = finish_for(self.path, options.keep_order, options.form)
+        self.lines_path = self.path if self._finish is None else partial_path(self.path)
+        self._job = {**job, "output": {"keep_order": options.keep_order}}
+        self._pending: list[tuple[int, bytes]] = []  # records' numbers with their lines, so that no signal parts them
+        self._bytes = 0
+        self._last = time.monotonic()
+        self._broken: JobError | None = None
+        self._file: Any = None
+        self._is_locked = self._grew = False
+        self._keeps_lines = options.grown is not None or options.limit is not None
+        self._replaces = options.overwrite and self.path.exists()
+        self.journal = Journal(journal_path(self.path))
+        try:
+            self._resumes = not options.overwrite and self._resume(options)
+        except BaseException:
+            self.journal.close()
+            raise
+        self.done, self.errors = self.journal.done, self.journal.errors
+        self.count = self.resumed = len(self.done)
+        self.ended = covers(self.journal.end_entry, self.limit)
+        if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
+            self._remove_lines()  # the job was killed between its end and this
+
+    def _resume(self, options: OutputOptions) -> bool:
+        """Reads the state of earlier runs of the job. Returns False if there are none."""
+        self.journal.read()
+        if self.journal.job is not None:
+            size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
+            has_final = self._finish is not None and self.path.exists()
+            before = self.journal.job.get("input")
+            if before and self._job.get("input"):  # a server's batch whose input is gone has none
+                self._job["input"] = as_noted(self._job["input"], before)
+            if options.grown is not None and before != self._job["input"]:
+                options.grown(before)
+                self.journal.job["input"] = self._job["input"]
+                self._grew = True
+            self.journal.resume(self._job, size, options.limit, has_final=has_final)
+            if self._grew:
+                self._check_lines(size)
+            return True
+        if self.path.exists() and self.path.stat().st_size:
+            raise JobError(
+                f"{self.path} exists and no journal says that it is this job's; "
+                "--overwrite replaces it, -o NAME writes elsewhere"
+            )
+        if options.only_resume:
+            raise JobError(
+                f"there is nothing to resume: {self.journal.path} does not exist; leave out --resume to start the job"
+            )
+        return False
+
+    def _check_lines(self, size: int) -> None:
+        """Raises JobError if an ended job is to go on, with --grown, and its lines were not kept."""
+        self.journal.end_entry = None
+        if size < self.journal.offset:
+            raise JobError(
+                f"{self.path} was made without --grown, and its lines are not kept; "
+                "--overwrite with --grown starts again, and goes on from there the next time"
+            )
+
+    def hold(self) -> None:
+        self._is_locked = True
+
+    def release(self) -> None:
+        self._is_locked = False
+
+    def _begin(self) -> None:
+        """Replaces an old output; of a job that is resumed, cuts off only the uncommitted lines."""
+        if self.begun:
+            return
+        if self._resumes:
+            self.journal.cut()
+            if self._grew:
+                self.journal.grow(self._job["input"])
+        else:
+            self.journal.start(self._job)
+            if self._replaces and self._finish is None:
+                partial_path(self.path).unlink(missing_ok=True)  # of a job that wrote another way
+        self._file = self.lines_path.open("ab", buffering=0)
+        self._file.truncate(self.journal.offset)
+        self.begun = True
+
+    def write(self, number: int, line: str, failed: bool) -> None:
+        data = (line + "\n").encode()
+        if self._finish is not None:
+            data = b"%d\t" % number + data
+        with self._lock:
+            self._pending.append((number, data))
+            self._bytes += len(data)
+            super().write(number, line, failed)
+            if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= COMMIT_SECONDS:
+                self._commit()
+
+    def commit(self, *, due_only: bool = False) -> None:
+        with self._lock:
+            if not due_only or time.monotonic() - self._last >= COMMIT_SECONDS:
+                self._commit()
+
+    def _commit(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self._is_locked and self._bytes < HELD_BYTES:
+            return
+        self._last = time.monotonic()
+        if not self._pending:
+            return
+        data = b"".join(line for _, line in self._pending)
+        try:
+            with writing(self.lines_path, "what is written is kept", RESUME):
+                self._begin()
+                num_bytes = 0
+                while num_bytes < len(data):
+                    num_bytes += self._file.write(data[num_bytes:])
+                os.fsync(self._file.fileno())
+                self.journal.commit(
+                    [number for number, _ in self._pending], self.journal.offset + len(data), self.errors
+                )
+            self._pending, self._bytes = [], 0
+        except JobError as error:
+            self._broken = error
+            raise
+        except BaseException:  # of a second Ctrl-C: the same lines must not be written again
+            self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
+            raise
+
+    def finish(self) -> None:
+        """Commits the remaining lines, makes the final file, and marks the job as ended."""
+        if self.ended:
+            return
+        self.release()
+        self.commit()
+        with writing(self.path, "the records are done and kept", RESUME):
+            self._begin()  # has not happened yet where there was nothing to commit
+            if self._finish is not None:
+                self.notes = self._finish(self.lines_path, self.path)
+            # With --limit or --grown a later run goes on from the lines, so they are kept.
+            keeps_lines = self._finish is None or self._keeps_lines
+            self.journal.finish(self.limit, keeps_lines=keeps_lines)
+            if not keeps_lines:
+                self._remove_lines()
+
+    def _remove_lines(self) -> None:
+        """Removes the lines of which the output was made."""
+        if self.path != self.lines_path and self.path.exists():
+            self.lines_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self.journal.close()
+
+
+# A function of (lines file, file to be made) that makes the file and returns notes for the user.
+Finish = Callable[[Path, Path], list[str]]
+
+
+def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
+    """Returns the function that makes the file `path` from the lines; None if the lines are the file. form: the columns
+    of a table. Raises JobError for a name without a known format, MissingExtraError without pyarrow."""
+    suffixes = [s.lower() for s in path.suffixes]
+    is_gzip = suffixes[-1:] == [".gz"]
+    format = (suffixes[:-1] if is_gzip else suffixes)[-1:]
+    open_file: Any = gzip.open if is_gzip else open
+    if format in ([".csv"], [".tsv"]):
+        write: Any = partial(_write_csv, open_file, "\t" if format == [".tsv"] else ",")
+    elif format == [".parquet"]:
+        if is_gzip:
+            raise JobError(f"{path.name} cannot be written, as Parquet is compressed inside; name it {path.stem}")
+        need_pyarrow(f"writing {path}")  # refuse before the work, not after it
+        write = write_parquet
+    elif format not in ([".jsonl"], [".ndjson"], [".json"]):
+        name = f"of {''.join(format)} files" if format else "without an ending"
+        raise JobError(
+            f"{path.name} cannot be written, as an output {name} is not known; name it .jsonl, .csv, .tsv or .parquet "
+            "(.gz may follow, but not .parquet)"
+        )
+    elif keep_order or is_gzip:
+        write = partial(_write_jsonl, open_file)
+    else:
+        return None
+
+    def finish(lines: Path, path: Path) -> list[str]:
+        with replacing(path) as temporary, lines.open("rb") as file:
+            notes = write(_OutputLines(file, keep_order), temporary, form or TableForm())
+        return notes
+
+    return finish
+
+
+class _OutputLines:
+    """An _OutputLines iterates over the lines, any number of times, in input order if `keep_order`."""
+
+    def __init__(self, file: BinaryIO, keep_order: bool):
+        self._file = file
+        self._starts = self._in_order() if keep_order else None
+
+    def _in_order(self) -> np.ndarray:
+        numbers, starts, place = array("q"), array("q"), 0
+        for line in self._file:
+            numbers.append(int(line[: line.index(b"\t")]))
+            starts.append(place)
+            place += len(line)
+        return np.array(starts, np.int64)[np.argsort(np.array(numbers, np.int64))]
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._starts is None:
+            self._file.seek(0)
+            for line in self._file:
+                yield line.split(b"\t", 1)[1]
+            return
+        for start in self._starts.tolist():
+            self._file.seek(start)
+            yield self._file.readline().split(b"\t", 1)[1]
+
+
+def _write_jsonl(open_file: Any, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
+    with open_file(path, "wb") as file:
+        for line in lines:
+            file.write(line)
+    return []
+
+
+def _write_csv(open_file: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
+    columns = list(dict.fromkeys((*form.head, *(name for line in form.objects(lines) for name in line))))
+    columns.sort(key="error".__eq__)  # the column of errors is the last one
+    with open_file(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")
+        table.writeheader()
+        for line in lines:
+            table.writerow({name: cell(name, value) for name, value in json.loads(line).items()})
+    return []
+
+
+class _UnixLines:
+    """A _UnixLines ends the records of a csv.writer with "\\n".
+
+    Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so its
+    records end with "\\r\\n".
+    """
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def write(self, record: str) -> int:
+        return self._file.write(record[:-2] + "\n")

@@ -1,0 +1,223 @@
+"""Counts what a job would share and cost from its tokens, without running the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..model import ModelConfig
+from ..spec.requests import Request
+from ..trie import RowCost, StreamCost, Window, common_prefix_lengths, lexsort_sequences
+from ..trie.segments import keys_seen
+from .output import Output
+from .reader import Job, Reader
+from .report.icicle import StreamShape, icicle, walk
+from .report.progress import Counts, Progress
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A Cost holds the floating-point operations of a run: those of the linear layers, and those of attention."""
+
+    linear: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention
+
+
+@dataclass
+class JobPlan:
+    """A JobPlan holds the counts of a job.
+
+    rows_mlp       rows of sharing "mlp" at `max_batch_rows`, prompts taken in order of arrival
+    outputs        texts to be generated
+    output_tokens  the most tokens that these texts may have together
+    limits         the same of each prompt, in stream order; empty where nothing is generated
+    sample         the first requests of the stream, with about as many rows as a step has; sample_task: their task
+    """
+
+    records: int = 0
+    errors: int = 0
+    first_errors: list[str] = field(default_factory=list)
+    requests: int = 0
+    tokens: int = 0
+    rows: int = 0
+    rows_mlp: int = 0
+    longest: int = 0
+    outputs: int = 0
+    output_tokens: int = 0
+    limits: list[int] = field(default_factory=list)
+    shape: StreamShape = field(default_factory=StreamShape)
+    sample: list[Request] = field(default_factory=list)
+    sample_task: str = ""
+
+    @property
+    def saved(self) -> float:
+        return 1 - self.rows / self.tokens if self.tokens else 0.0
+
+
+class _Tally(Output):
+    """A _Tally is an Output that keeps only the first few errors."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def write(self, number: int, line: str, failed: bool) -> None:
+        super().write(number, line, failed)
+        if len(self._plan.first_errors) < 3:
+            self._plan.first_errors.append(line)
+
+
+def plan_job(
+    source: Any,
+    adapter: Any,
+    tasks: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    window: int = 1 << 20,
+    max_batch_rows: int = 4096,
+    progress: Progress | None = None,
+) -> JobPlan:
+    """Reads, tokenises and sorts a job, and returns its JobPlan."""
+    plan, counts = JobPlan(), Counts()
+    tally = _Tally(plan)
+    job = Job(source, adapter, tasks, lambda: None, tally, limit=limit)
+    reader = Reader(job, counts)
+    progress = progress or Progress()
+    reader.start()
+    try:
+        while not reader.has_ended.wait(0.25):
+            progress.tick(counts)
+        for batch in reader.batches():
+            with batch.spool as spool:
+                read = tasks[batch.task].readout.kind
+                for window_ in plan.shape.watch(spool.windows(max_tokens=window, share=True)):
+                    if not plan.sample:
+                        plan.sample, plan.sample_task = _first_step(window_, max_batch_rows), batch.task
+                    plan.longest = max(plan.longest, int(np.diff(window_.offsets).max()))
+                    if read == "tokens":
+                        _count_outputs(plan, window_, tasks[batch.task].context)
+                for window_ in spool.windows(max_tokens=window, share=False):
+                    plan.rows_mlp += _rows_mlp(window_.without_twins(), max_batch_rows)
+    finally:
+        reader.close()
+        progress.close(counts)
+    plan.records, plan.errors = counts.records_read, tally.errors
+    plan.requests, plan.tokens, plan.rows = plan.shape.num_requests, plan.shape.num_tokens, plan.shape.num_rows
+    return plan
+
+
+def _first_step(window: Window, max_rows: int) -> list[Request]:
+    rows = np.cumsum(np.diff(window.offsets) - window.shared)
+    return [window.request(i) for i in range(max(1, int(np.searchsorted(rows, max_rows, "right"))))]
+
+
+def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
+    for number, length in enumerate(np.diff(window.offsets).tolist()):
+        sampling = window.request(number).sampling
+        limits = [limit for limit in (sampling.max_tokens, context and context - length) if limit is not None]
+        plan.limits.append(sampling.n * min(limits, default=0))
+        plan.outputs += sampling.n
+        plan.output_tokens += plan.limits[-1]
+
+
+def kv_row_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of one row's K/V in all planes, in the dtype that the checkpoint is stored in."""
+    size = 2 if config.dtype in ("bfloat16", "float16") else 4
+    return 2 * config.kv_size * len(config.planes) * size
+
+
+def _rows_mlp(window: Window, max_batch_rows: int) -> int:
+    """Returns the rows of sharing "mlp": whole prompts in order of arrival, unique within steps of so many rows."""
+    rows, first, stops = 0, 0, window.offsets[1:]
+    while first < window.num_requests:
+        start = window.offsets[first]
+        last = max(first + 1, int(np.searchsorted(stops, start + max_batch_rows, "right")))
+        tokens, offsets = window.tokens[start : window.offsets[last]], window.offsets[first : last + 1] - start
+        shared = common_prefix_lengths(tokens, offsets, lexsort_sequences(tokens, offsets))
+        rows += len(tokens) - int(shared.sum())
+        first = last
+    return rows
+
+
+def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
+    """Returns (cost with every prefix computed once, cost with nothing shared), without the LM head.
+
+    A row attends to its position + 1 keys, or to the last ones of them in a plane with a sliding window.
+    """
+    cost, (lengths, shared) = row_cost(config), shape.arrays()
+    seen_all = seen_again = 0.0
+    for window in cost.planes:
+        seen_all += float(keys_seen(lengths, window).sum())
+        seen_again += float(keys_seen(shared, window).sum())
+    full = Cost(cost.linear * shape.num_rows, cost.per_key * (seen_all - seen_again))
+    return full, Cost(cost.linear * shape.num_tokens, cost.per_key * seen_all)
+
+
+def row_cost(config: ModelConfig) -> RowCost:
+    """Returns the cost of a row in floating-point operations, without the LM head."""
+    per_key = 4.0 * config.heads * config.head_dim
+    return RowCost(float(config.linear_flops), per_key, tuple(plane.window for plane in config.planes))
+
+
+@dataclass(frozen=True)
+class PlacedSegment:
+    """A PlacedSegment describes the segment of one replica: its prompts, the rows it computes, and its floating-point
+    operations.
+
+    `again` of the rows are the path above the segment's first row, which another replica computes too.
+    """
+
+    prompts: int
+    rows: int
+    again: int
+    flops: float
+
+
+def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegment]:
+    """Returns the segments of a job for so many equal replicas, in stream order; some may be empty.
+
+    Where text is generated, each prompt counts with the most tokens that its outputs may have.
+    """
+    lengths, shared = plan.shape.arrays()
+    outputs = np.array(plan.limits, np.int64) if len(plan.limits) == len(lengths) else None
+    cost = StreamCost(lengths, shared, row_cost(config), outputs=outputs)
+    rows = np.concatenate(([0], np.cumsum(lengths.astype(np.int64) - shared)))
+    out = []
+    for start, stop in cost.cut(0, len(lengths), [1.0] * replicas):
+        shared_rows = int(shared[start]) if start < stop else 0
+        flops = cost.of(start, stop)
+        out.append(PlacedSegment(stop - start, int(rows[stop] - rows[start]) + shared_rows, shared_rows, flops))
+    return out
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A Prefix describes a node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
+
+    start: int
+    length: int
+    prompts: int
+    text: str
+
+    @property
+    def saved(self) -> int:
+        return self.length * (self.prompts - 1)
+
+
+def shared_most(shape: StreamShape, decode: Callable[[np.ndarray], str] | None, count: int = 5) -> list[Prefix]:
+    """Returns the `count` nodes of the trie that save most tokens, the best first."""
+    nodes = [node for node, _ in walk(icicle(shape)) if node.prompts > 1 and node.length]
+    nodes.sort(key=lambda node: -node.length * (node.prompts - 1))
+    out = []
+    for node in nodes[:count]:
+        tokens = shape.tokens_of(node)
+        text = decode(tokens) if decode is not None and tokens is not None else ""
+        out.append(Prefix(node.start, node.length, node.prompts, text))
+    return out

@@ -1,0 +1,162 @@
+"""Writes the report: one self-contained HTML page about a job, with the trie drawn as an icicle."""
+
+from __future__ import annotations
+
+import json
+import platform
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...spec.container import usable_cores
+from ...spec.files import replacing, writing
+from .icicle import StreamShape, icicle, to_data
+
+_MAX_STEPS = 4096
+_MAX_BINS = 320
+
+
+class StepLog:
+    """A StepLog holds the steps of a run over time; adjacent steps are added up when there are very many.
+
+    Each entry: start (s), seconds computed, number of steps, rows, path rows, sequences running.
+    """
+
+    def __init__(self, limit: int = _MAX_STEPS) -> None:
+        self._limit = limit
+        self._values = array("d")
+
+    def __len__(self) -> int:
+        return len(self._values) // 6
+
+    def add(self, started: float, seconds: float, rows: int, path_rows: int, running: int = 0) -> None:
+        self._values.extend((started, seconds, 1, rows, path_rows, running))
+        if len(self) > self._limit:
+            self._values = array("d", merged(self.bins(), self._limit // 2).ravel())
+
+    def bins(self) -> np.ndarray:
+        """Returns the entries, float64 [entries, 6]."""
+        return np.array(self._values).reshape(-1, 6)
+
+
+def merged(entries: np.ndarray, most: int) -> np.ndarray:
+    """Returns the entries, with neighbours added up until there are at most `most`."""
+    size = -(-len(entries) // max(1, most))
+    if size <= 1:
+        return entries
+    starts = np.arange(0, len(entries), size)
+    merged = np.add.reduceat(entries, starts)
+    merged[:, 0] = entries[starts, 0]
+    return merged
+
+
+@dataclass
+class Report:
+    """A Report holds the content of the page. tokens, rows: of the whole run; seconds: of the model's part."""
+
+    title: str
+    when: str
+    tokens: int
+    rows: int
+    seconds: float
+    cards: list[tuple[str, str]]
+    settings: list[tuple[str, str]]
+    machine: list[tuple[str, str]] = field(default_factory=lambda: machine())
+    shape: StreamShape | None = None
+    trie_note: str = ""
+    steps: StepLog | None = None
+    generation: list[tuple[str, str]] = field(default_factory=list)
+    decode: Callable[[np.ndarray], str] | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Returns the page's data, as values that JSON has."""
+        steps = merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
+        nodes = None
+        if self.shape is not None and self.shape.num_requests:
+            nodes = to_data(self.shape, icicle(self.shape), self.decode)
+        return {
+            "title": self.title,
+            "when": self.when,
+            "cards": self.cards,
+            "totals": {"tokens": self.tokens, "rows": self.rows},
+            "barText": self._bar_text(),
+            "generation": self.generation,
+            "settings": self.settings,
+            "machine": self.machine,
+            "nodes": nodes,
+            "trieNote": self.trie_note,
+            "steps": [[float(f"{v:.6g}") for v in entry] for entry in steps.tolist()],
+            "stepsText": self._steps_text(steps),
+        }
+
+    def _bar_text(self) -> str:
+        if not self.tokens:
+            return ""
+        saved = self.tokens - self.rows
+        texts = "Prompts and outputs" if self.generation else "The prompts"
+        text = f"{texts} hold {self.tokens:,} tokens; {self.rows:,} rows were computed"
+        text += f" ({saved / self.tokens:.1%} saved)."
+        if self.seconds > 0 and self.rows and saved > 0:
+            text += (
+                f" At this run's {self.rows / self.seconds:,.0f} rows a second, the {saved:,} others "
+                f"would have taken about {self.seconds * saved / self.rows:,.1f} s more."
+            )
+        return text
+
+    def _steps_text(self, bins: np.ndarray) -> str:
+        if not len(bins):
+            return ""
+        num, seconds = int(bins[:, 2].sum()), bins[:, 1].sum()
+        text = f"{num:,} step{'' if num == 1 else 's'}, {seconds:,.1f} s in the model."
+        return text + (" Bars are averages over neighbouring steps." if num > len(bins) else "")
+
+
+def with_drawing(page: str) -> str:
+    """Returns a page with the drawing's style and functions in place of their names."""
+    for name, file in (("/*STYLE*/", "drawing.css"), ("/*DRAWING*/", "drawing.js")):
+        page = page.replace(name, resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
+    return page
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Writes the page, which appears under its name only when it is whole. Raises JobError."""
+    page = with_drawing(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    # "</script>" inside the data would end the script element, so "<" is escaped.
+    data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    with writing(f"the report {path}"), replacing(path) as temporary:
+        temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
+
+
+def machine() -> list[tuple[str, str]]:
+    """Returns a description of the machine as (name, value) pairs, with versions of the packages that are loaded."""
+    import sys
+
+    out = [("processor", _processor()), ("cores", str(usable_cores()))]
+    try:
+        import psutil
+
+        out.append(("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"))
+    except ImportError:
+        pass
+    out.append(("system", platform.platform(terse=True)))
+    out.append(("Python", platform.python_version()))
+    for name in ("prefold", "torch", "numpy", "tokenizers"):
+        module = sys.modules.get(name)
+        if module is not None:
+            out.append((name, str(getattr(module, "__version__", "?"))))
+    return out
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

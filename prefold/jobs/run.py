@@ -1,0 +1,254 @@
+"""Runs a job in a process of its own, with signals, progress, and a summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.protocol import Engine
+from ..errors import JobError
+from ..spec.requests import Stats
+from .flow import Flow, Job
+from .reader import ReadyBatch
+from .report.icicle import StreamShape
+from .report.page import StepLog
+from .report.progress import Counts, Progress
+
+TICK_SECONDS = 0.25
+WAITING = "waiting for the replicas"  # what a job on a fleet does before the first is ready
+ENDING_SECONDS = 1.0
+
+
+class Interrupted(JobError):
+    """An Interrupted is raised when a signal, with the number `signal`, has stopped the job. Finished lines are
+    written."""
+
+    def __init__(self, number: int):
+        super().__init__("the job was interrupted; what is done is written")
+        self.signal = number
+
+
+@dataclass
+class Summary:
+    """A Summary summarises a job. records, errors and resumed count all lines of the output; other fields count this
+    run."""
+
+    records: int = 0
+    errors: int = 0
+    resumed: int = 0
+    stats: Stats = field(default_factory=Stats)
+    streams: int = 0
+    seconds: float = 0.0
+    load_seconds: float = 0.0
+    read_seconds: float = 0.0
+    shape: StreamShape | None = None
+    steps: StepLog | None = None
+    sharing: str | None = None
+    dtype: str | None = None
+    passes: str = ""  # in words, what computed forward passes
+    replicas: str = ""  # what became of them, in words, where there are several
+    first_error: str | None = None  # the line of the first record that failed in this run
+
+    @property
+    def computed(self) -> int:
+        """Returns how many records got their line in this run."""
+        return self.records - self.resumed
+
+    @property
+    def excess(self) -> int:
+        """Returns how many rows were computed more than once, within the streams of this run."""
+        return max(0, self.stats.rows_computed - self.stats.unique_tokens)
+
+
+def run_job(job: Job, progress: Progress) -> Summary:
+    """Runs a job to its end, closes the output, and returns its Summary.
+
+    Raises Interrupted after a signal (everything finished by then is written), and JobError or another PrefoldError
+    when the job cannot go on.
+    """
+    return _Run(job, progress).run()
+
+
+class _Run:
+    def __init__(self, job: Job, progress: Progress):
+        self.job = job
+        self.progress = progress
+        self.output = job.output
+        self.counts = Counts(resumed=job.output.resumed)
+        self.summary = Summary(resumed=job.output.resumed)
+        self._llm: Any = None
+        self._engine: Engine
+        self.signal: int | None = None
+        self.hard = False  # stopped in the middle of something: leave the output as it is
+        self.graceful = False  # a signal waits for the end of the step
+        self.ending: float | None = None  # since when the job is ending because of a signal
+        if job.collect:
+            self.summary.shape, self.summary.steps = StreamShape(), StepLog()
+        self.flow = Flow(job, self.counts)
+        self.reader = self.flow.reader
+
+    def run(self) -> Summary:
+        started_at = time.perf_counter()
+        if self.output.ended:
+            self.output.close()
+            self.summary.records, self.summary.errors = self.output.count, self.output.errors
+            return self.summary
+        try:
+            with self._signals(), self._ticks():
+                self.output.hold()
+                self.reader.start()
+                self._work(started_at)
+                if self.signal is not None and not self.counts.read_all:
+                    raise Interrupted(self.signal)  # it came when all that had been read was computed
+                self.graceful = True
+                self.output.finish()
+        except BaseException as error:
+            # What the handler of a signal raises within compiled code may come out as any other exception.
+            if self.ending is not None or isinstance(error, KeyboardInterrupt):
+                if not self.hard:
+                    self.output.commit()
+                raise Interrupted(self.signal or signal.SIGINT) from None
+            with contextlib.suppress(JobError):
+                self.output.commit()  # what came before the failure is done
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                place = tempfile.gettempdir()
+                message = f"no room for temporary files in {place} ({error.strerror}); what is done is kept: "
+                raise JobError(message + "name another folder in TMPDIR and give the same command to resume") from error
+            raise
+        finally:
+            self.reader.close()
+            self.output.close()
+            if hasattr(self._llm, "close"):
+                self._llm.close()
+            with contextlib.suppress(OSError):
+                self.progress.close(self._count())
+        self.summary.records, self.summary.errors = self.output.count, self.output.errors
+        self.summary.first_error = self.output.first_error
+        self.summary.seconds = time.perf_counter() - started_at
+        return self.summary
+
+    def _work(self, started_at: float) -> None:
+        self.reader.has_work.wait()
+        engine = self._load() if self.reader.has_requests else None
+        self.output.release()
+        for batch in self.reader.batches():
+            self.summary.read_seconds = self.summary.read_seconds or time.perf_counter() - started_at
+            self.summary.streams += batch.spool is not None or not self.summary.streams
+            with batch.spool or contextlib.nullcontext():
+                self._compute(batch)
+        if engine is not None:
+            self.summary.stats = engine.stats
+            self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
+            self.summary.passes = getattr(self._llm, "passes", "")
+            self.summary.replicas = engine.snapshot().replicas
+        self.flow.check()
+
+    def _load(self) -> Any:
+        started_at = time.perf_counter()
+        self.counts.phase = "loading the model, reading"
+        self._llm = llm = self.job.load()
+        self._engine = engine = llm.engine
+        engine.reset_stats()
+        self.summary.sharing = engine.facts.sharing
+        self.summary.load_seconds = time.perf_counter() - started_at
+        self.counts.phase = "reading"
+        return engine
+
+    def _compute(self, batch: ReadyBatch) -> None:
+        engine, shape, facts = self._engine, self.summary.shape, self._engine.facts
+        # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
+        watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
+        self.counts.phase, self.graceful = "computing" if engine.snapshot().is_ready else WAITING, True
+        see = shape.see if shape is not None and watches else None
+        if not self.flow.compute(engine, batch, see=see, on_step=self._step, stopping=self._stopping):
+            assert self.signal is not None
+            raise Interrupted(self.signal)
+        if shape is not None and not watches and batch.spool is not None:
+            for _ in shape.watch(batch.spool.windows(max_tokens=self.job.window, share=True)):
+                pass
+        self.graceful = False
+
+    def _stopping(self) -> bool:
+        """Returns whether a signal has come, and then starts to end the job."""
+        if self.signal is not None and self.ending is None:
+            self.ending = time.monotonic()
+        return self.signal is not None
+
+    def _step(self, info: Any) -> None:
+        self.counts.rows += info.rows
+        self.counts.tokens_done += info.tokens_done
+        self.counts.requests_done += info.requests_done
+        if (generation := self._engine.stats.generation) is not None:
+            self.counts.tokens_generated = generation.generated_tokens
+        if self.summary.steps is not None:
+            self.summary.steps.add(info.started_at, info.seconds, info.rows, info.path_rows, info.running)
+
+    def _count(self) -> Counts:
+        self.counts.records_done, self.counts.errors = self.output.count, self.output.errors
+        if self.counts.phase == WAITING and self._engine.snapshot().is_ready:
+            self.counts.phase = "computing"
+        return self.counts
+
+    @contextmanager
+    def _ticks(self) -> Iterator[None]:
+        """Shows progress and commits lines a few times a second, in a thread of its own."""
+        stop = threading.Event()
+
+        def tick() -> None:
+            while not stop.wait(TICK_SECONDS):
+                with contextlib.suppress(OSError):  # a terminal that is gone
+                    self.progress.tick(self._count())
+                try:
+                    self.output.commit(due_only=True)
+                except (JobError, OSError):
+                    return  # the next write raises it where it can be handled
+
+        thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Handles Ctrl-C, SIGTERM and a closed terminal.
+
+        After the first signal the step is ended and what is done is written; a second one ends the job at once. Of a
+        job that has just begun to end it changes nothing: an exception would fall into what cleans up.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, frame: Any) -> None:
+            now = time.monotonic()
+            if self.ending is not None and now - self.ending < ENDING_SECONDS:
+                return
+            self.hard = self.graceful and self.signal is not None
+            waits = self.graceful and self.signal is None
+            self.signal = number
+            self.reader.stopping = True
+            if not waits:
+                self.ending = now
+                raise KeyboardInterrupt
+            self.progress.note("stopping after this step (once more: at once)")
+
+        names = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+        # A signal that is ignored (SIGHUP under nohup) stays ignored.
+        numbers = [number for number in names if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in dict.fromkeys(numbers)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

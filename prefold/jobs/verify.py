@@ -1,0 +1,176 @@
+"""Measures the difference of two runs of the same items: of values, arg-maxes and ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import islice, zip_longest
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..tasks.results import Answer, Classification, Embedding, EmbeddingList, Ranking, Relevance, Score
+from .record import Record, RecordAdapter
+
+NEIGHBOURS = 64
+_BLOCK = 8
+_ROWS = 256
+
+
+def sample_items(
+    records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
+) -> tuple[list[tuple[str, Any]], int]:
+    """Returns (pairs (name of the task, item) of about `count` records, the number of unusable records).
+
+    Records are drawn evenly over the input, in blocks of neighbours, as neighbours are likely to share prefixes.
+    """
+    draw, records = random.Random(seed), iter(records)
+    blocks = enumerate(iter(lambda: list(islice(records, _BLOCK)), []))
+    sample = nlargest(max(1, -(-count // _BLOCK)), ((draw.random(), number, block) for number, block in blocks))
+    items: list[tuple[str, Any]] = []
+    bad = num_used = 0
+    for record in [record for *_, block in sorted(sample, key=lambda entry: entry[1]) for record in block]:
+        parsed = adapter.read(record)
+        if parsed.error is not None:
+            bad += 1
+        elif num_used < count:
+            num_used += 1
+            items += [(parsed.task, item) for item in parsed.items]
+    return items, bad
+
+
+@dataclass(frozen=True)
+class Run:
+    """A Run is a run of works: its task, which may have been calibrated for it, and the results of each work."""
+
+    task: Any
+    results: Sequence[list[Any] | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A Difference describes how much two runs differ. The largest difference is NaN if one of them has NaN.
+
+    items      how many items were compared
+    values     largest difference of the model's values (logits, hidden values, log-probabilities)
+    results    largest difference of the task's results (scores, probabilities, cosines)
+    groups     how many rankings were compared: a query's documents, a text's labels, an embedding's neighbours (at most
+               NEIGHBOURS embeddings that are near it in the input)
+    first      how many rankings changed their first place
+    orders     how many rankings changed their order
+    pairs      how many pairs of the rankings changed their order, of `all_pairs`
+    greedy     how many tokens stopped or began to be the model's first choice, of `all_tokens`
+    """
+
+    items: int
+    values: float
+    results: float
+    groups: int
+    first: int
+    orders: int
+    pairs: int
+    all_pairs: int
+    greedy: int
+    all_tokens: int
+
+
+def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Difference:
+    """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
+    valid = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
+    pairs = [(ra, rb) for i in valid for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
+    values = _largest(ra.values - rb.values for ra, rb in pairs)
+    flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
+    first_scores, second_scores = (
+        _rankings(items, valid, [run.task.finish(works[i].note, run.results[i]) for i in valid]) for run in (a, b)
+    )
+    results = _largest(x - second_scores[key] for key, x in first_scores.items())
+    first, orders, num_swapped, all_pairs = 0, 0, 0, 0
+    rankings = [(x, second_scores[key]) for key, x in first_scores.items() if len(x) > 1]
+    for x, y in rankings:
+        first += int(np.argmax(x) != np.argmax(y))
+        discordant = _discordant(x, y)
+        num_swapped, all_pairs, orders = num_swapped + discordant, all_pairs + _pairs(len(x)), orders + (discordant > 0)
+    greedy, tokens = sum(int(f.sum()) for f in flips), sum(f.size for f in flips)
+    return Difference(len(valid), values, results, len(rankings), first, orders, num_swapped, all_pairs, greedy, tokens)
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """A TextDifference describes how much the texts of two runs differ.
+
+    texts          how many were compared
+    first_changed  of each text that changed the number, from 1, of the first token that is another one
+    """
+
+    texts: int
+    first_changed: list[int]
+
+
+def compare_texts(a: Run, b: Run) -> TextDifference:
+    """Returns the TextDifference of two runs that generated text."""
+    first_run, second_run = (
+        [text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b)
+    )
+    pairs = [zip_longest(*pair) for pair in zip(first_run, second_run, strict=True)]
+    first = [next((i for i, (x, y) in enumerate(pair, 1) if x != y), 0) for pair in pairs]
+    return TextDifference(len(pairs), [number for number in first if number])
+
+
+def _largest(differences: Iterable[np.ndarray]) -> float:
+    """Returns the largest absolute difference; NaN if one is NaN, which Python's `max` would skip."""
+    largest = np.float64(0)
+    for difference in differences:
+        largest = np.maximum(largest, np.abs(difference).max(initial=0))
+    return float(largest)
+
+
+def _pairs(count: int) -> int:
+    return count * (count - 1) // 2
+
+
+def _discordant(x: np.ndarray, y: np.ndarray) -> int:
+    """Returns how many pairs are ordered differently by x [n] and y [n]."""
+    count = 0
+    for start in range(0, len(x), _ROWS):  # of a long ranking not all pairs are in memory at once
+        rows = slice(start, start + _ROWS)
+        count += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
+    return count // 2  # each was seen from both sides
+
+
+def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answer]) -> dict[Any, np.ndarray]:
+    """Returns the values that are ranked against each other, by the query, text or group that they belong to."""
+    out: dict[Any, list[float]] = {}
+    vectors: list[np.ndarray] = []
+    for i, answer in zip(valid, answers, strict=True):
+        item = items[i]
+        if isinstance(answer, (Relevance, Ranking)):
+            scores = answer.scores.tolist() if isinstance(answer, Ranking) else [answer.score]
+            out.setdefault(_key(item, "query", i), []).extend(scores)
+        elif isinstance(answer, Classification):
+            out[i] = list(answer.probabilities.values())
+        elif isinstance(answer, Score):
+            out.setdefault(_key(item, "prompt", i), []).append(answer.logprob)
+        elif isinstance(answer, (Embedding, EmbeddingList)):
+            vectors += [*answer.vectors]
+    ranked = {key: np.array(values, np.float64) for key, values in out.items()}
+    return ranked | (_neighbours(vectors) if vectors else {})
+
+
+def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:
+    """Returns the cosines of each vector with its neighbours in the same group, because all cosines of a large sample
+    would be too many."""
+    matrix = np.stack(vectors).astype(np.float64)
+    matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
+    out: dict[Any, np.ndarray] = {}
+    for group in np.array_split(matrix, -(-len(matrix) // (NEIGHBOURS + 1))):
+        for i, cosines in enumerate(group @ group.T):
+            out["neighbours", len(out)] = np.delete(cosines, i)
+    return out
+
+
+def _key(item: Any, field: str, number: int) -> Any:
+    value = item.get(field) if isinstance(item, dict) else None
+    return (field, value) if isinstance(value, str) else number

@@ -1,0 +1,244 @@
+"""The devices of a machine: their memory, the dtypes that they compute in, and copies of arrays to them.
+
+Knows nothing of models, plans or steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from ..errors import InputError, OutOfMemoryError
+from ..spec import environment
+from ..spec.container import free_memory, usable_cores
+
+# The dtypes that a model may be loaded in, by the name a user writes.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Kinds of device that Triton compiles for. (Its interpreter runs on "cpu": for tests.)
+TRITON_DEVICES = ("cuda",)
+# What our Triton kernels compute with; sums are float32 in each.
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "mallopt", None)
+# Numbers of glibc's malloc.h, with the variables by which a user may have set them already.
+MALLOC_OPTIONS = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
+# Tensors of a step are smaller than this, and memory of so many free bytes is kept for the next one.
+MALLOC_KEEPS = 1 << 30
+# Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
+ALIGNMENT = 4
+PAGE = 4096
+# Variables by which a user chooses PyTorch's threads, and how many PyTorch had before any program chose.
+THREAD_VARIABLES, FIRST_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS"), torch.get_num_threads()
+
+
+def settle_threads(threads: int | None) -> None:
+    """Set the number of PyTorch's threads, which the kernels use too.
+
+    None: at most `usable_cores`, unless the user has chosen by a variable or by `torch.set_num_threads`. PyTorch itself
+    does not know the CPU quota of a container.
+    """
+    is_chosen = torch.get_num_threads() != FIRST_THREADS or any(name in os.environ for name in THREAD_VARIABLES)
+    if threads is None and not is_chosen:
+        threads = min(FIRST_THREADS, usable_cores())
+    if threads is not None and threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device called `name`; "auto" is a GPU where there is one. Raises InputError where it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device is {name!r}", field="device", remedy="use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError("this torch sees no GPU", field="device", remedy="use cpu, or install a CUDA build of torch")
+    return device
+
+
+def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
+    """Returns the dtype called `name`. Raises InputError for an unknown name.
+
+    "auto" is the dtype that the checkpoint is stored in, as `config` (the keys of config.json) says, where the device
+    computes natively in it, else float32.
+    """
+    if name != "auto":
+        if name not in DTYPES:
+            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    stored = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
+    if stored == torch.float32 or device.type != "cpu":
+        return stored
+    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
+    return torch.bfloat16 if computes_bf16() else torch.float32
+
+
+def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InputError where keys and values of rows in `dtype` cannot be kept as bfloat16."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        message = f"keys and values of {str(dtype).removeprefix('torch.')} on {device.type} are kept as they are"
+        raise InputError(message, field="kv_dtype", remedy="use dtype float32, or leave kv_dtype out (--kv-dtype auto)")
+
+
+def computes_bf16() -> bool:
+    """Returns whether this CPU multiplies bfloat16 numbers natively."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def available_memory(device: torch.device) -> int:
+    """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the limits of the container
+    and of the process (`ulimit -v`), if any."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
+    return min(limit for limit in free if limit is not None)
+
+
+def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
+    """Raises OutOfMemoryError when `needed` bytes are more than is available. subject, remedy: for its message."""
+    free = available_memory(device)
+    if needed > free:
+        message = f"{subject} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free"
+        raise OutOfMemoryError(f"{message}; {remedy}")
+
+
+def zero_pages(size: int) -> Tensor:
+    """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
+
+    Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane,
+    head, and K or V), and with huge pages each region would take 2 MB for its first row.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no huge pages here
+        return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
+    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
+
+
+def _address_space_free() -> int | None:
+    """Returns the bytes that may still be mapped; None: there is no limit."""
+    if not hasattr(psutil, "RLIMIT_AS"):
+        return None
+    process = psutil.Process()
+    limit = process.rlimit(psutil.RLIMIT_AS)[0]
+    return None if limit < 0 else max(0, limit - process.memory_info().vms)
+
+
+def free_cached(device: torch.device) -> None:
+    """Gives back the memory that torch keeps for later, after memory has run out."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def keep_freed() -> None:
+    """Lets glibc keep the memory of freed tensors for the next ones, until `give_back`.
+
+    Every layer makes tensors of some megabytes and frees them. By default glibc returns such pieces to the system,
+    which hands them out again page by page, each filled with zeros first: up to 9 % of the time of a step on a CPU.
+    """
+    if _mallopt is not None and not any(name in os.environ for name in MALLOC_OPTIONS.values()):
+        for option in MALLOC_OPTIONS:
+            _mallopt(option, MALLOC_KEEPS)
+
+
+def give_back() -> None:
+    """Returns free memory to the system; glibc itself keeps small freed pieces for later."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+@cache
+def block_memory(device: torch.device) -> int:
+    """Returns how many bytes of shared memory a block of threads may have on a GPU: 227 KiB on an H100, 99 KiB on an
+    A10G or L4. For other devices it returns an H100's number, as nothing bounds it there."""
+    if device.type != "cuda":
+        return 227 << 10
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 227 << 10)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which this thread's kernels go to `device`.
+
+    Triton launches kernels on the current GPU, whichever GPU the tensors are on.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """Returns a copy of an array as a tensor on `device`, without waiting for it; integers except bytes become
+    int64."""
+    is_kept = array.dtype.kind in "bf" or array.dtype == np.uint8
+    host = torch.from_numpy(array.astype(array.dtype if is_kept else np.int64))
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def upload(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Returns arrays of whole numbers below 2**31 as int32 tensors on `device`, in one copy that is not waited for."""
+    starts, total = [], 0
+    for array in arrays.values():
+        starts.append(total)
+        total += -(-array.size // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+    numbers = host.numpy()
+    for array, start in zip(arrays.values(), starts, strict=True):
+        numbers[start : start + array.size] = array.reshape(-1)
+    # Memory that is pinned is not given to anybody else before the copy has been made.
+    moved = host.to(device, non_blocking=True)
+    return {
+        name: moved[start : start + array.size].view(array.shape)
+        for (name, array), start in zip(arrays.items(), starts, strict=True)
+    }
+
+
+@cache
+def has_triton() -> bool:
+    """Returns whether Triton is installed and PREFOLD_TRITON=0 does not forbid its use."""
+    return environment.allows_triton() and importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Returns whether our Triton kernels run on this device: a GPU that Triton compiles for."""
+    return device.type in TRITON_DEVICES and has_triton()
+
+
+class _CompileClock:
+    """A _CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.seconds = 0.0
+        self._next = knobs.compilation.listener
+        knobs.compilation.listener = self._listen
+
+    def _listen(self, *, times: Any, **rest: Any) -> None:
+        self.seconds += times.total / 1e6
+        if self._next is not None:
+            self._next(times=times, **rest)
+
+
+_clock = cache(_CompileClock)
+
+
+def compile_seconds() -> float:
+    """Returns the seconds that Triton has compiled for since the last call; the first starts the clock."""
+    if not has_triton():
+        return 0.0
+    clock = _clock()
+    seconds, clock.seconds = clock.seconds, 0.0
+    return seconds

@@ -1,0 +1,45 @@
+"""The idea: a prefix trie laid flat, and everything that is a view of it.
+
+`Trie` lays a known set of token sequences flat, and a `Segment` is a part of it. `RadixTrie` changes as sequences come
+and go. `Spool` sorts the requests of a job and cuts them into windows of one row stream; `LiveWindows` does this for
+requests that still arrive. NumPy only.
+"""
+
+from __future__ import annotations
+
+from .fold import PrefixMap
+from .live_windows import Feed, LiveInput, LiveWindows
+from .order import Order
+from .radix import RadixNode, RadixTrie, shared_by, token_bytes
+from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences
+from .segments import RowCost, Segment, StreamCost
+from .spool import Spool
+from .trie import MEDIA_BASE, SPAN_BASE, Trie, clear_of_span, longest_span, span_starts
+from .window import Window, Windows
+
+__all__ = [
+    "MEDIA_BASE",
+    "SPAN_BASE",
+    "Feed",
+    "LiveInput",
+    "LiveWindows",
+    "Order",
+    "PrefixMap",
+    "RadixNode",
+    "RadixTrie",
+    "RowCost",
+    "Segment",
+    "Spool",
+    "StreamCost",
+    "Trie",
+    "Window",
+    "Windows",
+    "check_ragged",
+    "clear_of_span",
+    "common_prefix_lengths",
+    "lexsort_sequences",
+    "longest_span",
+    "shared_by",
+    "span_starts",
+    "token_bytes",
+]

@@ -1,0 +1,316 @@
+"""The live window: requests of a stream that wait for a replica, in buckets that share a prefix.
+
+It is bounded in tokens. A prompt enters its trie in time proportional to its length, and leaves with others of its
+bucket when a replica has room. The caller passes the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import InputError
+from .radix import RadixNode, RadixTrie, token_bytes
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class WaitingNode(RadixNode):
+    """A run of tokens of waiting prompts."""
+
+    requests: int = 0  # how many prompts end here or below; 0: the node has left the trie
+    tokens: int = 0  # how many tokens these prompts have
+    ending: dict[Hashable, WaitingRequest] = field(default_factory=dict)  # the prompts that end here, by key
+
+    def divide(self, upper: Self) -> None:
+        upper.requests, upper.tokens = self.requests, self.tokens
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WaitingRequest:
+    """A WaitingRequest is a request in the window. since: when it came; payload: the caller's data"""
+
+    key: Hashable
+    tokens: np.ndarray
+    namespace: Hashable
+    since: float
+    payload: Any
+    leaf: WaitingNode
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bucket:
+    """A Bucket is a maximal node of the window's trie whose path is at least `threshold` of the mean length of the
+    prompts below it. A prompt that ends above all such nodes is a bucket by itself.
+
+    prefix    int32 [n]: the tokens that all its requests begin with
+    requests  the number of its requests
+    tokens    the number of their tokens
+    """
+
+    namespace: Hashable
+    prefix: np.ndarray
+    requests: int
+    tokens: int
+    node: WaitingNode
+    is_whole: bool  # whether it has all prompts below the node, or only those that end there
+
+
+class LiveWindow:
+    """A LiveWindow holds requests until they leave.
+
+    max_tokens    with so many tokens the window is full, and takes no more
+    threshold     share of a prompt that a bucket has in common
+    grown_tokens  buckets of so many tokens leave when there is room; smaller ones wait for more requests
+    max_age       seconds after which a request waits no longer for others
+    homes         homes(namespace, prefix) -> the replicas whose caches hold the prefix, each of which has a queue; a
+                  bucket without such a replica is in the queue None
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        threshold: float = 0.3,
+        grown_tokens: int = 8192,
+        max_age: float = 2.0,
+        homes: Callable[[Hashable, np.ndarray], Collection[Hashable]] = lambda namespace, prefix: (),
+    ):
+        for name, value, least in (("max_tokens", max_tokens, 1), ("threshold", threshold, 0), ("max_age", max_age, 0)):
+            if value < least:
+                raise InputError(f"{name} is {value}", field=name, remedy=f"give {least} or more")
+        self.max_tokens, self.threshold = max_tokens, threshold
+        self.grown_tokens, self.max_age = grown_tokens, max_age
+        self.num_tokens = 0
+        self.is_closed = False
+        self._homes = homes
+        self._trie = RadixTrie(WaitingNode)
+        self._waiting: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
+        # The buckets of each queue as a heap of (-tokens, place, node, is_whole). When a bucket changes, it is entered
+        # once more, and its old entry is skipped. When most entries are old, they are removed.
+        self._queues: dict[Hashable, list[tuple[int, int, WaitingNode, bool]]] = {}
+        self._places = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether it takes no more requests until some have left."""
+        return self.num_tokens >= self.max_tokens
+
+    def put(
+        self,
+        key: Hashable,
+        tokens: np.ndarray,
+        *,
+        now: float,
+        namespace: Hashable = (),
+        payload: Any = None,
+        returns: bool = False,
+    ) -> None:
+        """Adds a prompt, int32 [n], n >= 1. returns: whether it comes back after it had left, which a closed window
+        allows. Raises InputError if its key waits already, or the window is closed; RuntimeError if it is full."""
+        if key in self._waiting:
+            raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
+        if self.is_closed and not returns:
+            raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
+        if self.is_full:
+            raise RuntimeError("the window is full")
+        # The bucket on the path may be split by this prompt into the buckets below it.
+        ids = token_bytes(tokens)
+        matches = self._trie.match(namespace, ids)
+        before = next((node for node, same in matches if same == len(node) and self._has_enough(node)), None)
+        leaf = self._trie.insert(namespace, ids)
+        waiting = WaitingRequest(key, tokens, namespace, now, payload, leaf)
+        self._waiting[key] = waiting
+        self.num_tokens += len(tokens)
+        for node in leaf.path():
+            node.requests += 1
+            node.tokens += len(tokens)
+        leaf.ending[key] = waiting
+        self._enter_along(leaf, before)
+
+    def close(self) -> None:
+        """Declares that no more requests come, so that no bucket waits for more."""
+        self.is_closed = True
+
+    def waiting(self) -> Iterator[WaitingRequest]:
+        """Yields the waiting requests in the order in which they came."""
+        return iter(list(self._waiting.values()))
+
+    def oldest(self) -> Bucket | None:
+        """Returns the bucket of the request that has waited longest; None if no request waits."""
+        waiting = next(iter(self._waiting.values()), None)
+        return None if waiting is None else self.bucket_of(waiting.key)
+
+    def next_deadline(self) -> float | None:
+        """Returns the time at which the oldest request reaches `max_age`; None if no request waits."""
+        waiting = next(iter(self._waiting.values()), None)
+        return None if waiting is None else waiting.since + self.max_age
+
+    def overdue(self, now: float) -> Bucket | None:
+        """Returns the bucket of the oldest request if it has waited for `max_age`; else None."""
+        due = self.next_deadline()
+        return self.oldest() if due is not None and now >= due else None
+
+    def largest(self, queue: Hashable = None, *, grown: bool = True) -> Bucket | None:
+        """Returns the bucket of a queue with most tokens, or None. grown: only if it has `grown_tokens`, unless the
+        window is full or closed"""
+        heap = self._queues.get(queue)
+        while heap:
+            tokens, _, node, is_whole = heap[0]
+            bucket = self._bucket(node, is_whole)
+            if bucket is None or bucket.tokens != -tokens:
+                heapq.heappop(heap)
+                continue
+            homes = self._homes(bucket.namespace, bucket.prefix)
+            if queue not in homes and (homes or queue is not None):  # other replicas hold it by now
+                heapq.heappop(heap)
+                self._enter(node, is_whole)
+                continue
+            waits = grown and bucket.tokens < self.grown_tokens and not (self.is_full or self.is_closed)
+            return None if waits else bucket
+        self._queues.pop(queue, None)
+        return None
+
+    def bucket_of(self, key: Hashable) -> Bucket:
+        """Returns the bucket that a request is in. Raises KeyError if it does not wait."""
+        leaf = self._waiting[key].leaf
+        node = next((node for node in leaf.path() if self._has_enough(node)), None)
+        bucket = self._bucket(leaf, False) if node is None else self._bucket(node, True)
+        assert bucket is not None
+        return bucket
+
+    def current(self, bucket: Bucket) -> Bucket | None:
+        """Returns the present form of a bucket that requests have left and entered; None if it is empty."""
+        if not bucket.node.requests:
+            return None
+        current = self._bucket(bucket.node, bucket.is_whole)
+        if current is None:
+            node = next((node for node in bucket.node.path() if self._has_enough(node)), None)
+            current = None if node is None else self._bucket(node, True)
+        return current
+
+    def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[WaitingRequest]:
+        """Removes requests of a bucket from the window and returns them: all, or those that fit into `max_tokens`, but
+        at least one. They are neighbours in the trie, so that they share as much as possible. Raises KeyError for a
+        bucket that has changed."""
+        now = self._bucket(bucket.node, bucket.is_whole)
+        if now is None or (now.requests, now.tokens) != (bucket.requests, bucket.tokens):
+            raise KeyError("the bucket has changed")
+        requests: list[WaitingRequest] = []
+        room = bucket.tokens if max_tokens is None else max_tokens
+        for waiting in self.requests_of(bucket):
+            if requests and len(waiting.tokens) > room:
+                break
+            room -= len(waiting.tokens)
+            requests.append(waiting)
+        for waiting in requests:
+            self._remove(waiting)
+        node = bucket.node
+        while node.parent is not None and not node.requests:
+            node = node.parent
+        if node.parent is not None:
+            self._enter_along(node, bucket.node if bucket.is_whole and node is bucket.node else None)
+        return requests
+
+    @property
+    def queues(self) -> list[Hashable]:
+        """Returns the queues that may have a bucket."""
+        return list(self._queues)
+
+    def requests_of(self, bucket: Bucket) -> Iterator[WaitingRequest]:
+        """Yields the requests of a bucket in the order of the trie."""
+        if bucket.is_whole:
+            return self._requests_below(bucket.node)
+        return iter(list(bucket.node.ending.values()))
+
+    def _has_enough(self, node: WaitingNode) -> bool:
+        return node.stop * node.requests >= self.threshold * node.tokens
+
+    def _bucket(self, node: WaitingNode, is_whole: bool) -> Bucket | None:
+        """Returns the bucket at a node; None if there is none."""
+        size = self._size(node, is_whole)
+        if size is None:
+            return None
+        end = node
+        while is_whole and len(end.children) == 1 and not end.ending:
+            (end,) = end.children.values()
+        path = end.path()
+        above = path[0].parent
+        assert above is not None
+        prefix = np.frombuffer(b"".join([node.ids for node in path]), np.int32)
+        return Bucket(above.namespace, prefix, *size, node, is_whole)
+
+    def _size(self, node: WaitingNode, is_whole: bool) -> tuple[int, int] | None:
+        """Returns the numbers of requests and tokens of the bucket at a node; None if there is none."""
+        if not node.requests or any(self._has_enough(above) for above in node.path()[:-1]):
+            return None
+        if self._has_enough(node) != is_whole or not (is_whole or node.ending):
+            return None
+        if is_whole:
+            return node.requests, node.tokens
+        return len(node.ending), len(node.ending) * node.stop
+
+    def _buckets_below(self, node: WaitingNode) -> Iterator[tuple[WaitingNode, bool]]:
+        unseen = [node]
+        while unseen:
+            node = unseen.pop()
+            if self._has_enough(node):
+                yield node, True
+                continue
+            if node.ending:
+                yield node, False
+            unseen.extend(node.children.values())
+
+    def _enter_along(self, end: WaitingNode, before: WaitingNode | None) -> None:
+        """Enters the buckets on the path of `end` into queues, after its totals have changed. before: the bucket there
+        until now"""
+        path = end.path()
+        first = next((node for node in path if self._has_enough(node)), None)
+        if first is not None:
+            self._enter(first, True)
+        elif end.ending:
+            self._enter(end, False)
+        if before is not None and (first is None or first not in before.path()):
+            for node, is_whole in self._buckets_below(before):
+                self._enter(node, is_whole)
+
+    def _enter(self, node: WaitingNode, is_whole: bool) -> None:
+        bucket = self._bucket(node, is_whole)
+        if bucket is None:
+            return
+        for queue in self._homes(bucket.namespace, bucket.prefix) or (None,):
+            heap = self._queues.setdefault(queue, [])
+            heapq.heappush(heap, (-bucket.tokens, next(self._places), node, is_whole))
+            if len(heap) > 2 * len(self._waiting) + 64:
+                heap[:] = {entry[2:]: entry for entry in heap if self._is_size(entry)}.values()
+                heapq.heapify(heap)
+
+    def _is_size(self, entry: tuple[int, int, WaitingNode, bool]) -> bool:
+        tokens, _, node, is_whole = entry
+        size = self._size(node, is_whole)
+        return size is not None and size[1] == -tokens
+
+    def _requests_below(self, node: WaitingNode) -> Iterator[WaitingRequest]:
+        unseen = [node]
+        while unseen:
+            node = unseen.pop()
+            yield from node.ending.values()
+            unseen.extend(reversed(node.children.values()))
+
+    def _remove(self, waiting: WaitingRequest) -> None:
+        del self._waiting[waiting.key]
+        self.num_tokens -= len(waiting.tokens)
+        del waiting.leaf.ending[waiting.key]
+        for node in reversed(waiting.leaf.path()):
+            node.requests -= 1
+            node.tokens -= len(waiting.tokens)
+            if not node.requests:
+                self._trie.remove(node)

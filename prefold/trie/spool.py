@@ -1,0 +1,205 @@
+"""The spool takes a job's requests in any order and returns them sorted, in bounded memory.
+
+Requests stay in memory up to a limit. Beyond it they go to disk as sorted runs, which are merged while they are read
+(external merge sort). The spool reads no file that this process did not write.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from types import TracebackType
+from typing import NamedTuple
+
+from ..errors import InputError
+from ..spec.requests import Medium, Request
+from .order import FileOrder, MemoryOrder, Order, SpooledRequest, encode, read_requests, request_bytes
+from .tempfiles import TempFile
+from .window import Windows, cut_into_windows
+
+_REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
+_FAN_IN = 64  # runs merged at once: each is an open file
+_MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
+
+
+class Spool:
+    """A Spool holds the requests of one job.
+
+    All requests are added first, from any threads. Then windows are read, from one thread and any number of times, or
+    ranges of the sorted order (`order`), from any threads. Reading needs memory for one window, and about
+    `memory_bytes` beside it. A spool is a context manager, which closes it at its end. Its files have no names, and
+    vanish with it.
+
+    memory_bytes  bytes of requests that stay in memory before they go to disk. InputError when below 1
+    directory     of temporary files; None: the system's default
+    """
+
+    def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
+        if memory_bytes < 1:
+            raise InputError(f"memory_bytes is {memory_bytes}", field="memory_bytes", remedy="give 1 or more")
+        self.num_requests = 0
+        self.num_tokens = 0
+        self._memory_bytes = memory_bytes
+        self._directory = directory
+        self._requests: list[SpooledRequest] = []
+        self._request_bytes = 0
+        self._media: dict[int, Medium] = {}  # the images of all requests: referring to them keeps the ids of their rows
+        self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
+        self._file: TempFile | None = None  # of all runs
+        self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
+        self._merged: list[_Run] | None = None  # the same requests in at most _FAN_IN runs
+        self._order: Order | None = None
+        self._last = ("", "", b"")  # adapter, salt and tokens of the request that was added last
+        self._state = "adding"
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops all requests and their files. Closing twice is harmless."""
+        with self._lock:
+            self._state = "closed"
+            self._requests, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
+            self._file = None
+
+    def add(self, request: Request, tag: bytes = b"") -> bool:
+        """Adds a request, and a tag that its window returns with it. Returns whether it is a new prompt: False for a
+        further read of the prompt that was added just before (see `Window.twins`). Raises InputError as `order.encode`,
+        RuntimeError once windows have been read."""
+        new = encode(request, tag)
+        size = len(new.key) + len(new.targets or b"") + len(tag) + len(new.options) + _REQUEST_OVERHEAD
+        with self._lock:
+            if self._state != "adding":
+                raise RuntimeError(f"a request was added to a spool that is {self._state}")
+            self._requests.append(new._replace(number=self.num_requests, media=()))
+            self._namespaces.add(new.namespace)
+            self._media.update((int(medium.ids[0]), medium) for medium in request.media)
+            before, self._last = self._last, new[:3]
+            is_new = request.sampling is not None or self._last != before
+            self.num_requests += 1
+            self.num_tokens += new.num_tokens
+            self._request_bytes += size
+            if self._request_bytes > self._memory_bytes:
+                self._spill()
+        return is_new
+
+    def finish_adding(self) -> None:
+        """Declares that no more requests come; reading the first window does so too. Raises RuntimeError once the spool
+        is closed."""
+        with self._lock:
+            if self._state == "closed":
+                raise RuntimeError("the spool is closed")
+            if self._state == "adding":
+                self._state = "complete"
+                if self._runs and self._requests:
+                    self._spill()
+                else:
+                    self._sort()
+
+    def windows(self, *, max_tokens: int, share: bool = True) -> Windows:
+        """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
+
+        The requests of one LoRA adapter and salt come together, and no window holds requests of two. With share=True
+        requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
+        where little is shared with the next. With share=False they come in order of arrival. Raises InputError when
+        max_tokens is below 1.
+        """
+        if max_tokens < 1:
+            raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
+        self.finish_adding()
+        requests = self._sorted_requests() if share else self._arrived_requests()
+        windows = cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
+        return Windows(windows, max_tokens, self.order)
+
+    def order(self) -> Order:
+        """Returns the sorted requests, for readers of ranges. Runs on disk are merged at the first call."""
+        self.finish_adding()
+        with self._lock:
+            if self._order is None:
+                if self._runs:
+                    self._order = FileOrder(self._sorted_requests(), self._directory)
+                else:
+                    self._order = MemoryOrder(self._requests)
+            return self._order
+
+    def unique_tokens(self) -> int:
+        """Returns the number of rows of the job's stream: its tokens, each shared prefix counted once. Reads the job
+        once."""
+        return sum(w.unique_tokens for w in self.windows(max_tokens=1 << 20))
+
+    def _sort(self) -> None:
+        # Stable: equal requests stay in order of arrival.
+        names = ("adapter", "salt", "key") if len(self._namespaces) > 1 else ("key",)
+        self._requests.sort(key=attrgetter(*names))
+
+    def _spill(self) -> None:
+        self._sort()
+        if self._file is None:
+            self._file = TempFile(self._directory)
+        self._runs.append(_Run.of(self._requests, self._file))
+        self._requests, self._request_bytes = [], 0
+
+    def _sorted_requests(self) -> Iterator[SpooledRequest]:
+        if not self._runs:
+            yield from self._requests
+            return
+        if self._order is not None:
+            yield from self._order.read(0, len(self._order))
+            return
+        if self._merged is None:
+            self._merged = self._merge_runs(self._runs)
+        yield from self._merge(self._merged)
+
+    def _merge_runs(self, runs: list[_Run]) -> list[_Run]:
+        """Returns at most _FAN_IN runs with the requests of all `runs`."""
+        while len(runs) > _FAN_IN:
+            file = TempFile(self._directory)
+            runs = [_Run.of(self._merge(runs[i : i + _FAN_IN]), file) for i in range(0, len(runs), _FAN_IN)]
+        return runs
+
+    def _merge(self, runs: list[_Run]) -> Iterator[SpooledRequest]:
+        buffer = min(max(self._memory_bytes // len(runs), _MIN_BUFFER), _MAX_BUFFER)
+        yield from heapq.merge(*(run.requests(buffer) for run in runs))
+
+    def _arrived_requests(self) -> Iterator[SpooledRequest]:
+        if not self._runs:
+            yield from sorted(self._requests, key=attrgetter("namespace", "number"))
+            return
+        # Runs hold consecutive ranges of arrivals. Each is read once, together with the others, by namespace.
+        parts = (_parts(number, run) for number, run in enumerate(self._runs))
+        for _, _, part in heapq.merge(*parts, key=itemgetter(0, 1)):
+            yield from sorted(part, key=attrgetter("number"))
+
+
+class _Run(NamedTuple):
+    """A _Run is a sorted run of requests: the bytes start <= byte < stop of a file."""
+
+    file: TempFile
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, requests: Iterable[SpooledRequest], file: TempFile) -> _Run:
+        """Writes requests to a file, and returns their run."""
+        return cls(file, *file.append(map(request_bytes, requests)))
+
+    def requests(self, buffering: int) -> Iterator[SpooledRequest]:
+        """Yields the requests of the run, read `buffering` bytes at a time."""
+        with self.file.reader(self.start, self.stop, buffering) as file:
+            yield from read_requests(file)
+
+
+def _parts(number: int, run: _Run) -> Iterator[tuple[tuple[str, str], int, Iterator[SpooledRequest]]]:
+    """Yields (namespace, number, the requests of this namespace) of a run; each part is read before the next."""
+    for namespace, part in groupby(run.requests(_MIN_BUFFER), key=attrgetter("namespace")):
+        yield namespace, number, part

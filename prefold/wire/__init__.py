@@ -1,0 +1,31 @@
+"""Reads and writes wire formats: the bodies of requests become items of tasks, and the tasks' answers become responses.
+Each body is a struct (see `body.py`), which makes an order for its task, and a response from its answers. This file
+lists the URLs of a batch's lines, with their bodies. Nothing here imports torch, or uses files or sockets."""
+
+from __future__ import annotations
+
+from .body import Batchable
+from .completions import Chat, Completion, openai_error
+from .numbers import Embeddings, Rerank, Scoring
+from .responses import Responses
+
+__all__ = ["ENDPOINTS", "KINDS", "TASKS", "openai_error"]
+
+# {name of a kind of requests, which the job keeps with each line: its body}
+KINDS: dict[str, type[Batchable]] = {
+    "embeddings": Embeddings, "rerank": Rerank, "score": Scoring, "chat": Chat, "completion": Completion,
+    "response": Responses,
+}  # fmt: skip
+# {URL: the kind of request that it takes}
+ENDPOINTS = {
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/score": "score",
+    "/v1/rerank": "rerank",
+    "/v2/rerank": "rerank",
+    "/rerank": "rerank",
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "response",
+}
+TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))

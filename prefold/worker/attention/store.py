@@ -1,0 +1,209 @@
+"""The K/V of generation: a store of rows in slots, which steps write and attend over; on a CPU it lies in memory as the
+compiled kernel reads it, so that a step packs only the rows it adds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...model.device import PAGE, zero_pages
+from . import gpu, slot_torch
+from .plan import Heads, check_sinks
+from .slot_plan import KeyRuns, SlotPlan, plan_slots
+
+LANES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """A layout says how one plane lies in memory: the keys and the values of all pairs of slots, one KV head after the
+    other, then a byte for each pair.
+
+    dtype        of the rows that are written and read
+    stored       of the numbers in memory: float32 rows may be kept as bfloat16
+    interleaved  whether two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    stored: torch.dtype
+    interleaved: bool
+
+    @classmethod
+    def of(cls, compiled: kernels.Kernels, heads: Heads) -> PackedLayout:
+        """Returns the layout that these kernels read for such heads."""
+        interleaved = heads.dtype == torch.bfloat16 and compiled.stores_bf16_pairs
+        return cls(heads.kv_heads, heads.head_dim, heads.dtype, heads.kept or heads.dtype, interleaved)
+
+    @property
+    def padded_dim(self) -> int:
+        """Returns how many numbers a row of one head takes."""
+        return -(-self.head_dim // LANES) * LANES
+
+    @property
+    def pair_bytes(self) -> int:
+        """Returns the bytes of a pair of slots: keys and values of all heads, and a byte a head about them."""
+        return self.kv_heads * (4 * self.padded_dim * self.stored.itemsize + 1)
+
+    def plane_bytes(self, slots: int) -> int:
+        """Returns the bytes of a plane of so many slots, in whole pages, with one more byte about all of its pairs."""
+        return -(-((slots + 1) // 2 * self.pair_bytes + 1) // PAGE) * PAGE
+
+
+class PackedPlane:
+    """A plane of a store lies in `memory`, uint8 [layout.plane_bytes(slots)], all zeros at first."""
+
+    def __init__(self, memory: Tensor, layout: PackedLayout, slots: int):
+        self.layout = layout
+        pairs, dim = (slots + 1) // 2, layout.padded_dim
+        size = layout.kv_heads * pairs * 2 * dim * layout.stored.itemsize
+        keys, values, unsafe = memory[:size], memory[size : 2 * size], memory[2 * size :]
+        addresses = (keys.data_ptr(), values.data_ptr(), unsafe.data_ptr())
+        rounded = layout.stored != layout.dtype
+        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim, rounded)
+        # Both as [kv_heads, pairs, 2, dim].
+        self._keys = keys.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
+        if layout.interleaved:
+            self._values = values.view(layout.stored).view(layout.kv_heads, pairs, dim, 2).transpose(2, 3)
+        else:
+            self._values = values.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
+        pair, half = slots // 2, slots % 2
+        keys, values = (x[:, pair, half, : self.layout.head_dim].transpose(0, 1) for x in (self._keys, self._values))
+        return keys.to(self.layout.dtype), values.to(self.layout.dtype)
+
+
+class KVStore:
+    """A store keeps the K/V of `slots` rows for every plane, and attends over them.
+
+    Who reads and writes it is chosen when it is made. For the compiled kernels of a CPU it lies as they read it
+    (PackedLayout); for Triton's kernels on a GPU, and for the form in PyTorch, which takes any device and dtype, it is
+    a tensor [planes, 2, slots, kv_heads, head_dim]. Slot 0 is scratch: any number of rows of one write may go there,
+    and no run names it.
+
+    compiled  the kernels that read and write it; None: others do
+    """
+
+    def __init__(self, planes: int, heads: Heads, slots: int, device: torch.device | str = "cpu"):
+        self.heads, self.slots, self.device = heads, slots, torch.device(device)
+        self.compiled = heads.compiled(self.device)
+        self._fused = heads.fits(self.device) and not self.compiled
+        if self.compiled:
+            layout = PackedLayout.of(self.compiled, heads)
+            self._memory = zero_pages(planes * layout.plane_bytes(slots)).view(planes, -1)
+            self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
+        else:
+            shape, dtype = (planes, 2, slots, heads.kv_heads, heads.head_dim), heads.kept or heads.dtype
+            if self.device.type == "cpu":
+                self._memory = zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            else:
+                self._memory = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @cached_property
+    def structs(self) -> Any:
+        """Returns an array of `kernels.SlotPlane`, which says where the planes lie; for the compiled kernels."""
+        return (kernels.SlotPlane * len(self._packed))(*(plane.struct for plane in self._packed))
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all planes."""
+        return self._memory.nbytes
+
+    @staticmethod
+    def bytes_per_slot(planes: int, heads: Heads, device: torch.device | str = "cpu") -> int:
+        """Returns the bytes of one slot in all planes, rounded up; so many slots fit as these go into the memory."""
+        compiled = heads.compiled(torch.device(device))
+        if compiled:
+            return -(-planes * PackedLayout.of(compiled, heads).pair_bytes // 2)
+        return planes * 2 * heads.kv_heads * heads.head_dim * (heads.kept or heads.dtype).itemsize
+
+    def plan(
+        self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
+    ) -> SlotPlan:
+        """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
+        compiled = self.compiled is not None
+        return plan_slots(runs, num_queries, query_positions, window, group=self.heads.group, compiled=compiled)
+
+    def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
+
+        Two rows of one call may share slot 0 alone. Raises ValueError where a slot is not there or shapes do not fit.
+        """
+        heads = self.heads
+        fits = k.shape == v.shape == (len(slots), heads.kv_heads, heads.head_dim)
+        if not fits or not k.dtype == v.dtype == heads.dtype or slots.dtype != torch.int64:
+            raise ValueError(
+                f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots"
+                f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
+            )
+        if self.compiled:
+            if not self.compiled.write_slots(
+                self._packed[plane].struct, slots.contiguous(), gpu.dense(k), gpu.dense(v)
+            ):
+                _check_slots(slots, self.slots)
+            return
+        if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
+            _check_slots(slots, self.slots)
+        keys, values = self.plane(plane)
+        if self._fused:
+            gpu.write_slots(keys, values, slots, k, v)
+        else:
+            keys.index_copy_(0, slots, k.to(keys.dtype))
+            values.index_copy_(0, slots, v.to(values.dtype))
+
+    def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
+        if self.compiled:
+            return self._packed[plane].read(slots)
+        keys, values = (x.index_select(0, slots).to(self.heads.dtype) for x in self.plane(plane))
+        return keys, values
+
+    def plane(self, plane: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
+        return self._memory[plane, 0], self._memory[plane, 1]
+
+    def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
+        """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
+
+        q and the result are [queries, heads, head_dim]; sinks: as of `RowAttention.attend`. Raises ValueError where
+        these do not fit the plan or the heads of this store, or the plan names slots that are not there.
+        """
+        self._check(q, plan)
+        check_sinks(sinks, self.heads)
+        if self.compiled and plan.lists is not None and scale > 0:
+            return self.compiled.slot_attention(
+                self._packed[plane].struct, gpu.dense(q), plan.lists, scale, self.heads.cap, sinks
+            )
+        if self._fused:
+            return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale, sinks=sinks)
+        read = partial(self.read, plane)
+        return slot_torch.attend_slots(q, read, plan, scale=scale, cap=self.heads.cap, sinks=sinks)
+
+    def _check(self, q: Tensor, plan: SlotPlan) -> None:
+        if len(q) != plan.num_queries:
+            raise ValueError(f"{len(q)} queries in place of {plan.num_queries}; pass the plan of this step")
+        heads = self.heads
+        if q.shape[1:] != (heads.heads, heads.head_dim) or q.dtype != heads.dtype:
+            raise ValueError(
+                f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})"
+                "; q [queries, heads, head_dim]"
+            )
+        if plan.slots_needed > self.slots:
+            raise ValueError(
+                f"the plan needs {plan.slots_needed} slots, the store has {self.slots}; pass runs of this store's slots"
+            )
+
+
+def _check_slots(slots: Tensor, count: int) -> None:
+    if len(slots) and (slots.min() < 0 or slots.max() >= count):
+        raise ValueError(f"a slot that is not there; pass slots in [0, {count})")

@@ -1,0 +1,51 @@
+"""What features add to a worker: handlers of their messages, facts, and rows in place of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..engine.schedule.steps import Message
+from ..engine.worker import Ticket
+from ..spec.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..model import CausalLM, MediaRows
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """A WorkerPart is what a feature adds to a worker.
+
+    handlers  by the type of a message the function that takes the worker and such a message, and returns its ticket
+    facts     what the host knows of the part; None: nothing
+    media     takes the tokens of a step, and returns the rows among them that are given in place of embeddings; None
+              where the step has none. None: the feature gives no rows
+    forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
+    """
+
+    handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
+    facts: object = None
+    media: Callable[[np.ndarray], MediaRows | None] | None = None
+    forget: Callable[[int], object] | None = None
+
+
+MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]
+_MAKERS: list[MakePart] = []
+
+
+def add_part(make: MakePart) -> None:
+    """Registers a function that makes a feature's WorkerPart for each worker from now on. make: takes the model, the
+    checkpoint from which the part loads further weights (None: there is no checkpoint) and the seed of random weights,
+    and returns the part, or None where the model lacks the feature."""
+    _MAKERS.append(make)
+
+
+def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
+    """Returns the parts of a worker for a model; the arguments are those of `add_part`."""
+    load_plugins()
+    return [part for make in _MAKERS if (part := make(model, checkpoint, seed)) is not None]

@@ -1,0 +1,353 @@
+"""Towers and projectors against transformers, and every way in which their tensors are stored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import DenseAttend
+from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_reference, write_gguf_tower
+
+from prefold.checkpoint import resolve
+from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.features.images import config as tower_config
+from prefold.features.images import tower as tower_module
+from prefold.features.images.decode import Image
+from prefold.features.images.processor import load_processor
+from prefold.features.images.tower_weights import load_tower
+from prefold.features.images.worker import TowerAttend
+from prefold.model import MediaRows, config_from, load_model
+from prefold.text import load_tokenizer
+
+FLOAT = {"dtype": torch.float32, "device": "cpu"}
+
+
+def loaded(folder, pack=False, **options):
+    checkpoint = resolve(str(folder), **options)
+    config = config_from(checkpoint.config)
+    processor = load_processor(checkpoint, config.tower, None)
+    return load_tower(checkpoint, config, pack=pack, **FLOAT), processor
+
+
+def rows_of(tower, processor, image):
+    tiles = torch.from_numpy(processor.tiles(image))
+    with torch.no_grad():
+        return tower(tiles, tile_attend(tower.config.patches))
+
+
+def oracle_rows(folder, processor, image, attention="eager"):
+    """What transformers puts in place of an image's tokens, [rows, hidden]."""
+    tiles = torch.from_numpy(processor.tiles(image))
+    if processor.tower.kind == "idefics3":
+        tiles = tiles[None]
+    with torch.no_grad():
+        found = vision_reference(folder, attention).model.get_image_features(tiles).pooler_output
+    return (torch.cat(list(found)) if isinstance(found, (list, tuple)) else found).flatten(0, -2)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_equal_those_of_transformers(tmp_path, family, pack):
+    folder = tiny_vision(tmp_path, family, settings={"do_pan_and_scan": True} if family == "gemma3" else None)
+    tower, processor = loaded(folder, pack)
+    for seed, (height, width) in enumerate([(26, 26), (5, 61), (90, 31)]):
+        image = Image(drawing(seed, height, width))
+        rows, expected = rows_of(tower, processor, image), oracle_rows(folder, processor, image)
+        assert rows.shape == expected.shape
+        assert len(rows) == processor.layout(height, width).tiles * processor.rows_per_tile
+        difference = (rows - expected).abs().max()
+        own = (oracle_rows(folder, processor, image, "sdpa") - expected).abs().max()
+        assert difference <= max(1e-4, 3 * own), (difference, own)
+        assert expected.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("size", [7, 13, 36, 50, 512])
+@pytest.mark.parametrize("own", [False, True], ids=["by the book", "our attention"])
+def test_in_pieces(tmp_path, monkeypatch, size, own):
+    """Three tiles of 36 patches, in pieces of some rows, one at a time and several."""
+    for module in (tower_module, tower_config):
+        monkeypatch.setattr(module, "PIECE_ROWS", size)
+    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}))
+    tiles = torch.rand(3, 3, 26, 26)
+    attend = TowerAttend(tower) if own else tile_attend(tower.config.patches)
+    rng = np.random.default_rng(size)
+    pieces = 3 * len(tower.config.pieces(3))
+    assert pieces == 3 * 2 * -(-3 * 36 // size)
+    with torch.no_grad():
+        whole = tower(tiles, attend)
+        assert (whole - tower(tiles, tile_attend(36))).abs().max() < 1e-5
+        for steps in (np.ones(pieces, int), rng.integers(1, 5, pieces)):
+            rows = tower.start(tiles, attend)
+            for stop in steps.cumsum().tolist():
+                assert rows.num_done < pieces
+                if tower.go_on(rows, stop):
+                    break
+            assert rows.num_done == pieces
+            assert (tower.finish(rows) - whole).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_of_towers(tmp_path, family):
+    vision = {"hidden_size": 24, "num_attention_heads": 2, "image_size": 20, "patch_size": 5, "num_hidden_layers": 1}
+    own = {"mm_tokens_per_image": 4} if family == "gemma3" else {"scale_factor": 4}
+    folder = tiny_vision(tmp_path, family, vision=vision, **own)
+    tower, processor = loaded(folder)
+    assert tower.config.rows == (4 if family == "gemma3" else 1)
+    image = Image(drawing(3, 20, 20))
+    torch.testing.assert_close(
+        rows_of(tower, processor, image), oracle_rows(folder, processor, image), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_model_with_rows_of_an_image(tmp_path, family):
+    """Causal everywhere: spans are the schedulers' and attention's."""
+    folder = tiny_vision(tmp_path, family)
+    checkpoint = resolve(str(folder))
+    config = config_from(checkpoint.config)
+    model = load_model(checkpoint, pack=False, **FLOAT)
+    tower, processor = loaded(folder)
+    image = Image(drawing(5, 26, 26))
+    rows = rows_of(tower, processor, image)
+    tokens = torch.randint(3, 260, (len(rows) + 9,))
+    at = torch.arange(4, 4 + len(rows))
+    with torch.no_grad():
+        hidden = model(tokens, torch.arange(len(tokens)), DenseAttend(config), media=MediaRows(at, rows))
+        logits = model.logits(hidden)
+        oracle = vision_reference(folder)
+        embeddings = oracle.get_input_embeddings()(tokens)
+        embeddings[at] = oracle_rows(folder, processor, image)
+        language = oracle.model.language_model if family == "gemma3" else oracle.model.text_model
+        expected = oracle.lm_head(language(inputs_embeds=embeddings[None]).last_hidden_state)[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
+RENAMED = {
+    "gemma3": [
+        ("language_model.model.", "model.language_model."),
+        ("vision_tower.", "model.vision_tower.vision_model."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ],
+    "smolvlm": [("model.text_model.", "text_model."), ("model.vision_model.", "vision_model.")],
+}
+
+
+@pytest.mark.parametrize("family", sorted(RENAMED))
+def test_names_before_and_since_transformers_5(tmp_path, family):
+    folder = tiny_vision(tmp_path, family)
+    image = Image(drawing(1, 26, 26))
+    before = rows_of(*loaded(folder), image)
+    logits = text_logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for old, new in RENAMED[family]:
+        tensors = {new + k.removeprefix(old) if k.startswith(old) else k: v for k, v in tensors.items()}
+    if family == "gemma3":  # between the two there was a third
+        tensors = {k.replace("vision_tower.vision_model.", "vision_tower."): v for k, v in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(rows_of(*loaded(folder), image), before)
+    assert torch.equal(text_logits(folder), logits)
+
+
+def text_logits(folder, **options):
+    checkpoint = resolve(str(folder), **options)
+    model = load_model(checkpoint, pack=False, **FLOAT)
+    tokens = torch.arange(3, 30)
+    with torch.no_grad():
+        return model.logits(model(tokens, torch.arange(len(tokens)), DenseAttend(model.config)))
+
+
+def test_tensors_that_do_not_belong(tmp_path):
+    folder = tiny_vision(tmp_path, "gemma3")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for change, what in (
+        ({"vision_tower.encoder.layers.0.extra.weight": torch.zeros(2)}, "unexpected: layers.0.extra.weight"),
+        ({"vision_tower.post_layernorm.bias": torch.zeros(2)}, r"misshapen: post_layernorm.bias is \[2\], not \[30\]"),
+        ({"vision_tower.post_layernorm.bias": None}, "missing: post_layernorm.bias"),
+    ):
+        save_file({k: v for k, v in (tensors | change).items() if v is not None}, path)
+        with pytest.raises(CheckpointError, match=what):
+            loaded(folder)
+    save_file(tensors | {"strange.weight": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match=r"unexpected: strange\.weight"):
+        load_model(resolve(str(folder)), **FLOAT)
+
+
+def test_configs_that_are_refused(tmp_path):
+    folder = tiny_vision(tmp_path, "gemma3")
+    config = json.loads((folder / "config.json").read_text())
+    for change, what in (
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "three positions"),
+        ({"architectures": None, "model_type": "qwen2_vl"}, "three positions"),
+        ({"mm_tokens_per_image": 8}, "mm_tokens_per_image is 8"),
+        ({"mm_tokens_per_image": 25}, "cannot be averaged"),
+        ({"vision_config": config["vision_config"] | {"hidden_act": "gelu"}}, r"vision_config\.hidden_act"),
+        ({"vision_config": config["vision_config"] | {"num_channels": 1}}, r"vision_config\.num_channels"),
+        ({"vision_config": config["vision_config"] | {"patch_size": 0}}, r"vision_config\.patch_size"),
+        ({"vision_config": config["vision_config"] | {"num_attention_heads": 7}}, "7 heads"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            config_from(config | change)
+    smol = json.loads((tiny_vision(tmp_path, "smolvlm") / "config.json").read_text())
+    for change, what in (
+        ({"scale_factor": 4}, "scale_factor is 4"),
+        ({"text_config": smol["text_config"] | {"model_type": "mistral"}}, "mistral"),
+        ({"text_config": smol["text_config"] | {"use_resampler": True}}, "use_resampler"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            config_from(smol | change)
+
+
+def test_settings_that_do_not_fit_the_tower(tmp_path):
+    folder = tiny_vision(tmp_path, "gemma3", settings={"size": {"height": 30, "width": 30}})
+    with pytest.raises(CheckpointError, match=r"tiles of 30 x 30 pixels; the tower of .* takes 26 x 26"):
+        loaded(folder)
+    folder = tiny_vision(tmp_path, "gemma3")
+    nested = {"image_processor": json.loads((folder / "preprocessor_config.json").read_text()) | {"resample": 3}}
+    (folder / "processor_config.json").write_text(json.dumps(nested))
+    assert loaded(folder)[1].resample == 3  # where transformers 5 keeps them
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text().replace("<image_soft_token>", "<other>"))
+    checkpoint = resolve(str(folder))
+    with pytest.raises(CheckpointError, match="no token '<image_soft_token>'"):
+        load_processor(checkpoint, config_from(checkpoint.config).tower, load_tokenizer(checkpoint))
+
+
+def test_a_model_without_a_tower(tmp_path):
+    from tiny import tiny_checkpoint
+
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path)))
+    with pytest.raises(UnsupportedModelError, match="takes text alone"):
+        load_tower(checkpoint, config_from(checkpoint.config), **FLOAT)
+
+
+def write_text_gguf(folder, path):
+    """The text model of a folder as llama.cpp's converter writes it."""
+    config = json.loads((folder / "config.json").read_text())
+    text, gemma = config["text_config"], config["model_type"] == "gemma3"
+    arch = "gemma3" if gemma else "llama"
+    writer = gguf.GGUFWriter(path, arch)
+    heads, kv = text["num_attention_heads"], text["num_key_value_heads"]
+    writer.add_block_count(text["num_hidden_layers"])
+    writer.add_context_length(text["max_position_embeddings"])
+    writer.add_embedding_length(text["hidden_size"])
+    writer.add_feed_forward_length(text["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_key_length(text["head_dim"])
+    writer.add_value_length(text["head_dim"])
+    writer.add_layer_norm_rms_eps(text["rms_norm_eps"])
+    writer.add_rope_freq_base(1e6 if gemma else 10000.0)
+    if gemma:
+        writer.add_sliding_window(text["sliding_window"])
+    else:
+        writer.add_rope_dimension_count(text["head_dim"])
+    names = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+    roles = {
+        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "post_attention_norm" if gemma else "ffn_norm",
+        "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    for stored, tensor in load_file(folder / "model.safetensors").items():
+        if "vision" in stored or "connector" in stored or "projector" in stored:
+            continue
+        name = stored.removeprefix("language_model.").removeprefix("model.").removeprefix("text_model.")
+        module, _, kind = name.rpartition(".")
+        values = tensor.numpy()
+        if gemma and module.endswith("norm"):
+            values = values + np.float32(1)
+        if module in names:
+            writer.add_tensor(f"{names[module]}.{kind}", values)
+            continue
+        _, number, role = module.split(".", 2)
+        if not gemma and role in ("self_attn.q_proj", "self_attn.k_proj"):
+            count = heads if "q_proj" in role else kv
+            values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(f"blk.{number}.{roles[role]}.{kind}", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pair_of_gguf_files_gives_the_rows_of_the_folder(tmp_path, family, swapped):
+    types = ["sliding_attention"] * 5 + ["full_attention"]
+    text = {"num_hidden_layers": 6, "layer_types": types, "query_pre_attn_scalar": 10} if family == "gemma3" else {}
+    folder = tiny_vision(tmp_path, family, text={"head_dim": 10} | text)
+    files = tmp_path / "files"
+    files.mkdir()
+    write_text_gguf(folder, files / "model.gguf")
+    write_gguf_tower(folder, files / "mmproj.gguf", swapped=swapped)
+    image = Image(drawing(2, 40, 70))
+    tower, processor = loaded(folder)
+    mmproj = {"mmproj": str(files / "mmproj.gguf")}
+    again, of_gguf = loaded(files / "model.gguf", **mmproj)
+    assert replace(again.config, norm_eps=1e-6, projector_eps=1e-6) == tower.config  # GGUF has float32
+    if family == "gemma3":  # pixels of Idefics3 may differ: a GGUF file does not say how its images are resized
+        assert torch.equal(torch.from_numpy(processor.tiles(image)), torch.from_numpy(of_gguf.tiles(image)))
+    expected = rows_of(tower, processor, image)
+    torch.testing.assert_close(rows_of(again, processor, image), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(text_logits(files / "model.gguf", **mmproj), text_logits(folder), rtol=0, atol=1e-5)
+    # The folder of both is enough.
+    torch.testing.assert_close(rows_of(loaded(files)[0], processor, image), expected, rtol=0, atol=1e-5)
+
+
+def test_pairs_that_do_not_fit(tmp_path):
+    folder = tiny_vision(tmp_path, "gemma3")
+    smol = tiny_vision(tmp_path, "smolvlm")
+    write_text_gguf(smol, tmp_path / "llama.gguf")
+    write_gguf_tower(folder, tmp_path / "gemma.gguf")
+    write_gguf_tower(smol, tmp_path / "smol.gguf")
+    with pytest.raises(CheckpointError, match="is the tower of a gemma3 model"):
+        resolve(str(tmp_path / "llama.gguf"), mmproj=str(tmp_path / "gemma.gguf"))
+    with pytest.raises(CheckpointError, match="is no tower: its architecture is 'llama'"):
+        resolve(str(tmp_path / "llama.gguf"), mmproj=str(tmp_path / "llama.gguf"))
+    with pytest.raises(CheckpointError, match="no such file"):
+        resolve(str(tmp_path / "llama.gguf"), mmproj=str(tmp_path / "nothing.gguf"))
+    with pytest.raises(CheckpointError, match="whose tower lies in the folder"):
+        resolve(str(folder), mmproj=str(tmp_path / "gemma.gguf"))
+    with pytest.raises(CheckpointError, match="holds 3"):
+        resolve(str(tmp_path))
+
+
+def test_random_weights():
+    from prefold.checkpoint import Checkpoint
+
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {"hidden_size": 36, "num_hidden_layers": 2, "vocab_size": 300, "intermediate_size": 50},
+        "vision_config": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "image_size": 24,
+                          "patch_size": 4, "intermediate_size": 40},
+        "mm_tokens_per_image": 4,
+    }  # fmt: skip
+    checkpoint = Checkpoint.dummy(config)
+    found = config_from(checkpoint.config)
+    one, two, other = (load_tower(checkpoint, found, seed=seed, **FLOAT) for seed in (0, 0, 1))
+    processor = load_processor(checkpoint, found.tower, None)
+    image = Image(drawing(1, 24, 24))
+    rows = rows_of(one, processor, image)
+    assert torch.equal(rows, rows_of(two, processor, image)) and not torch.equal(rows, rows_of(other, processor, image))
+    assert rows.isfinite().all() and rows.std() > 0
+    parameters = sum(p.numel() for p in load_tower(checkpoint, found, pack=False, **FLOAT).parameters())
+    assert parameters == found.tower.num_parameters
+
+
+def test_shapes_of_well_known_towers():
+    from prefold.checkpoint import GEOMETRIES
+
+    gemma = config_from(GEOMETRIES["gemma3-4b"])
+    assert gemma.tower.rows == 256 and gemma.tower.span and gemma.hidden == 2560
+    assert gemma.tower.num_parameters == pytest.approx(420e6, rel=0.01)  # as the model's card says
+    assert gemma.tower.layers * gemma.tower.pieces(1).sum() == pytest.approx(5.5e12, rel=0.02)
+    smol = config_from(GEOMETRIES["smolvlm-256m"])
+    assert smol.tower.rows == 64 and not smol.tower.span
+    assert smol.num_parameters + smol.tower.num_parameters == pytest.approx(256e6, rel=0.01)
