@@ -22,8 +22,8 @@ from prefold.spec.requests import Readout, Request, Sampling
 from prefold.spec.task import filters_of
 from prefold.trie import Trie
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
-from prefold.worker.draw import draw
 from prefold.worker.local import LocalWorker
+from prefold.worker.sampler import draw
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -18,8 +18,8 @@ from prefold.model.ops import PYTORCH, Ops, choose_ops
 from prefold.spec.requests import Sampling
 from prefold.spec.task import filters_of
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
-from prefold.worker.attention.row_tiles import row_tiles
-from prefold.worker.draw import draw
+from prefold.worker.attention.row_plan import row_tiles
+from prefold.worker.sampler import draw
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}

@@ -22,7 +22,7 @@ import torch
 from harness import NUMBERS, Listed, benchmark, clocked, compared, median, step_seconds, take_turns, timed
 
 from prefold import LLM
-from prefold.features.hybrid.delta import CHUNK
+from prefold.features.hybrid.layers import CHUNK
 from prefold.features.hybrid.steps import StateFacts
 from prefold.spec.requests import Readout, Request
 from prefold.trie import Spool

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from prefold.errors import InputError
-from prefold.kernels import container
 from prefold.model import device
+from prefold.spec import container
 
 
 def test_available_memory_respects_the_container(tmp_path, monkeypatch):

@@ -60,8 +60,8 @@ def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
 def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
     """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
     from ..cluster.backends import backend_for
-    from ..jobs.inputs import draw, open_input
     from ..jobs.models import LazyTasks, open_model
+    from ..jobs.opening import draw, open_input
 
     if not spec.input.names:
         if spec.task not in (None, "rerank"):

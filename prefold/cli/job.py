@@ -20,7 +20,7 @@ from ..spec.job import JobSpec
 from .process import notice, say
 
 if TYPE_CHECKING:
-    from ..jobs.inputs import Input
+    from ..jobs.opening import Input
 
 FAILED_RECORDS = 3
 
@@ -29,8 +29,7 @@ def run_command(spec: JobSpec, *, stdin: Iterable[bytes] | None = None) -> None:
     """Runs a job, and ends the process with the exit status that the help documents. stdin: the lines of standard
     input, where they have been read already"""
     from ..jobs import Interrupted, run_job
-    from ..jobs.inputs import open_input
-    from ..jobs.opening import open_job
+    from ..jobs.opening import open_input, open_job
     from ..jobs.report import open_progress
 
     quiet, output = spec.output.quiet, spec.output.path

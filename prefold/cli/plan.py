@@ -42,7 +42,7 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
     """
     from ..jobs import plan_job
-    from ..jobs.inputs import open_input
+    from ..jobs.opening import open_input
     from ..jobs.plan import cost_of, kv_row_bytes, place
     from ..jobs.report import open_progress
     from ..model import config_from

@@ -16,11 +16,8 @@ from click.core import ParameterSource
 from ..errors import InputError, JobError
 from ..spec.fields import SpecError, kind_of, parameter_of
 from ..spec.files import read_text
-from ..spec.fleet import FleetSpec
-from ..spec.input import InputSpec
-from ..spec.job import JobSpec
+from ..spec.job import FleetSpec, InputSpec, JobSpec, OutputSpec
 from ..spec.model import GROUPS, CacheOptions, ModelSpec, model_fields, model_keywords, model_options
-from ..spec.output import OutputSpec
 from ..spec.server import ServerSpec
 from ..spec.task import OPTIONS, ConversationOptions, TaskSpec, cli_names, options_of
 

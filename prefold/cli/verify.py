@@ -52,7 +52,7 @@ def verify(
     prefold verify reviews.jsonl --task classify --labels good,bad --arithmetic int8
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
-    from ..jobs.inputs import draw, open_input
+    from ..jobs.opening import draw, open_input
     from ..jobs.record import plain
 
     for kind, measurement in _OPTIONS.items():

@@ -2,7 +2,6 @@
 
 from .engine import ModelEngine
 from .meter import StepInfo
-from .options import EngineOptions, GenerateOptions
-from .protocol import Engine
+from .protocol import Engine, EngineOptions, GenerateOptions
 
 __all__ = ["Engine", "EngineOptions", "GenerateOptions", "ModelEngine", "StepInfo"]

@@ -22,8 +22,7 @@ from .calls import serve
 from .generate import Generator, check_sharing
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
-from .options import EngineOptions
-from .protocol import EngineFacts
+from .protocol import EngineFacts, EngineOptions
 from .requests import LAST_ROW_KINDS, Answer, check_exits, joint_readout
 from .schedule.generate_step import NO_OWNER
 from .schedule.parts import engine_parts

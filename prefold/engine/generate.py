@@ -26,8 +26,8 @@ from ..spec.requests import GenerationStats, Owner, Readout, Request, Sharing
 from ..text import Tokenizer
 from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
-from .options import EngineOptions
 from .pace import StepPace, StepPolicy
+from .protocol import EngineOptions
 from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_exits
 from .samples import OnText
 from .schedule.admission import InOrder

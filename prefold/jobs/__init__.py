@@ -10,11 +10,10 @@ from __future__ import annotations
 from .batch import OpenAIBatch
 from .columns import TableForm
 from .fields import Template
-from .flow import Job, run_beside
 from .formats import TableOptions
 from .output import OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
-from .run import Interrupted, Summary, run_job
+from .run import Interrupted, Job, Summary, run_beside, run_job
 from .source import open_source, open_sources
 from .tables import Columns, TableAdapter

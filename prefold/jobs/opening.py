@@ -1,4 +1,4 @@
-"""Open a job by its spec: its output, with the journal that tells it from others, and the engine that it loads."""
+"""Open a job by its spec: its input and the adapter of its records, its output with its journal, and its engine."""
 
 from __future__ import annotations
 
@@ -8,21 +8,215 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.identity import folder_digest, model_identity
-from ..errors import JobError
+from ..cluster.backends import Backend, backend_for
+from ..errors import InputError, JobError
+from ..spec.fields import SpecError
 from ..spec.files import read_bytes, same_file
+from ..spec.job import COLUMNS, JobSpec
+from ..spec.model import ModelSpec
 from .columns import TableForm
-from .inputs import Input
 from .journal import journal_path, recorded_job
-from .models import Notify, load_fleet
+from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_fleet, load_llm, open_model, uses_chat
 from .output import OutputOptions, open_output, partial_path
 from .reader import Job
 from .source import check_grown
+
+
+@dataclass(frozen=True)
+class Input:
+    """The opened input of a job: its records, their adapter, and the model and tasks for them."""
+
+    spec: JobSpec
+    backend: Backend
+    source: Any
+    adapter: Any
+    tasks: LazyTasks
+    checkpoint: Any
+    tokenizer: Any
+
+    @property
+    def is_fleet(self) -> bool:
+        """Return whether replicas compute the job: on Ray, on servers, or in another engine."""
+        return self.spec.fleet.ray is not None or bool(self.backend.where)
+
+    def load(self, model: ModelSpec | None = None) -> Any:
+        """Return the LLM of the job, or of another spec, with the image table of the tasks."""
+        return load_llm(model or self.spec.model, self.checkpoint, self.tokenizer, media=self.tasks.media)
+
+
+def open_input(spec: JobSpec, notify: Notify, *, stdin: Iterable[bytes] | None = None, weights: bool = True) -> Input:
+    """Return the files, patterns and folders of a job as one opened input.
+
+    notify   called with lines for the user, such as that a model is downloaded
+    stdin    the lines of standard input, if they have been read already
+    weights  whether the model's weights are downloaded, as the command is going to read them
+
+    Raise SpecError for options that exclude each other.
+    """
+    from . import TableOptions, open_sources
+
+    spec.check()
+    backend = backend_for(spec)
+    limits: dict[str, Any] = {"delimiter": spec.input.delimiter, "max_cell_lines": spec.input.max_cell_lines}
+    table = TableOptions(**{name: value for name, value in limits.items() if value is not None})
+    source = open_sources(spec.input.names, spec.input.format, table, stdin=stdin)
+    checkpoint, tokenizer = open_model(spec, backend, notify, weights=weights)
+    adapter, names = make_adapter(spec, source, checkpoint, tokenizer)
+    tasks = LazyTasks(names, spec, checkpoint, tokenizer)
+    if spec.task is not None:
+        tasks[spec.task]  # options that are wrong are refused before any record is read
+    return Input(spec, backend, source, adapter, tasks, checkpoint, tokenizer)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Holds what was drawn of an input, by task: items, and the Work of each. left_out: records, or items of them, that
+    were drawn and are unusable."""
+
+    items: dict[str, list[Any]]
+    works: dict[str, list[Any]]
+    left_out: int
+
+
+def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample:
+    """Return about `count` records drawn from all over `rows`.
+
+    Raise JobError where none of the records is usable.
+    """
+    from .verify import sample_items
+
+    drawn_rows, left_out = sample_items(rows, input.adapter, count, seed=seed)
+    by_task: dict[str, list[Any]] = {}
+    for task, item in drawn_rows:
+        by_task.setdefault(task, []).append(item)
+    sample, wrong = Sample({}, {}, left_out), []
+    for task, items in by_task.items():
+        pairs = list(zip(items, input.tasks[task].prepare(items), strict=True))
+        usable = [(item, work) for item, work in pairs if not isinstance(work, InputError)]
+        wrong += [work for _, work in pairs if isinstance(work, InputError)]
+        if usable:
+            sample.items[task], sample.works[task] = (list(column) for column in zip(*usable, strict=True))
+    if not sample.works:
+        reason = f"; the first: {wrong[0]}" if wrong else ""
+        raise JobError(f"none of the records that were drawn from {input.source.name} is usable{reason}")
+    return replace(sample, left_out=left_out + len(wrong))
+
+
+def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return (adapter, the tasks it may ask for). Without a task the input must be OpenAI batch lines."""
+    from ..wire import TASKS
+    from .batch import OpenAIBatch, is_batch_line
+
+    task = spec.task
+    first = source.peek() if source.format == "jsonl" else None
+    if first is not None and is_batch_line(first) and task is None:
+        columns = [f"--{name.removesuffix('_column')}" for name in COLUMNS if name in spec.given]
+        if columns:
+            raise JobError(f"{columns[0]} is for tables; {source.name} holds OpenAI batch lines")
+        spec.check_tasks(TASKS, f"OpenAI batch lines, which {source.name} holds")
+        seed = json.dumps(source.identity, sort_keys=True)
+        adapters = tuple(spec.model.adapters or ())
+        sampling = batch_sampling(spec, checkpoint)
+        return OpenAIBatch(spec.model_name, seed=seed, sampling=sampling, adapters=adapters), TASKS
+    if task is None:
+        is_empty = source.format == "jsonl" and first is None
+        wrong = "has no line with a JSON object" if is_empty else "does not begin with an OpenAI batch line"
+        raise JobError(
+            f"{source.name} {wrong}; for a table say what to do with it: "
+            "--task embed, rerank, classify, score or generate"
+        )
+    check_tokenizer(checkpoint, tokenizer, f"the texts of {source.name}")
+    return _table_adapter(task, spec, source, first, tokenizer), (task,)
+
+
+def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
+    from .fields import Template
+    from .tables import Columns, default_columns
+
+    table = spec.input
+    texts = {"prompt": table.prompt, "query": table.query, "document": table.document}
+    texts |= {"continuation": table.continuation}
+    columns: dict[str, Any] = {name: Template(text, f"--{name}") for name, text in texts.items() if text}
+    if table.messages:
+        columns["messages"] = table.messages
+    have = source.columns if source.columns is not None else None if first is None else list(first)
+    chat = task == "generate" and uses_chat(spec, tokenizer)
+    if not columns and chat and "messages" in (have or []):
+        columns["messages"] = "messages"
+    if task == "generate" and table.tools:
+        columns["tools"] = table.tools
+    if table.image:
+        columns["image"] = table.image
+    if table.adapter_column:
+        columns["adapter"] = table.adapter_column
+    elif len(spec.model.adapters or ()) > 1:
+        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
+    columns |= default_columns(task, have, columns)
+    if task == "score" and table.image and "continuation" not in columns:
+        message = "--image with the task score needs continuations to score: add --continuation COLUMN"
+        raise SpecError(message, field="image")
+    kind, own_options = _adapter_kind(task, spec)
+    reserved = kind.reserved_for(task, has_id=table.id_column is not None)
+    used_columns = Columns(**columns, id=table.id_column, **_kept(reserved, spec, source.columns))
+    adapter = kind(
+        task, used_columns, render_chat(task, spec, tokenizer), chat=chat, keep_empty=table.empty == "keep",
+        filled=source.format == "parquet", **own_options,
+    )  # fmt: skip
+    adapter.check(source.columns)
+    return adapter
+
+
+def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, bool]]:
+    """Return (the class of the adapter, the options that it has of its own)."""
+    from .tables import AnswerColumns, LabelColumns, TableAdapter
+
+    if spec.output.json_columns:
+        return AnswerColumns, {}
+    suffixes = [suffix for suffix in Path(spec.output.path or "").suffixes if suffix != ".gz"]
+    suffix, scores = suffixes[-1].lower() if suffixes else "", spec.output.scores
+    if task != "classify" or (scores is None and suffix not in (".csv", ".tsv", ".parquet")):
+        return TableAdapter, {}
+    # The cells of CSV cannot hold objects, and the columns of Parquet can.
+    return LabelColumns, {"every": scores == "all", "keeps": scores is None and suffix == ".parquet"}
+
+
+def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:
+    """Return `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
+    the input's columns, None where not known."""
+    from .tables import kept_name
+
+    keep: dict[str, str] = {}
+    own_id = spec.input.id_column
+    parts = [part.strip() for text in spec.input.keep for part in text.split(",")]
+    for part in parts:
+        name, equals, column = part.partition("=")
+        if part == "*":
+            # A column "id" that is the id is in each line already.
+            columns = [column for column in have or () if not column == "id" == own_id]
+            keep |= {kept_name(reserved, column): column for column in columns}
+        elif part and not part == "id" == own_id:  # which is in each line already
+            keep[name.strip()] = (column if equals else part).strip()
+    return {"keep": keep, "keep_all": "*" in parts and have is None}
+
+
+def render_chat(task: str, spec: JobSpec, tokenizer: Any) -> Any:
+    """Return the function that turns chat messages into token ids, for a task that does not continue them.
+
+    A conversation whose continuation is scored ends with the beginning of the assistant's turn.
+    """
+    from ..tasks.base import Inputs
+    from ..tasks.conversations import Conversations
+
+    options = {entry.name: getattr(spec.conversations, entry.name) for entry in fields(spec.conversations)}
+    conversations, inputs = Conversations(**options), Inputs(tokenizer)
+    return partial(conversations.ids, inputs=inputs, add_generation_prompt=task != "embed")
 
 
 def open_job(input: Input, notify: Notify) -> Job:

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from .abi import Activation, Kind, LowRank, Operation, PathPlane, ProgramCall, RanksView, RowLow, SlotPlane, TileCall
 from .attention import MAX_HEAD_DIM
-from .blocks import BLOCK_TYPES, WHOLE_TYPES, StoredRows
-from .experts import pack_experts
 from .interface import DTYPES, RowLists, SlotLists
 from .loader import Kernels, load, status
-from .products import COLUMNS, Blocks, PanelPool, can_pack_words, matrix_addresses, pack_words
-from .ranks import CollectiveError
-from .states import ConvPlaces, RunOrder
+from .operations import ConvPlaces, RunOrder, pack_experts
+from .products import (
+    BLOCK_TYPES,
+    COLUMNS,
+    WHOLE_TYPES,
+    Blocks,
+    PanelPool,
+    StoredRows,
+    can_pack_words,
+    matrix_addresses,
+    pack_words,
+)
+from .program import CollectiveError
 
 __all__ = [
     "BLOCK_TYPES",

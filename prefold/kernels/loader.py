@@ -12,17 +12,12 @@ from pathlib import Path
 
 from ..spec import environment
 from .attention import AttentionKernels
-from .blocks import BlockKernels
 from .build import build, build_probe, is_built
 from .compile import HERE, NATIVE, BuildError, runnable, variants
-from .elementwise import ElementwiseKernels
-from .experts import ExpertKernels
 from .interface import InterfaceError, bind
-from .logits import LogitKernels
-from .products import ProductKernels
-from .program import ProgramKernels
-from .ranks import RankKernels
-from .states import StateKernels
+from .operations import ElementwiseKernels, ExpertKernels, LogitKernels, StateKernels
+from .products import BlockKernels, ProductKernels
+from .program import ProgramKernels, RankKernels
 
 
 class Kernels(

@@ -158,7 +158,7 @@ ALONE = Alone()
 class Ranks(Alone):
     """A Ranks is this process's rank among those of torch.distributed's default group; every rank makes the same calls.
 
-    On a CPU with compiled kernels `worker.memory_ranks.MemoryRanks` takes its place.
+    On a CPU with compiled kernels `worker.tensor_parallel.MemoryRanks` takes its place.
     """
 
     def __init__(self) -> None:

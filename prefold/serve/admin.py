@@ -24,8 +24,7 @@ from ..engine.cache.listing import HeldRows
 from ..engine.protocol import RunningSequence, Snapshot
 from ..engine.schedule.generate_step import NO_OWNER
 from ..errors import InputError
-from ..jobs.report.page import with_drawing
-from ..jobs.report.tree import TreeShape
+from ..jobs.report.page import TreeShape, with_drawing
 from ..text.prompts import readable
 from ..wire.body import TaskOrder
 from ..wire.completions import Chat, Completion

@@ -44,11 +44,12 @@ from ..trie import MEDIA_BASE
 from ..wire.answers import Events
 from ..wire.body import TaskOrder
 from ..wire.completions import Echo
-from .backpressure import Backpressure, FairQueue
 from .http import json_of
 from .keys import Keys
 from .limits import (
     SHORT_BYTES,
+    Backpressure,
+    FairQueue,
     are_short,
     are_soon_ready,
     check_item,

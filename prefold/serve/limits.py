@@ -1,18 +1,30 @@
-"""What an item of a request, or of a batch's line, may not bring: programs, grammars that take long to compile, and
-more than a step has time for."""
+"""Limits of a server: on what an item may bring, and on the requests that wait.
+
+An item of a request or batch line may not bring programs, grammars that take long to compile, or more work than
+a step has time for. A request beyond a limit on waiting requests is refused, with a time after which to send it again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from ..engine.handles import Handle
 from ..errors import InputError
-from ..spec.requests import Generated
+from ..spec.requests import Generated, Owner
 from ..spec.server import ServerSpec
 from ..text import Tokenizer
 from ..text.grammar import is_quick
 from ..text.media import chat_of
-from .http import json_of
+from .http import Refusal, json_of
+from .keys import Keys
 
 # Those of a request for nothing but tokens, or their text, where the model takes no more of them in one prompt.
 MOST_TOKENS = 1 << 18
@@ -124,3 +136,195 @@ def has_slow_grammar(item: Any) -> bool:
     return not all(
         is_quick(str(kind), part if isinstance(part, str) else json_of(part).decode()) for kind, part in parts
     )
+
+
+BYTES_A_TOKEN = 4  # of a request's body, for an estimate before it is tokenised
+# Answers by which the rate is measured, and the largest Retry-After, in seconds.
+MEASURED, LONGEST_WAIT = 128, 120
+
+
+class Backpressure:
+    """A Backpressure counts the requests that are being prepared, that wait for the engine, and that are being
+    computed. A text to generate counts once for each sample, a request for embeddings or scores once. A request for
+    which the engine has a free sequence is about to run, and does not count as waiting.
+
+    replies       the handles without an answer, in the order in which they came
+    most_running  how many sequences the engine runs at once
+    """
+
+    def __init__(
+        self,
+        options: ServerSpec,
+        keys: Keys,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        most_running: int = 0,
+    ):
+        self._options, self._keys, self._clock = options, keys, clock
+        self.replies: dict[Handle, None] = {}
+        self.most_running = most_running
+        self._preparing: dict[object, tuple[Owner, int, int]] = {}  # {request: (owner, count, tokens)}
+        # The clock of `_busy` runs only while there are replies, so that pauses do not lower the rate of answers.
+        self._busy_before, self._busy_since = 0.0, 0.0
+        self._last_replies: deque[tuple[float, int, int]] = deque(maxlen=MEASURED)  # (time of `_busy`, replies, tokens)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Returns how many requests wait to be computed, and the tokens of their prompts."""
+        waiting = self._waiting()
+        return sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting)
+
+    @property
+    def running(self) -> int:
+        """Returns how many requests are being computed, or are about to be."""
+        return len(self.replies) + len(self._preparing) - len(self._waiting())
+
+    def _waiting(self) -> list[tuple[Owner, int, int]]:
+        """Returns (owner, count, tokens) of each request that waits."""
+        entries = [(reply.owner, reply.samples, reply.tokens) for reply in self.replies if reply.begun_at is None]
+        entries += self._preparing.values()
+        running = Counter[str | None]()
+        for reply in self.replies:
+            if reply.begun_at is not None:
+                running[reply.owner.tenant] += reply.samples
+        free = self.most_running - running.total()
+        if free <= 0:
+            return entries
+        waiting = []
+        for entry in entries:
+            owner, count, _ = entry
+            most = self._keys.limits_of(owner.tenant).max_running
+            if count <= (free if most is None else min(free, most - running[owner.tenant])):
+                free -= count
+                running[owner.tenant] += count
+            else:
+                waiting.append(entry)
+        return waiting
+
+    def check(self, owner: Owner, samples: int = 1, *, computes: bool = True) -> None:
+        """Raises Refusal (429) if too many requests wait for another one of this owner.
+
+        If there are several tenants, the requests of one may be half of those that wait; a tenant's fair part of the
+        limit is always free for it. Requests of batches do not count against interactive ones. A request that alone is
+        larger than a limit counts as the limit, and is accepted when no others wait.
+
+        samples   as how many requests it counts
+        computes  whether it will wait for the engine; if not, only requests that are being prepared count
+        """
+        waiting = self._waiting() if computes else list(self._preparing.values())
+        if not waiting:
+            return
+        ahead = [entry for entry in waiting if owner.is_batch or not entry[0].is_batch]
+        own_entries = [entry for entry in waiting if entry[0].tenant == owner.tenant]
+        tenants = len({entry[0].tenant for entry in ahead} | {owner.tenant})
+        limits, options, is_shared = self._keys.limits_of(owner.tenant), self._options, self._keys.num_tenants > 1
+        for unit, place, more, most, own_most in (
+            ("requests", 1, samples, options.max_waiting_requests, limits.max_waiting_requests),
+            ("tokens", 2, 1, options.max_waiting_tokens, limits.max_waiting_tokens),
+        ):
+            count, own_count = sum(entry[place] for entry in ahead), sum(entry[place] for entry in own_entries)
+            part = max(1, most // 2) if is_shared else most
+            size = min(more, part)
+            is_fair = own_count + size <= min(part, most // tenants)
+            if own_most is not None and own_count + min(more, own_most) > own_most:
+                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {own_most} may", more)
+            if not is_fair and count + size > most:
+                self._refuse(ahead, f"{count} {unit} are waiting, and {most} may", more)
+            if not is_fair and own_count + size > part:
+                self._refuse(own_entries, f"{own_count} {unit} of yours are waiting, and {part} may", more)
+
+    def _refuse(self, waiting: list[tuple[Owner, int, int]], message: str, more: int) -> None:
+        """Raises Refusal (429). waiting: the requests that count; more: as how many the new request counts"""
+        message += f"; this request counts as {more}" if more > 1 else ""
+        seconds = self.seconds_for(sum(count for _, count, _ in waiting), sum(tokens for _, _, tokens in waiting))
+        remedy, headers = "send the request again after the seconds in Retry-After", {"retry-after": str(seconds)}
+        raise Refusal(429, message, remedy=remedy, code="rate_limit_exceeded", headers=headers)
+
+    @contextmanager
+    def preparing(
+        self, num_bytes: int, owner: Owner, *, samples: int = 1, computes: bool = True
+    ) -> Iterator[Callable[[], object]]:
+        """Counts a request of so many bytes within the context, or until the function that the context gives is called.
+        Raises Refusal (429) if too many wait (see `check`)."""
+        self.check(owner, samples, computes=computes)
+        key = object()
+        self._preparing[key] = owner, samples, num_bytes // BYTES_A_TOKEN
+        try:
+            yield lambda: self._preparing.pop(key, None)
+        finally:
+            self._preparing.pop(key, None)
+
+    @contextmanager
+    def computing(self, replies: Iterable[Handle]) -> Iterator[None]:
+        """Counts replies within the context."""
+        if not self.replies:
+            self._busy_since = self._clock()
+        replies = dict.fromkeys(replies)
+        self.replies |= replies
+        try:
+            yield
+        finally:
+            for reply in replies:
+                self.replies.pop(reply, None)
+            if not self.replies:
+                self._busy_before += self._clock() - self._busy_since
+
+    @property
+    def _busy(self) -> float:
+        return self._busy_before + (self._clock() - self._busy_since if self.replies else 0.0)
+
+    def note_answered(self, replies: Iterable[Handle]) -> None:
+        """Records that replies have been answered."""
+        counts = [(reply.samples, reply.tokens) for reply in replies]
+        self._last_replies.append((self._busy, sum(count for count, _ in counts), sum(tokens for _, tokens in counts)))
+
+    def seconds_for(self, requests: int, tokens: int) -> int:
+        """Returns in how many seconds half of so many requests and tokens are done, at the rate of the last answers."""
+        if len(self._last_replies) < 2:
+            return 1
+        # The first entry only marks the beginning of the time.
+        (began, *_), *replies = self._last_replies
+        seconds = max(1e-3, self._busy - began)
+        rates = [sum(entry[i] for entry in replies) / seconds for i in (1, 2)]
+        seconds = max(count / 2 / max(rate, 1e-9) for count, rate in zip((requests, tokens), rates, strict=True))
+        return max(1, min(LONGEST_WAIT, math.ceil(seconds)))
+
+
+class FairQueue:
+    """A FairQueue calls functions in a few threads. Tenants take turns, each with its own line of functions."""
+
+    def __init__(self, num_threads: int, name: str):
+        """name: the prefix of the threads' names"""
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._lines: OrderedDict[Hashable, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+
+    def submit(self, tenant: Hashable, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Returns the Future of a function's result; it is called when it is the tenant's turn."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._lines.setdefault(tenant, deque()).append((future, partial(function, *arguments)))
+        self._threads.submit(self._call_next)
+        return future
+
+    def _call_next(self) -> None:
+        with self._lock:
+            tenant, line = self._lines.popitem(last=False)
+            future, function = line.popleft()
+            if line:
+                self._lines[tenant] = line
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Cancels the waiting functions, and does not wait for running ones."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            lines = [*self._lines.values()]
+            self._lines.clear()
+        for line in lines:
+            for future, _ in line:
+                future.cancel()

@@ -1,4 +1,7 @@
-"""Binds the address, loads the model in a thread, serves, and drains when the process is to end."""
+"""Bind the address, load the model in a thread, serve, and drain when the process is to end.
+
+uvicorn's HTTP protocol gets limits on connections and headers that it does not have.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,198 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import JobError
 from ..spec.server import ServerSpec
 from .app import make_app
 from .http import Refusal
 from .metrics import AccessLog
-from .protocol import protocol_with
 from .state import AppState
+
+TAKEN_BYTES = 1 << 14  # that a client must read within `send_seconds`
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 1\r\n\r\n"
+_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_SLOW = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_WRONG = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+class _RefusedRequest(Exception):
+    """A _RefusedRequest is raised when the head of a request is refused; its argument is the response."""
+
+
+def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type[asyncio.Protocol]:
+    """Returns the protocol class of a server. refused: is called with the status of each response of the protocol
+    itself"""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        """A LimitedProtocol closes connections beyond the limit, connections whose headers or trailers are too slow or
+        too large, or do not say where a body ends, those that send more after the response, and those that do not read
+        the response."""
+
+        _head_bytes = 0  # received since the last byte of a body: headers, trailers, and chunk sizes
+        _in_trailers = False
+        _slow: asyncio.TimerHandle | None = None
+        _not_taking: asyncio.TimerHandle | None = None
+        _unsent = 0  # bytes that waited to be sent at the last look
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > options.max_connections:
+                self._refuse(_BUSY)
+            else:
+                self._wait_for_request()
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            if not self.transport.is_closing():
+                self._unset_keepalive_if_required()
+                self._parse(data)
+            if self._head_bytes > options.max_header_bytes:
+                self._refuse(_LARGE)
+            elif self._is_answered and self.timeout_keep_alive_task is None:
+                self._wait_for_request()  # these bytes have ended uvicorn's own waiting
+
+        def _parse(self, data: bytes) -> None:
+            """Parses received bytes. A request that offers to upgrade the protocol is parsed again without the offer,
+            which is ignored (RFC 9110, 7.8): otherwise the parser would not read its body."""
+            rest = data
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                    version = self.parser.get_http_version().encode()
+                    head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, headers)
+                    rest = head + rest[offer.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                except httptools.HttpParserError as error:
+                    refused = error.__context__
+                    self._refuse(refused.args[0] if isinstance(refused, _RefusedRequest) else _WRONG)
+                    return
+
+        @property
+        def _is_offer(self) -> bool:
+            """Returns whether the request will be parsed again."""
+            return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+        def _check_head(self) -> None:
+            """Raises _Refused for a head that is too large, and for one that a proxy in front of the server might parse
+            differently, and so see other requests on the connection (request smuggling)."""
+            if (
+                len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+                > options.max_header_bytes
+            ):
+                raise _RefusedRequest(_LARGE)
+            codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+            if codings and (
+                [header.strip().lower() for header in codings] != [b"chunked"]
+                or self.parser.get_http_version() != "1.1"
+            ):
+                raise _RefusedRequest(_WRONG)
+            if self.parser.get_method() == b"CONNECT":
+                raise _RefusedRequest(_WRONG)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_trailers = False
+            self._wait_for_request()
+
+        def on_headers_complete(self) -> None:
+            if self._is_offer:
+                return
+            self._check_head()
+            self._stop_waiting()
+            self._in_trailers, self._head_bytes = True, 0
+            super().on_headers_complete()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self._in_trailers:  # trailers are not read
+                super().on_header(name, value)
+
+        def on_body(self, body: bytes) -> None:
+            self._head_bytes = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if self._is_offer:
+                return
+            self._head_bytes = 0
+            super().on_message_complete()
+            if self._is_answered:  # before its body had come
+                self._stop_waiting()
+                self.cycle.more_body = False
+                self._unset_keepalive_if_required()
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._look_later()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._not_taking is not None:
+                self._not_taking.cancel()
+                self._not_taking = None
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._look_later()  # what is left of an answer keeps it open
+
+        def _look_later(self) -> None:
+            if self._not_taking is None:
+                self._unsent = self.transport.get_write_buffer_size()
+                self._not_taking = self.loop.call_later(options.send_seconds, self._look)
+
+        def _look(self) -> None:
+            """Aborts the connection if its client has read too little; closing it would wait for the rest."""
+            self._not_taking = None
+            if self._unsent - self.transport.get_write_buffer_size() < TAKEN_BYTES:
+                self.transport.abort()
+            else:
+                self._look_later()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            if self._not_taking is not None:
+                self._not_taking.cancel()
+            super().connection_lost(exc)
+
+        @property
+        def _is_answered(self) -> bool:
+            return self.cycle is not None and self.cycle.response_complete
+
+        def _wait_for_request(self) -> None:
+            """Closes the connection unless the headers of a request come within `header_seconds`."""
+            if self._slow is None and not self.transport.is_closing():
+                self._slow = self.loop.call_later(options.header_seconds, self._refuse, _SLOW)
+
+        def _stop_waiting(self) -> None:
+            if self._slow is not None:
+                self._slow.cancel()
+                self._slow = None
+
+        def _refuse(self, answer: bytes) -> None:
+            self._stop_waiting()
+            if not self.transport.is_closing():
+                cycle = self.cycle
+                # No second answer to a request, and none within another.
+                if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
+                    self.transport.write(answer)
+                    refused(int(answer[9:12]))
+                self.transport.close()
+
+        def send_400_response(self, msg: str) -> None:
+            super().send_400_response(msg)
+            refused(400)
+
+    return LimitedProtocol
+
 
 _log = logging.getLogger("prefold.serve")
 CLOSE_SECONDS = 5  # in which clients must read the rest of their responses after draining

@@ -2,8 +2,7 @@
 
 fields  how a field is declared, and how values are checked
 task    the options of each task           model   the options of a model
-input   how a job is read                  output  where its results go
-fleet   what computes it                   job     a job as a whole
+job     a job as a whole: its input, its output, and what computes it
 server  the options of a server        requests  requests to an engine, and their results
 
 and what every layer asks of the machine and the user: environment variables, the limits of a container, files, plugins.

@@ -1,20 +1,213 @@
-"""A job as a whole, and which of its options belong to which task."""
-
-# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+"""A job as a whole: how its input is read, where its results go, what computes it, and which options each task has."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from .fields import SpecError, flags_of, option, parameter_of
-from .fleet import FleetSpec
-from .input import InputSpec
 from .model import ModelSpec
-from .output import OutputSpec
 from .task import OPTIONS, ConversationOptions, TaskSpec, cli_names
+
+# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+
+
+Format = Literal["jsonl", "csv", "tsv", "parquet"]
+FORMATS: tuple[Format, ...] = ("jsonl", "csv", "tsv", "parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """The input of a job: its files, its columns, and how much is read.
+
+    names: files, patterns and folders, or on the command line the texts themselves
+    """
+
+    names: tuple[str, ...] = ()
+    prompt: str | None = option(None, 'The text: a column, or "...{column}...".', metavar="TEMPLATE")
+    query: str | None = option(None, "The query: a column, or a template.  [default: query]", metavar="TEMPLATE")
+    document: str | None = option(
+        None, "The document: a column (a list is ranked as one), or a template.", metavar="TEMPLATE"
+    )
+    continuation: str | None = option(
+        None,
+        "What is scored: a column (a list is scored one by one), or a template. Without it, the prompt as a whole.",
+        metavar="TEMPLATE",
+    )
+    tools: str | None = option(
+        None, "Tools that the chat template is told of: a column, or @FILE (JSON) for all records.", metavar="COLUMN"
+    )
+    messages: str | None = option(None, "Chat messages, written by the model's chat template.", metavar="COLUMN")
+    adapter_column: str | None = option(None, "The name of each record's adapter.", metavar="COLUMN")
+    image: str | None = option(
+        None,
+        "The record's image, or a list of them: base64, a data URL, bytes, with --media-folder a path. Without a job:"
+        " the path of an image.",
+        metavar="COLUMN",
+    )
+    media_folder: str | None = option(
+        None, "Images may be given as paths in this folder; nothing outside of it is read.", metavar="FOLDER"
+    )
+    id_column: str | None = option(None, "A column that the output repeats as id.", metavar="COLUMN", flags="--id")
+    keep: tuple[str, ...] = option(
+        (),
+        "Further columns that the output repeats, under another name as NAME=COLUMN; '*': all. May be repeated.",
+        metavar="A,B,...",
+    )
+    empty: Literal["error", "keep"] | None = option(
+        None,
+        "What an empty cell, null or NaN in a prompt is: an error of that record, or an empty text.  [default: error]",
+        one_of=(None, "error", "keep"),
+    )
+    format: Format | None = option(
+        None, "Format of the input.  [default: as its name says; standard input: jsonl]", "input_format",
+        one_of=(None, *FORMATS), flags="--format", journal=False,
+    )  # fmt: skip
+    delimiter: str | None = option(
+        None, "What parts the cells of CSV or TSV, such as ';' or tab.  [default: a comma; of TSV a tab]",
+        metavar="CHAR",
+    )  # fmt: skip
+    max_cell_lines: int | None = option(
+        None,
+        "Lines that a quoted cell of CSV or TSV may have; a longer one is a broken quote. 0: any number."
+        "  [default: 1000]",
+        least=0,
+    )
+    media_bytes: int | None = option(None, "Size of an image's file.  [default: 20MB]")
+    media_pixels: int | None = option(None, "Height times width of an image.  [default: 64000000]", least=1)
+    limit: int | None = option(None, "Only the first N records.", least=1, journal=False)
+    window: int = option(
+        1 << 20, "Tokens held in memory at once; with --stream those that wait.", least=1, journal=False
+    )
+    stream: bool = option(
+        False,
+        "Run records as they come, the most alike first, instead of sorting the whole input: for input without end."
+        " Shares less.",
+        journal=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSpec:
+    """The output of a job. path: None, or "-": standard output"""
+
+    path: str | None = option(
+        None,
+        ".jsonl, .csv, .tsv or .parquet; .gz may follow. Without it: JSON lines to standard output.",
+        "output", flags="-o --output", metavar="FILE", journal=False,
+    )  # fmt: skip
+    keep_order: bool = option(False, "Results in input order, instead of as they come.", journal=False)
+    overwrite: bool = option(False, "Start again, replacing the output.", journal=False)
+    resume: bool = option(
+        False,
+        "Continue an interrupted job, and fail if there is none. (Without this option a job with a journal is"
+        " resumed too.)",
+        journal=False,
+    )
+    grown: bool = option(
+        False, "The input may have become longer since: go on with the records behind those that are done.",
+        journal=False,
+    )  # fmt: skip
+    report: str | None = option(
+        None, "Write an HTML page about the job: its trie, its batches.", metavar="FILE", journal=False
+    )
+    quiet: bool = option(False, "No progress and no summary.", journal=False)
+    scores: Literal["label", "all"] | None = option(
+        None,
+        "Which probabilities have a column of their own. label: the label's, p; all: every label's too, p_LABEL."
+        "  [default: label for CSV and Parquet; else the objects of JSON lines]",
+        one_of=(None, "label", "all"),
+    )
+    json_columns: bool = option(
+        False,
+        "Each property of a JSON answer becomes a column of its own, beside text. Needs --json-schema or"
+        " --json-object.",
+    )
+
+    @property
+    def file(self) -> Path | None:
+        """Return the file of the output, which has a journal beside it; None: standard output."""
+        return None if self.path is None or self.path == "-" else Path(self.path)
+
+    def check(self) -> None:
+        """Raise SpecError for options that exclude each other."""
+        if self.file is None and (self.resume or self.overwrite or self.grown):
+            raise SpecError("--resume, --overwrite and --grown need an output file: add -o FILE", field="output")
+        if self.resume and self.overwrite:
+            raise SpecError("--resume and --overwrite exclude each other", field="overwrite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSpec:
+    """The backend of a job, and its replicas."""
+
+    ray: str | None = option(
+        None,
+        "Run replicas of the model on a Ray cluster. Without ADDRESS: on the cluster of RAY_ADDRESS, else on this"
+        " machine. Write it behind INPUT, or as --ray=ADDRESS.",
+        metavar="[ADDRESS]", journal=False,
+    )  # fmt: skip
+    urls: tuple[str, ...] = option(
+        (),
+        "A server that runs the model: one with OpenAI's API (vLLM, SGLang, prefold serve, ...), or TEI. May be"
+        " repeated. PREFOLD_API_KEY in the environment is its key.",
+        "url", metavar="URL", journal=False,
+    )  # fmt: skip
+    tokenizer: str | None = option(
+        None,
+        "With --url: a folder, hub id or built-in name with the tokenizer, so that token ids are sent.  [default: that"
+        " of --model, if it is a folder; else texts are sent]",
+        metavar="NAME",
+    )
+    backend: str | None = option(
+        None,
+        "What computes, here or on the replicas of --ray: prefold, vllm, or what a package or --plugin adds. vLLM"
+        " generates text only, and runs models that prefold does not know.  [default: prefold]",
+        metavar="NAME",
+    )
+    backend_option: tuple[str, ...] = option(
+        (),
+        "With --backend vllm: a field of its AsyncEngineArgs, such as block_size=32. May be repeated.",
+        metavar="NAME=VALUE",
+    )
+    replicas: int | None = option(
+        None,
+        "How many, each with --threads or, on GPUs, --tensor-parallel GPUs of its own.  [default: as many as there is"
+        " room for]",
+        least=1, journal=False,
+    )  # fmt: skip
+    patience: float = option(
+        300.0, "A replica that has work and makes no progress for so long is killed.",
+        least=0, above=True, metavar="SECONDS", journal=False,
+    )  # fmt: skip
+
+    @property
+    def backend_name(self) -> str:
+        """Return the name of the backend in the table of backends."""
+        return "url" if self.urls else self.backend or "prefold"
+
+    @property
+    def backend_options(self) -> dict[str, object]:
+        """Return the values of --backend-option by name. Raise SpecError for a text that is not NAME=VALUE."""
+        options: dict[str, object] = {}
+        for text in self.backend_option:
+            name, _, value = text.partition("=")
+            if not name or not value:
+                message = f"--backend-option {text!r} is not NAME=VALUE, such as block_size=32"
+                raise SpecError(message, field="backend_option")
+            try:
+                options[name] = json.loads(value)
+            except ValueError:
+                options[name] = value
+        return options
+
+
+# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+
 
 DEFAULT_MODEL = "smollm2-135m"
 NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers

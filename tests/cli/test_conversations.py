@@ -9,7 +9,7 @@ import pytest
 from prefold.checkpoint import resolve
 from prefold.cli.specs import job_spec
 from prefold.errors import InputError
-from prefold.jobs.inputs import render_chat
+from prefold.jobs.opening import render_chat
 from prefold.text import load_tokenizer
 
 TASKS = ("embed", "classify", "score")

@@ -18,7 +18,7 @@ import torch
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine.noise import gumbel, hash_ids, make_key, make_stream
+from prefold.engine.sampling import gumbel, hash_ids, make_key, make_stream
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
 

@@ -9,7 +9,7 @@ import torch
 from gguf import quants
 
 from prefold import kernels
-from prefold.kernels.blocks import GROUPS, RUN
+from prefold.kernels.products import GROUPS, RUN
 
 compiled = kernels.load()
 pytestmark = pytest.mark.skipif(compiled is None or not compiled.has_int8, reason="no kernels for int8")

@@ -18,8 +18,7 @@ from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.model import RowAdapters, load_adapter, load_model
-from prefold.model.adapter_config import read_adapter_config
-from prefold.model.patterns import Pattern
+from prefold.model.adapter_config import Pattern, read_adapter_config
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)

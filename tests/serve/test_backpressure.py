@@ -7,9 +7,9 @@ import pytest
 
 from prefold.engine.handles import Handle
 from prefold.engine.schedule.generate_step import NO_OWNER
-from prefold.serve.backpressure import Backpressure
 from prefold.serve.http import Refusal
 from prefold.serve.keys import Keys
+from prefold.serve.limits import Backpressure
 from prefold.spec.requests import Owner
 from prefold.spec.server import ServerSpec
 

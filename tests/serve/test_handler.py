@@ -14,8 +14,8 @@ from prefold.errors import InputError
 from prefold.serve import context
 from prefold.serve import handler as module
 from prefold.serve.app import make_app
-from prefold.serve.backpressure import Backpressure
 from prefold.serve.handler import RequestHandler
+from prefold.serve.limits import Backpressure
 
 SHORT = {"prompt": "the yes", "max_tokens": 3, "temperature": 0}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}

@@ -19,7 +19,7 @@ from prefold import LLM
 from prefold.engine.cache.listing import paths_of
 from prefold.engine.cache.tree import RowTrie
 from prefold.jobs.report.icicle import icicle, walk
-from prefold.jobs.report.tree import TreeShape
+from prefold.jobs.report.page import TreeShape
 from prefold.trie import token_bytes
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)

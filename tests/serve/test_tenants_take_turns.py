@@ -13,10 +13,10 @@ from serving import serving, until
 from prefold.errors import InputError
 from prefold.serve import batches as module
 from prefold.serve import handler
-from prefold.serve.backpressure import FairQueue
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
 from prefold.serve.handler import RequestHandler
+from prefold.serve.limits import FairQueue
 from prefold.serve.store import Store
 
 KEYS = "".join(f'[[key]]\nkey = "{name}"\ntenant = "{name}"\n' for name in "ab")

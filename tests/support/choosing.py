@@ -11,8 +11,7 @@ import torch
 from prefold.engine.sampling import SamplerState, drawing_of
 from prefold.spec.requests import Sampling, TokenLogprobs
 from prefold.spec.task import FILTERS, filters_of
-from prefold.worker.draw import draw
-from prefold.worker.sampler import choose
+from prefold.worker.sampler import choose, draw
 
 
 @dataclass

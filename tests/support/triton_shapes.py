@@ -12,7 +12,7 @@ from prefold.model import device
 from prefold.model.ops import choose_ops
 from prefold.worker import draw_triton
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, slot_triton
-from prefold.worker.attention.slot_tiles import MOST_ROWS
+from prefold.worker.attention.slot_plan import MOST_ROWS
 
 device.TRITON_DEVICES = ("cpu",)
 kernels.load = lambda: None

@@ -12,8 +12,8 @@ from prefold import kernels
 from prefold.engine.sampling import SamplerState
 from prefold.engine.schedule.steps import NOT_FINITE
 from prefold.spec.requests import Sampling
-from prefold.worker import draw as module
-from prefold.worker.draw import filter_tokens
+from prefold.worker import sampler as module
+from prefold.worker.sampler import filter_tokens
 
 OPTIONS = [
     Sampling(temperature=1.0),

@@ -25,12 +25,12 @@ from prefold.model import load_adapter, load_model
 from prefold.model.parallel import ALONE, CollectiveError
 from prefold.spec.requests import Readout
 from prefold.trie import Spool
-from prefold.worker import memory_ranks
+from prefold.worker import tensor_parallel
 from prefold.worker.local import LocalWorker
-from prefold.worker.memory_ranks import MemoryRanks, memory_file
 from prefold.worker.program import Program, missing
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
+from prefold.worker.tensor_parallel import MemoryRanks, memory_file
 
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
@@ -55,7 +55,7 @@ def each(ranks: list, work) -> list:
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(memory_ranks, "PART", 4096)
+    monkeypatch.setattr(tensor_parallel, "PART", 4096)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare, gumbel_r, kstest
 
-from prefold.engine.noise import gumbel, hash_ids, make_key, make_stream
+from prefold.engine.sampling import gumbel, hash_ids, make_key, make_stream
 
 
 def slow_hash(token: int, key: int) -> int:

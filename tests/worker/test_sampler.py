@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tritons import on_triton  # noqa: F401 (a fixture)
 
 from prefold import kernels
-from prefold.engine.noise import gumbel, hash_ids
-from prefold.engine.sampling import SamplerState, drawing_of
+from prefold.engine.sampling import SamplerState, drawing_of, gumbel, hash_ids
 from prefold.spec.requests import Sampling
-from prefold.worker.draw import filter_tokens
+from prefold.worker.sampler import filter_tokens
 
 VOCAB = 300
 

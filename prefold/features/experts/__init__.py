@@ -3,6 +3,6 @@
 Only `mlp` imports torch.
 """
 
-from .config import ExpertsConfig, mixture
+from .families import ExpertsConfig, mixture
 
 __all__ = ["ExpertsConfig", "mixture"]

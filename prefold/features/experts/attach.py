@@ -1,13 +1,87 @@
-"""Enters mixtures of experts in the tables of the core. No torch."""
+"""Enter mixtures of experts in the tables of the core, with their keys in GGUF files. No torch."""
 
 from __future__ import annotations
 
-from ...checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE
+from collections.abc import Callable
+from typing import Any
+
+from ...checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
+from ...checkpoint.settings import Settings
+from ...errors import UnsupportedModelError
 from ...model.config import MlpKind, add_mlp
 from ...model.families import add_families, with_heads
-from .config import MLP, other_weights
-from .families import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
-from .gguf import EXPERTS_OF, GGUF_ARCHITECTURES, OWN_KEYS
+from .families import (
+    MLP,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    olmoe,
+    other_weights,
+    qwen2_moe,
+    qwen3_moe,
+)
+
+SOFTMAX = 1  # of llama.cpp's functions of the router's logits
+
+
+def _counts(gguf: Settings, key: str) -> dict[str, Any]:
+    """Returns how many experts there are, under this key, and how many of them a row goes through."""
+    function = gguf.size("expert_gating_func", SOFTMAX)
+    if function != SOFTMAX or gguf.number("expert_weights_scale", 1.0, zero=True) not in (0.0, 1.0):
+        raise UnsupportedModelError(
+            f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {function} or a factor "
+            f"({gguf.prefix}expert_weights_scale), which are not supported; the softmax is"
+        )
+    return {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
+
+
+def _qwen(gguf: Settings, normalised: bool) -> dict[str, Any]:
+    return _counts(gguf, "num_experts") | {
+        "norm_topk_prob": gguf.flag("expert_weights_norm", normalised),
+        "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
+    }
+
+
+def _qwen2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    shared = gguf.size("expert_shared_feed_forward_length")
+    return _qwen(gguf, False) | {"shared_expert_intermediate_size": shared}
+
+
+def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    shared = gguf.size("expert_shared_feed_forward_length", 0, least=0)
+    return (
+        OF_ARCHITECTURE["granite"](gguf, config)
+        | _counts(gguf, "num_local_experts")
+        | {
+            "architectures": ["GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"],
+            "shared_intermediate_size": shared,
+        }
+    )
+
+
+def _gpt_oss(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
+    return windows_of(gguf, 2) | {"rope_parameters": rope}
+
+
+GGUF_ARCHITECTURES = {
+    "gpt-oss": "GptOssForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+}
+# What has more than experts that is its own.
+OWN_KEYS: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {"gpt-oss": _gpt_oss}
+# By the architecture of files that have experts: what makes the config keys of the mixture.
+EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+    "llama": lambda gguf, config: _counts(gguf, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
+    "gpt-oss": lambda gguf, config: _counts(gguf, "num_local_experts"),
+    "qwen2moe": _qwen2,
+    "qwen3moe": lambda gguf, config: _qwen(gguf, True),
+    "olmoe": lambda gguf, config: _counts(gguf, "num_experts"),
+    "granitemoe": _granite,
+}
 
 add_mlp(MLP, MlpKind("prefold.features.experts.mlp:Experts", lambda config: {}, other_weights))
 add_families(

@@ -18,7 +18,7 @@ from ...model.lora import NO_ADAPTERS, RowAdapters
 from ...model.ops import Ops, wide
 from ...model.parallel import ALONE, WIDTH_UNIT, Alone, share
 from ...model.products import Product, product_kernels, wide_product
-from .config import ExpertsConfig
+from .families import ExpertsConfig
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
 GROUPED_BYTES = 16

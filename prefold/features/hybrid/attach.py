@@ -1,16 +1,93 @@
-"""Enters hybrids in the tables of the core. No torch."""
+"""Enter hybrids in the tables of the core, with their keys and names of tensors in GGUF files. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ...checkpoint import gguf_config
+from ...checkpoint.settings import Settings
 from ...engine.schedule.parts import EnginePart, add_engine_part
+from ...errors import UnsupportedModelError
 from ...model.families import add_families, with_heads
-from ...model.names import GGUF_OF
+from ...model.names import GGUF, GGUF_OF
 from ...worker.parts import WorkerPart, add_part
-from . import gguf
 from .config import HybridConfig, granite4, lfm2, qwen3_5, qwen3_5_with_images
+
+NAMES = {
+    "lfm2": replace(
+        GGUF,
+        parts={
+            **GGUF.parts,
+            "token_embd_norm": ("norm",),  # the norm behind the layers
+            "shortconv.in_proj": ("conv.in_proj",),
+            "shortconv.conv": ("conv.conv",),
+            "shortconv.out_proj": ("conv.out_proj",),
+        },
+    ),
+    "qwen35": replace(
+        GGUF,
+        parts={
+            **GGUF.parts,
+            "post_attention_norm": ("post_attention_layernorm",),
+            "attn_qkv": ("linear_attn.in_proj_qkv",),
+            "attn_gate": ("linear_attn.in_proj_z",),
+            "ssm_beta": ("linear_attn.in_proj_b",),
+            "ssm_alpha": ("linear_attn.in_proj_a",),
+            "ssm_conv1d": ("linear_attn.conv1d",),
+            "ssm_a": ("linear_attn.A_log",),
+            "ssm_dt.bias": ("linear_attn.dt_bias",),
+            "ssm_norm": ("linear_attn.norm",),
+            "ssm_out": ("linear_attn.out_proj",),
+        },
+        negative_exponentials=("linear_attn.A_log",),
+    ),
+}
+
+
+def _lfm2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that LFM2 alone has. Layers without KV heads have a convolution."""
+    kv_heads = gguf.get("attention.head_count_kv")
+    layers = config["num_hidden_layers"]
+    is_list = isinstance(kv_heads, list) and all(isinstance(heads, int) for heads in kv_heads)
+    if not is_list or len(kv_heads) != layers or len({*kv_heads} - {0}) != 1:
+        raise gguf.wrong("attention.head_count_kv", f"a list of {layers} numbers, each 0 or the same one")
+    return {
+        "num_key_value_heads": max(kv_heads),
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "conv_L_cache": gguf.size("shortconv.l_cache"),
+        "norm_eps": config["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,  # files have the width itself
+    }
+
+
+def _qwen35(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config keys that Qwen3.5 alone has."""
+    if gguf.size("nextn_predict_layers", 0, least=0):
+        raise UnsupportedModelError(
+            f"{gguf.file} has layers that predict further tokens ({gguf.prefix}nextn_predict_layers), which are not "
+            "supported; convert the checkpoint without them (--no-mtp)"
+        )
+    keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
+    if keys != values:
+        raise UnsupportedModelError(
+            f"{gguf.file} has {values} heads of values and {keys} of keys ({gguf.prefix}ssm.group_count), which GGUF "
+            "files have in another order; use the folder with safetensors"
+        )
+    return {
+        "model_type": "qwen3_5_text",
+        "full_attention_interval": gguf.size("full_attention_interval", 4),
+        "linear_conv_kernel_dim": gguf.size("ssm.conv_kernel"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": gguf.size("ssm.state_size"),
+        "linear_value_head_dim": gguf.size("ssm.inner_size") // values,
+    }
+
+
+ARCHITECTURES = {"lfm2": "Lfm2ForCausalLM", "qwen35": "Qwen3_5ForCausalLM"}
+OF_ARCHITECTURE = {"lfm2": _lfm2, "qwen35": _qwen35}
+
 
 _MIXTURE = "its layers are mixtures of experts beside layers of states; its dense relatives are supported"
 
@@ -57,9 +134,9 @@ add_families(
     },
 )
 
-gguf_config.ARCHITECTURES.update(gguf.ARCHITECTURES)
-gguf_config.OF_ARCHITECTURE.update(gguf.OF_ARCHITECTURE)
-GGUF_OF.update(gguf.NAMES)
+gguf_config.ARCHITECTURES.update(ARCHITECTURES)
+gguf_config.OF_ARCHITECTURE.update(OF_ARCHITECTURE)
+GGUF_OF.update(NAMES)
 
 
 @add_part
@@ -73,6 +150,6 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 
 @add_engine_part
 def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
-    from .engine import engine_part
+    from .stream import engine_part
 
     return engine_part(worker, options, meter)

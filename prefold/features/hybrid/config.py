@@ -60,7 +60,7 @@ class HybridConfig(ModelConfig):
     rotated_dim  how many numbers of each head are rotated, its first ones; None: all
     """
 
-    model: ClassVar[str] = "prefold.features.hybrid.model:HybridLM"
+    model: ClassVar[str] = "prefold.features.hybrid.worker:HybridLM"
 
     mixers: tuple[str, ...]
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def _mamba_weights(config: HybridConfig) -> int:
     return conv + 3 * sizes["heads"] + sizes["heads"] * sizes["dim"] + sizes["bias"] * outputs
 
 
-add_mixer("mamba", MixerKind("prefold.features.hybrid.mamba:Mamba2", _mamba_linears, _mamba_states, _mamba_weights))
+add_mixer("mamba", MixerKind("prefold.features.hybrid.layers:Mamba2", _mamba_linears, _mamba_states, _mamba_weights))
 
 LFM2 = Names(
     parts={

@@ -1,4 +1,8 @@
-"""Layers whose state runs along the sequence: mixers, in place of attention."""
+"""Layers whose state runs along the sequence: mixers, in place of attention.
+
+Gated DeltaNet computes the gated delta rule in chunks (Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with
+Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Transformers are SSMs").
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,73 @@ from ...model.parallel import Alone
 from ...spec.plugins import named_class
 from .carry import Carry, Group, LayerStates
 from .config import HybridConfig
-from .delta import gated_delta, unit
+
+# Rows of a chunk, within which all is products of matrices.
+CHUNK = 64
+
+
+def unit(x: Tensor) -> Tensor:
+    """Returns vectors [..., dim] of length 1, but for a small number under the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns o [runs, rows, heads, value dim], and the states at the ends of the runs.
+
+    q, k         float32 [runs, rows, key heads, key dim]: each key head is that of some neighbouring heads; q is scaled
+                 by the root of the key dim here. Rows of zeros change nothing
+    v            float32 [runs, rows, heads, value dim]
+    decay, beta  float32 [runs, rows, heads]
+    start        float32 [runs, heads, key dim, value dim]
+    """
+    runs, rows, heads = v.shape[:3]
+    shared = heads // k.shape[2]
+    q = q * q.shape[-1] ** -0.5
+    if rows == 1:
+        return _one_row(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], start, shared)
+    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (q, k, v))
+    # A matrix for each run and head.
+    q, k, v, decay, beta = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v, decay, beta))
+    out, state = torch.empty_like(v), start.flatten(0, 1)
+    for first in range(0, rows, CHUNK):
+        chunk = slice(first, first + CHUNK)
+        out[:, chunk], state = _chunk(q[:, chunk], k[:, chunk], v[:, chunk], decay[:, chunk], beta[:, chunk], state)
+    return out.unflatten(0, (runs, heads)).transpose(1, 2), state.unflatten(0, (runs, heads))
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns o [matrices, rows, value dim] of the rows of a chunk, and the state behind them; the arguments are those
+    of `gated_delta` by matrices."""
+    total = decay.cumsum(1)
+    between = power(total[:, :, None] - total[:, None, :]).tril_()
+    grown = power(total)
+    # What each row adds to the state depends on what the rows before it in the chunk added: a triangular system, whose
+    # right side has the part that is linear in the state at the chunk's beginning.
+    system = torch.bmm(k, k.mT).mul_(between).mul_(beta[..., None])
+    prediction = torch.bmm(k, state).mul_(grown[..., None]).neg_().add_(v).mul_(beta[..., None])
+    added = torch.linalg.solve_triangular(system, prediction, upper=False, unitriangular=True)
+    inner = torch.bmm(q, k.mT).mul_(between)
+    out = torch.bmm(q, state).mul_(grown[..., None]).baddbmm_(inner, added)
+    remaining = power(total[:, -1:] - total)[..., None]
+    return out, (state * grown[:, -1:, None]).baddbmm_((k * remaining).mT, added)
+
+
+def power(exponent: Tensor) -> Tensor:
+    """Returns e to the power of sums of decays, which are no more than 0. What lies above is not used; what decays to
+    less than e ** -60 is far below what rounding loses, and smaller numbers would be slow."""
+    return exponent.clamp(-60, 0).exp_()
+
+
+def _one_row(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor, shared: int
+) -> tuple[Tensor, Tensor]:
+    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows."""
+    if shared > 1:
+        q, k = q.repeat_interleave(shared, 1), k.repeat_interleave(shared, 1)
+    state = start * decay.exp()[..., None, None]
+    added = (v - (k[..., None, :] @ state)[..., 0, :]) * beta[..., None]
+    state.addcmul_(k[..., :, None], added[..., None, :])
+    return (q[..., None, :] @ state).transpose(1, 2), state
 
 
 class Mixer(nn.Module):
@@ -244,3 +314,77 @@ class StateLayer(nn.Module):
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the mixer with the names of their tensors. prefix: the layer's."""
         yield from self.mixer.weights(prefix)
+
+
+class Mamba2(Mixer):
+    """A Mamba2 is a mixer of state spaces: x, keys b and queries c go through a short convolution; heads of one group
+    share b and c. Source: modeling_granitemoehybrid.py of transformers."""
+
+    def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
+        super().__init__(config, number, dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        sizes = config.sizes
+        self.heads, self.groups, self.inner = sizes["heads"], sizes["groups"], sizes["heads"] * sizes["dim"]
+        channels = self.inner + 2 * self.groups * sizes["state"]
+        self.taps = nn.Parameter(torch.empty(channels, 1, sizes["taps"], **place))
+        self.conv_bias = nn.Parameter(torch.empty(channels, **place)) if sizes["conv_bias"] else None
+        self.dt_bias, self.a_log, self.d = (nn.Parameter(torch.empty(self.heads, **place)) for _ in range(3))
+        self.norm = nn.Parameter(torch.empty(self.inner, **place))
+
+    def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
+        gate, xbc, dt = self.linear("in_proj", h, adapters).split([self.inner, len(self.taps), self.heads], -1)
+        xbc = F.silu(states.conv(0, xbc, self.taps[:, 0], self.conv_bias))
+        step = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.config.sizes["limits"])
+        carry = states.carry
+        # x of rows that prompts share lies at each of them from here on, where a step is folded.
+        parts = carry.unfold(xbc).float().split([self.inner, *[(len(self.taps) - self.inner) // 2] * 2], -1)
+        numbers = self.heads, self.groups, self.groups
+        x, b, c = (part.unflatten(-1, (number, -1)) for part, number in zip(parts, numbers, strict=True))
+        step = carry.unfold(step)
+        decay = -self.a_log.float().exp() * step
+
+        def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+            by_runs = group.pick
+            y, end = state_space(by_runs(c), by_runs(b), by_runs(x), by_runs(decay), by_runs(step), start)
+            return y.flatten(2), end
+
+        y = states.scan(1, scan, self.inner, torch.float32)
+        y = y + (carry.fold(x) * self.d.float()[:, None]).flatten(1)
+        if read is not None:
+            y, gate, adapters = y[read], gate[read], adapters.read
+        y = (y.to(h.dtype).float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.config.norm_eps)).flatten(1)
+        return self.linear("out_proj", self.norm * y.to(h.dtype), adapters)
+
+    def weights(self, prefix: str) -> Iterator[Weight]:
+        yield from super().weights(prefix)
+        names = {"taps": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_bias", "a_log": "A_log", "d": "D"}
+        for attribute, name in (names | {"norm": "norm.weight"}).items():
+            if (parameter := getattr(self, attribute)) is not None:
+                yield Weight(self, attribute, ((f"{prefix}mamba.{name}", len(parameter)),))
+
+
+def state_space(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns y [runs, rows, heads, head dim], and the states at the ends of the runs, in chunks.
+
+    c, b         float32 [runs, rows, groups, state size]: each group is that of some neighbouring heads
+    x            float32 [runs, rows, heads, head dim]
+    decay, step  float32 [runs, rows, heads]: decay is 0 at most. Rows of zeros change nothing
+    start        float32 [runs, heads, state size, head dim]
+    """
+    runs, rows, heads = x.shape[:3]
+    c, b = (tensor.repeat_interleave(heads // tensor.shape[2], 2) for tensor in (c, b))
+    # A matrix for each run and head.
+    c, b, x, decay, step = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (c, b, x, decay, step))
+    out, state = torch.empty_like(x), start.flatten(0, 1)
+    for first in range(0, rows, CHUNK):
+        chunk = slice(first, first + CHUNK)
+        total = decay[:, chunk].cumsum(1)
+        inner = torch.bmm(c[:, chunk], b[:, chunk].mT) * power(total[:, :, None] - total[:, None, :]).tril_()
+        out[:, chunk] = torch.bmm(c[:, chunk], state) * power(total)[..., None]
+        out[:, chunk] += torch.bmm(inner * step[:, None, chunk], x[:, chunk])
+        remaining = power(total[:, -1:] - total) * step[:, chunk]
+        state = state * power(total[:, -1:])[..., None] + torch.bmm(
+            (b[:, chunk] * remaining[..., None]).mT, x[:, chunk]
+        )
+    return out.unflatten(0, (runs, heads)).transpose(1, 2), state.unflatten(0, (runs, heads))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.messages import kept_rows
-from ...engine.options import EngineOptions, GenerateOptions
+from ...engine.protocol import EngineOptions, GenerateOptions
 from ...engine.schedule.generate_step import HoldsRows
 from ...engine.schedule.parts import EnginePart, over_store
 from ...engine.worker import Worker

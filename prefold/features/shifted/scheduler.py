@@ -19,7 +19,7 @@ import numpy as np
 from ...engine.cache import CacheOptions, SlotPool
 from ...engine.cache.tree import Node
 from ...engine.meter import Meter
-from ...engine.options import EngineOptions, GenerateOptions
+from ...engine.protocol import EngineOptions, GenerateOptions
 from ...engine.requests import ValueReader
 from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import HoldsRows, SequenceState

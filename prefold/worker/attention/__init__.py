@@ -4,8 +4,8 @@ rows see each other both ways, when first[j] <= i < end[j], `first` being the fi
 `RowAttention` plans on the host once a step (`plan_rows`) and attends once a plane. For generation, where keys lie in
 the slots of a store, `plan_slots` does the host's part, and `KVStore` keeps the keys and attends.
 
-Files `row_*.py` are about rows as they lie, those `slot_*.py` about slots; `*_plan.py` is the host's part,
-`*_triton.py` the form for a GPU, `*_tiles.py` what the host prepares for that one.
+Files `row_*.py` are about rows as they lie, `slot_*.py` about slots. `*_plan.py` is the host's part, `*_triton.py` the
+form for a GPU.
 """
 
 from __future__ import annotations

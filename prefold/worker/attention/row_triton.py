@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...model.device import block_memory, upload
-from .row_plan import RowPlan
-from .row_tiles import row_tiles
+from .row_plan import RowPlan, row_tiles
 
 LOG2_E = 1.4426950408889634
 

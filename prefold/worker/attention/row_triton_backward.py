@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...model.device import upload
-from .row_plan import RowPlan
-from .row_tiles import key_tiles
+from .row_plan import RowPlan, key_tiles
 from .row_triton import (
     LOG2_E,
     RowTables,

@@ -17,8 +17,7 @@ from torch import Tensor
 from ...model.device import upload
 from .plan import Heads
 from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block, take_sink
-from .slot_plan import SlotPlan
-from .slot_tiles import pick_rows, slot_tiles, stretches
+from .slot_plan import SlotPlan, pick_rows, slot_tiles, stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +222,7 @@ def _attend(
 ):  # fmt: skip
     item = tl.program_id(0) // KV_HEADS
     tile = tl.load(ITEMS + item)
-    if tile < 0:  # nothing: tables are filled up to the size of a captured graph
+    if tile < 0:  # a padding entry
         return
     start = tl.load(ITEMS + items + item)
     whole = tl.load(ITEMS + 2 * items + item)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.features.experts.config import ExpertsConfig, mixture
+from prefold.features.experts.families import ExpertsConfig, mixture
 from prefold.model import ModelConfig, Plane, config_from, load_adapter, load_model
 from prefold.model.lora import NO_ADAPTERS
 from prefold.model.ops import PYTORCH, choose_ops

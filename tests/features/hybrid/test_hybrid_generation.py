@@ -18,7 +18,7 @@ from tiny import reference
 from prefold import LLM
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
-from prefold.features.hybrid.model import HybridLM
+from prefold.features.hybrid.worker import HybridLM
 from prefold.spec.requests import Owner, Readout
 from prefold.trie import Spool
 

@@ -19,8 +19,7 @@ from prefold import LLM
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.features.hybrid import config
-from prefold.features.hybrid.delta import gated_delta
-from prefold.features.hybrid.mamba import state_space
+from prefold.features.hybrid.layers import gated_delta, state_space
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.model import config_from, families
 from prefold.spec import environment, plugins

@@ -18,7 +18,7 @@ def backend(request, monkeypatch) -> str:
             raise AssertionError("fell back to PyTorch")
 
         monkeypatch.setattr("prefold.worker.attention.row_attention.blocked_attention", refuse)
-        monkeypatch.setattr("prefold.worker.attention.slot_torch.attend_block", refuse)
+        monkeypatch.setattr("prefold.worker.attention.store.attend_block", refuse)
     else:
         monkeypatch.setattr(kernels, "load", lambda: None)
     return request.param

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from nests import chains, random_nest, with_spans
 
 from prefold.worker.attention import plan_rows, visibility
-from prefold.worker.attention.row_tiles import key_tiles, row_tiles
-from prefold.worker.attention.slot_tiles import pick_rows, slot_tiles, stretches
+from prefold.worker.attention.row_plan import key_tiles, row_tiles
+from prefold.worker.attention.slot_plan import pick_rows, slot_tiles, stretches
 
 
 def listed(bounds: np.ndarray, items: np.ndarray, part: int, owner: int) -> np.ndarray:

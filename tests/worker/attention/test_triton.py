@@ -25,7 +25,7 @@ def only_triton(on_triton, monkeypatch):  # noqa: F811
         raise AssertionError("fell back to PyTorch")
 
     monkeypatch.setattr("prefold.worker.attention.row_attention.blocked_attention", refuse)
-    monkeypatch.setattr("prefold.worker.attention.slot_torch.attend_block", refuse)
+    monkeypatch.setattr("prefold.worker.attention.store.attend_block", refuse)
 
 
 # In the interpreter a step takes as long as the square of its rows: a quick run has three blocks of keys a tile.
