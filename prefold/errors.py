@@ -61,6 +61,11 @@ class InputError(PrefoldError, ValueError):
         renamed.__cause__ = self.__cause__
         return renamed
 
+    def to_dict(self) -> dict[str, str]:
+        """Return the error as an output line has it: code and message, and field and remedy if there are any."""
+        parts = {"code": self.code, "message": self.message, "field": self.field, "remedy": self.remedy}
+        return {name: part for name, part in parts.items() if part}
+
 
 class CheckpointError(PrefoldError):
     """A model cannot be found or read."""

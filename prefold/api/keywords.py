@@ -65,6 +65,15 @@ class ClassifyKeywords(NumberKeywords, total=False):
     calibrate: bool
 
 
+class DecideKeywords(NumberKeywords, total=False):
+    """Holds the keywords of `decide`, but `questions`, which is a parameter of the method."""
+
+    prompt_style: Literal["transformers", "vllm"] | None
+    template: str | None
+    first: Literal["state", "question"] | None
+    temperature: Mapping[str, float] | None
+
+
 class ScoreKeywords(NumberKeywords, total=False):
     """Holds the keywords of `score`."""
 

@@ -10,15 +10,16 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import checked
-from ..tasks import ClassifyItem, EmbedItem, RerankItem, ScoreItem, Work
-from ..tasks.results import Classification, Ranking, Score
+from ..tasks import ClassifyItem, DecideItem, EmbedItem, RerankItem, ScoreItem, Work
+from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
-from .keywords import ClassifyKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
+from .keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
+Questions = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -166,6 +167,61 @@ class NumericTasks(TaskRunner):
         call, named, task_options = read_call("texts", _items(ClassifyItem, items), single, errors, options)
         task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
         answers: list[Classification | InputError] = self._answers(task, named, call)
+        return _only(answers) if single else answers
+
+    @overload
+    def decide(
+        self,
+        states: str | Mapping[str, Any],
+        questions: Questions,
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[DecideKeywords],
+    ) -> Decision: ...
+    @overload
+    def decide(
+        self,
+        states: Sequence[Any],
+        questions: Questions,
+        *,
+        errors: Raise = "raise",
+        **options: Unpack[DecideKeywords],
+    ) -> list[Decision]: ...
+    @overload
+    def decide(
+        self, states: Sequence[Any], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
+    ) -> list[Decision | InputError]: ...
+    def decide(
+        self, states: Any, questions: Questions, *, errors: Errors = "raise", **options: Unpack[DecideKeywords]
+    ) -> Decision | Sequence[Decision | InputError] | InputError:
+        """Answer typed questions about each state, with a probability for every option. Nothing is generated.
+
+        Args:
+            states: One state, or a list of states. A state is a text or a JSON object. (A conversation is the object
+                {"messages": [...]}.)
+            questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
+                questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
+                or None}; a score has `criteria` [lowest level, ..., highest level].
+            errors: "raise": the first bad state raises its InputError before anything is computed. "return": each bad
+                state has its InputError in its place.
+            **options: Fields of DecideOptions: prompt_style, template, first, temperature, max_length, adapter; and
+                progress, which shows a bar.
+
+        Returns:
+            A Decision for each state: a mapping from a question's name to its DecisionAnswer. One state: one Decision.
+
+        Raises:
+            InputError: A question or a state is wrong; the error names it.
+
+        Example:
+            >>> llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "Is money owed?"}})
+        """
+        single = not isinstance(states, (list, tuple))
+        items = [states] if single else list(states)
+        call, named, task_options = read_call("states", [DecideItem(state) for state in items], single, errors, options)
+        answers: list[Decision | InputError] = self._answers(
+            self.task("decide", questions=questions, **task_options), named, call
+        )
         return _only(answers) if single else answers
 
     @overload

@@ -16,7 +16,7 @@ from .options import plugin_option
 from .plan import plan
 from .process import StoppedBySignal, guarded, say
 from .serve import serve
-from .tasks import classify, embed, generate, rerank, run, score
+from .tasks import classify, decide, embed, generate, rerank, run, score
 from .verify import verify
 
 # What commands are called elsewhere.
@@ -138,5 +138,5 @@ def sections() -> list[tuple[str, list[str]]]:
     ]
 
 
-for _command in (run, plan, generate, rerank, embed, classify, score, serve, verify, models, demo, bench):
+for _command in (run, plan, generate, rerank, embed, classify, decide, score, serve, verify, models, demo, bench):
     main.add_command(_command)

@@ -14,10 +14,10 @@ from ..spec.job import JobSpec
 from .process import notice
 
 if TYPE_CHECKING:
-    from ..tasks.results import Classification, Embedding, Ranking, Score
+    from ..tasks.results import Classification, Decision, Embedding, Ranking, Score
 
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
-             "prompt", "messages", "query", "document", "continuation", "adapter_column", "input_format",
+             "prompt", "state", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "scores", "ray", "url", "replicas",
              "tokenizer", "backend", "backend_option")  # fmt: skip
 
@@ -137,7 +137,7 @@ def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list
     if task == "score" and len(texts) > 1:
         items = [{"prompt": texts[0], "continuation": text} for text in texts[1:]]
         return items, items
-    items = [{"text": text} for text in texts]
+    items = [{"state" if task == "decide" else "text": text} for text in texts]
     return items, items
 
 
@@ -155,6 +155,24 @@ def _show_embed(texts: list[str], answers: list[Embedding]) -> None:
     click.echo(f"{len(texts)} vectors of {vectors.shape[1]} values (--json prints them). Cosine similarity:")
     for i, row in enumerate(vectors @ vectors.T):
         click.echo(f"{i + 1:>3}  {' '.join(f'{x:5.2f}' for x in row[:12])}  {one_line(texts[i], 50)}")
+
+
+def _show_decide(texts: list[str], answers: list[Decision]) -> None:
+    for text, answer in zip(texts, answers, strict=True):
+        click.echo(one_line(text))
+        for name, one in answer.answers.items():
+            shown = (
+                f"{one.value:.2f}"
+                if one.type == "score"
+                else str(one.value).lower()
+                if one.type == "noul"
+                else one.value
+            )
+            best = sorted(one.probabilities.items(), key=lambda pair: -pair[1])[:3]
+            rest = ", ".join(f"{option} {p:.1%}" for option, p in best)
+            click.echo(f"  {name}: {click.style(str(shown), bold=True)}  ({rest})")
+        for name, error in answer.errors.items():
+            click.echo(f"  {name}: {click.style(str(error), fg='red')}")
 
 
 def _show_classify(texts: list[str], answers: list[Classification]) -> None:
@@ -239,5 +257,6 @@ def one_line(text: str, width: int = 90) -> str:
 
 
 _SHOW: dict[str, Callable[[list[str], list[Any]], None]] = {
-    "rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "score": _show_score,
+    "rerank": _show_rerank, "embed": _show_embed, "classify": _show_classify, "decide": _show_decide,
+    "score": _show_score,
 }  # fmt: skip

@@ -203,7 +203,7 @@ def _declared_by(tasks: Collection[str]) -> dict[str, Decorator]:
 
 def task_options(*tasks: str) -> Decorator:
     """Returns a decorator that adds the options of tasks."""
-    beside = [name for task in tasks for name in BESIDE.get(task, ())]
+    beside = dict.fromkeys(name for task in tasks for name in BESIDE.get(task, ()))
     return all_of(job_group(*beside), *_declared_by(tasks).values())
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Values = Mapping[str, Any]  # {parameter of the command line: value}; only a spec leaves this file
 # At most one of these parameters says what form generated text has.
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
-_TEMPLATES = ("prompt", "query", "document", "continuation")
+_TEMPLATES = ("prompt", "state", "query", "document", "continuation")
 
 
 def takes_job(task: str | None = None, *, own: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -281,6 +281,22 @@ def _examples(given: Values, read: _Reader) -> dict[str, Any]:
     return {"examples": out}
 
 
+def _questions(given: Values, read: _Reader) -> dict[str, Any]:
+    if not (text := given.get("questions")):
+        return {}
+    name = "--questions"
+    if text.lstrip()[:1] not in ("{", "["):  # a file, with or without the @
+        name = read.note("questions", text.removeprefix("@"))
+        text = read_text(name)
+    import yaml
+
+    try:  # JSON is YAML
+        questions = json.loads(text) if text.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise JobError(f"{name} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
+    return {"questions": questions}
+
+
 def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
     from ..jobs.fields import as_utf8
 
@@ -305,8 +321,8 @@ def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
 # Options with a syntax of their own: functions from the given parameters of the option to {option: value}.
 _CONVERTED: dict[str, Callable[[Values, _Reader], dict[str, Any]]] = {
     "max_tokens": _max_tokens, "truncate": _truncate, "tools": _tools, "words": _words, "labels": _labels,
-    "examples": _examples, "stop": _stop, "stop_ids": _stop_ids, "logit_bias": _logit_bias, "grammar": _grammar,
-    "chat_template_kwargs": _template_variables,
+    "examples": _examples, "questions": _questions, "stop": _stop, "stop_ids": _stop_ids, "logit_bias": _logit_bias,
+    "grammar": _grammar, "chat_template_kwargs": _template_variables,
 }  # fmt: skip
 
 

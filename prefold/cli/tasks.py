@@ -92,6 +92,20 @@ def classify(spec: JobSpec, as_json: bool) -> None:
     _start(spec, as_json)
 
 
+@_command("decide", "INPUT | STATE...", "Typed questions about a state, answered with probabilities.")
+def decide(spec: JobSpec, as_json: bool) -> None:
+    """Answer typed questions about states. Nothing is generated: the probabilities are read at one row.
+
+    \b
+    prefold decide "I was charged twice." --questions questions.yaml
+    prefold decide tickets.csv --state '{subject}\\n{body}' --questions questions.yaml -o out.csv
+
+    A file of questions has NAME: {type: noul, instructions: ...}, or type: choice with criteria {option: meaning}, or
+    type: score with criteria [lowest level, ..., highest level].
+    """
+    _start(spec, as_json)
+
+
 @_command("score", "INPUT | TEXT | PROMPT CONTINUATION...", "Log-probabilities of continuations, or of texts.")
 def score(spec: JobSpec, as_json: bool) -> None:
     """Compute the log-probability of continuations after a prompt, or of a whole text.

@@ -130,7 +130,7 @@ def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) ->
         wrong = "has no line with a JSON object" if is_empty else "does not begin with an OpenAI batch line"
         raise JobError(
             f"{source.name} {wrong}; for a table say what to do with it: "
-            "--task embed, rerank, classify, score or generate"
+            "--task embed, rerank, classify, decide, score or generate"
         )
     check_tokenizer(checkpoint, tokenizer, f"the texts of {source.name}")
     return _table_adapter(task, spec, source, first, tokenizer), (task,)
@@ -142,7 +142,7 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
 
     table = spec.input
     texts = {"prompt": table.prompt, "query": table.query, "document": table.document}
-    texts |= {"continuation": table.continuation}
+    texts |= {"state": table.state, "continuation": table.continuation}
     columns: dict[str, Any] = {name: Template(text, f"--{name}") for name, text in texts.items() if text}
     if table.messages:
         columns["messages"] = table.messages
@@ -175,16 +175,17 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
 
 def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, bool]]:
     """Return (the class of the adapter, the options that it has of its own)."""
-    from .tables import AnswerColumns, LabelColumns, TableAdapter
+    from .tables import AnswerColumns, DecisionColumns, LabelColumns, TableAdapter
 
     if spec.output.json_columns:
         return AnswerColumns, {}
     suffixes = [suffix for suffix in Path(spec.output.path or "").suffixes if suffix != ".gz"]
     suffix, scores = suffixes[-1].lower() if suffixes else "", spec.output.scores
-    if task != "classify" or (scores is None and suffix not in (".csv", ".tsv", ".parquet")):
+    kind = {"classify": LabelColumns, "decide": DecisionColumns}.get(task)
+    if kind is None or (scores is None and suffix not in (".csv", ".tsv", ".parquet")):
         return TableAdapter, {}
     # The cells of CSV cannot hold objects, and the columns of Parquet can.
-    return LabelColumns, {"every": scores == "all", "keeps": scores is None and suffix == ".parquet"}
+    return kind, {"every": scores == "all", "keeps": scores is None and suffix == ".parquet"}
 
 
 def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError, JobError, record_error
 from ..spec.fields import near
-from ..tasks.results import Answer, Classification, names_in_lines
+from ..tasks.results import Answer, Classification, Decision, names_in_lines
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
 from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
@@ -21,6 +21,7 @@ _OF_LINES = {"record", "id", "error", "results"}
 _USUAL = {
     "embed": {"prompt": ("text", "prompt", "input")},
     "classify": {"prompt": ("text", "prompt", "input")},
+    "decide": {"state": ("state", "text", "input")},
     "rerank": {"query": ("query",), "document": ("document", "documents", "passage", "passages", "text")},
     "score": {"prompt": ("prompt", "context"), "continuation": ("continuation", "continuations")},
     "generate": {"prompt": ("prompt", "question", "instruction", "text", "input")},
@@ -39,8 +40,8 @@ class Columns:
     """A Columns names the columns of a record's prompts, and those that the output line repeats. Fields that the task
     does not use are None.
 
-    prompt, query, document, continuation   templates, or bare column names
-    messages   a column of chat messages, in place of prompt
+    prompt, state, query, document, continuation   templates, or bare column names
+    messages   a column of chat messages, in place of prompt or state
     tools      for generate: a column of the tools that the chat template writes
     adapter    a column that names the LoRA adapter; null or an empty text for none
     image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
@@ -51,6 +52,7 @@ class Columns:
     """
 
     prompt: Template | None = None
+    state: Template | None = None
     messages: str | None = None
     tools: str | None = None
     adapter: str | None = None
@@ -68,7 +70,9 @@ class Columns:
 
     def paths(self) -> list[str]:
         """Returns the paths of all columns that are named here."""
-        templates = [t for t in (self.prompt, self.query, self.document, self.continuation) if t is not None]
+        templates = [
+            t for t in (self.prompt, self.state, self.query, self.document, self.continuation) if t is not None
+        ]
         names = [path for template in templates for path in template.paths]
         single = (self.messages, self.tools, self.adapter, self.image, self.id)
         return [*names, *(path for path in single if path), *self.keep.values()]
@@ -101,7 +105,7 @@ def default_columns(task: str, have: list[str] | None, options: dict[str, Any]) 
     """
     out: dict[str, Template] = {}
     for option, names in _USUAL[task].items():
-        if options.get(option) is not None or (option == "prompt" and options.get("messages")):
+        if options.get(option) is not None or (option in ("prompt", "state") and options.get("messages")):
             continue
         name = names[0] if have is None else next((n for n in names if n in have), None)
         if option == "continuation" and (have is None or name is None):
@@ -216,6 +220,8 @@ class TableAdapter:
         columns = self.columns_used
         if self.task == "generate":
             return self._generate_items(data)
+        if self.task == "decide":
+            return False, [{"state": self._state(data)}]
         if columns.document is not None:
             assert columns.query is not None
             query = columns.query.render(data, self._keep_empty)
@@ -229,6 +235,18 @@ class TableAdapter:
         if self.task != "embed" and isinstance(prompt, list):
             return True, [{"text": text} for text in prompt]
         return False, [{"text": prompt}]
+
+    def _state(self, data: dict[str, Any]) -> Any:
+        """Return the state of a record: a conversation, a JSON value of a column by itself, or a text."""
+        columns = self.columns_used
+        if columns.messages is not None:
+            return {"messages": self._messages(data, columns.messages)}
+        assert columns.state is not None
+        if (column := columns.state.column) is not None:
+            value = self._object(data, column)
+            if isinstance(value, (dict, list)) and value:
+                return value
+        return columns.state.render(data, self._keep_empty)
 
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns_used
@@ -298,6 +316,9 @@ class TableAdapter:
         out |= {"tool": columns.tools} if columns.tools else {}
         out |= {"adapter": columns.adapter} if columns.adapter else {}
         out |= {"image": columns.image} if columns.image else {}
+        if self.task == "decide":
+            state = columns.messages or (columns.state and ", ".join(columns.state.paths))
+            return out | {"state": state or "state"}
         return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
     def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -362,6 +383,43 @@ class LabelColumns(TableAdapter):
 
 
 PREFIX = "answer_"
+
+
+class DecisionColumns(TableAdapter):
+    """The TableAdapter of "decide" for tables that people read: a column NAME with the value of each question.
+
+    Beside it is NAME_p, the probability of this value; of a score NAME_confidence. With `every` there are also the
+    probability of each option, NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question that could not be
+    answered has NAME_error in place of these.
+
+    keeps: whether the object of all answers stays, as a nested column
+    """
+
+    def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
+        super().__init__(*arguments, **options)
+        self._every, self._keeps = every, keeps
+
+    def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
+        assert isinstance(answer, Decision)
+        own: dict[str, Any] = {}
+        for name, one in answer.answers.items():
+            own[name] = one.value
+            of = one.to_dict()["probabilities"]
+            if one.type != "score":
+                own[f"{name}_p"] = max(one.probabilities.values())
+            if one.type == "score" or self._every:
+                own[f"{name}_confidence"] = one.confidence
+            if self._every:
+                pairs = (
+                    of.items() if isinstance(of, dict) else ((str(part["value"]), part["probability"]) for part in of)
+                )
+                own |= {f"{name}_p_{option}": p for option, p in pairs}
+                own |= {} if one.label_mass is None else {f"{name}_label_mass": one.label_mass}
+        own |= {f"{name}_error": str(error) for name, error in answer.errors.items()}
+        line = {name: value for name, value in answer.line().items() if self._keeps or name != "answers"}
+        # A column of the line itself keeps its name: a question called "record" becomes answer_record.
+        return {(PREFIX + name if name in self.reserved or name in self.columns_used.keep else name): value
+                for name, value in own.items()} | line  # fmt: skip
 
 
 class AnswerColumns(TableAdapter):

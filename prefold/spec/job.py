@@ -29,6 +29,9 @@ class InputSpec:
 
     names: tuple[str, ...] = ()
     prompt: str | None = option(None, 'The text: a column, or "...{column}...".', metavar="TEMPLATE")
+    state: str | None = option(
+        None, 'The state of decisions: a column (JSON stays JSON), or "...{column}...".', metavar="TEMPLATE"
+    )
     query: str | None = option(None, "The query: a column, or a template.  [default: query]", metavar="TEMPLATE")
     document: str | None = option(
         None, "The document: a column (a list is ranked as one), or a template.", metavar="TEMPLATE"
@@ -210,7 +213,7 @@ class FleetSpec:
 
 
 DEFAULT_MODEL = "smollm2-135m"
-NUMERIC_TASKS = ("embed", "rerank", "classify", "score")  # the tasks whose results are numbers
+NUMERIC_TASKS = ("embed", "rerank", "classify", "decide", "score")  # the tasks whose results are numbers
 TASKS = (*NUMERIC_TASKS, "generate")
 
 
@@ -314,6 +317,8 @@ class JobSpec:
         self.check_tasks((self.task,), self.task)
         if self.input.prompt and self.input.messages:
             raise SpecError("--prompt and --messages exclude each other", field="messages")
+        if self.task == "decide" and self.input.state and self.input.messages:
+            raise SpecError("--state and --messages exclude each other", field="messages")
         if self.task != "generate" and not self.input.messages:
             self.check_conversations("add --messages COLUMN")
         if self.task == "rerank" and self.input.image:
@@ -361,6 +366,7 @@ def _journal_name(task: str, name: str) -> str:
 _TEXTS = {
     "embed": ("prompt",),
     "classify": ("prompt",),
+    "decide": ("state",),
     "rerank": ("query", "document"),
     "score": ("prompt", "continuation"),
     "generate": ("prompt", "tools"),
@@ -370,11 +376,11 @@ _OF_ALL_COLUMNS = (
     "max_cell_lines",
 )  # fmt: skip
 # Parameters of a task's command that are no options of the task itself.
-BESIDE = {"classify": ("scores",), "generate": ("chat", "recommended", "seed", "json_columns")}
+BESIDE = {"classify": ("scores",), "decide": ("scores",), "generate": ("chat", "recommended", "seed", "json_columns")}
 # Parameters that name a column, or say what is read from columns.
 COLUMNS = (
-    "prompt", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column", "keep",
-    "empty",
+    "prompt", "state", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
+    "keep", "empty",
 )  # fmt: skip
 
 
@@ -390,7 +396,7 @@ def declarations(tasks: Collection[str]) -> dict[str, dict[str, Field[Any]]]:
     found: dict[str, dict[str, Field[Any]]] = {}
     for task, kind in [(task, kind) for task, kind in OPTIONS.items() if task in tasks]:
         own = {entry.name: entry for entry in fields(kind)}
-        if task not in ("rerank", "generate"):  # those that read conversations, too
+        if task not in ("rerank", "decide", "generate"):  # those that read conversations, too
             own |= {entry.name: entry for entry in fields(ConversationOptions)}
         for entry in sorted(own.values(), key=lambda entry: entry.name in common):
             names = entry.metadata["cli"] or (entry.name,)

@@ -215,7 +215,9 @@ class Readout:
     "last"      hidden state after the final norm, [hidden]           its last row
     "mean"      the float32 mean of these hidden states, [hidden]     all its rows
     "head"      the checkpoint's classification head, [num_labels]    its last row
-    "logits"    logits of the vocabulary ids `ids`, [len(ids)]        its last row
+    "logits"    logits of the vocabulary ids `ids`, [len(ids)];       its last row
+                with `sums` also the log-sum-exp of all logits, and
+                the id of the largest: [len(ids) + 2]
     "every"     these hidden states, [tokens, hidden]                 all its rows; in the slots of a KV store alone
     "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
                 and whether the target is the arg-max
@@ -226,6 +228,7 @@ class Readout:
                 then a row of its log-probability, its rank (1 and the number of tokens that are more likely), the
                 log-probabilities of the most likely tokens, and their ids; None: its log-probability alone
     exits       after which visit of a looped model rows are read; None: as the checkpoint, of "tokens" Sampling, says
+    sums        of "logits": whether all logits of the row are looked at
     keeps       of "logprobs" in the slots: whether prompts of one target, too, are among rows whose states are kept
     """
 
@@ -233,6 +236,7 @@ class Readout:
     ids: tuple[int, ...] = ()
     exits: Exits | None = None
     top: int | None = None
+    sums: bool = False
     keeps: bool = False
 
 

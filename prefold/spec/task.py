@@ -297,6 +297,36 @@ class ClassifyOptions(TaskSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecideOptions(TaskSpec):
+    """Holds the options of `decide`."""
+
+    task = "decide"
+
+    questions: Mapping[str, Mapping[str, object]] | Sequence[Mapping[str, object]] | None = option(
+        None,
+        'The questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list'
+        " of them as OpenAI writes it. On the command line a YAML or JSON file.",
+        metavar="FILE",
+    )
+    prompt_style: Literal["transformers", "vllm"] | None = option(
+        None,
+        "Whose prompt to write (default: the template beside the weights, else that of transformers).",
+        one_of=(None, "transformers", "vllm"),
+    )
+    template: str | None = option(
+        None, "A Jinja template of the whole prompt, with the variables state and question (or questions)."
+    )
+    first: Literal["state", "question"] | None = option(
+        None,
+        "What stands first in the default prompt: question shares long questions over short states (default: state).",
+        one_of=(None, "state", "question"),
+    )
+    temperature: Mapping[str, float] | None = option(
+        None, "{kind of question: what its logits are divided by} (default: from decision.json, else 1).", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScoreOptions(TaskSpec):
     """Holds the options of `score`."""
 
@@ -341,7 +371,8 @@ class GenerationOptions(TaskSpec, ConversationOptions, SamplerOptions):
 
 
 OPTIONS: dict[str, type[TaskSpec]] = {
-    kind.task: kind for kind in (EmbedOptions, RerankOptions, ClassifyOptions, ScoreOptions, GenerationOptions)
+    kind.task: kind
+    for kind in (EmbedOptions, RerankOptions, ClassifyOptions, DecideOptions, ScoreOptions, GenerationOptions)
 }
 
 

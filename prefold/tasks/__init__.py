@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .base import Inputs, Task, Work
 from .classify import ClassifyHeadTask, ClassifyItem, ClassifyTask
+from .decide import DecideItem, DecideTask
 from .embed import EmbedItem, EmbedTask
 from .generate import GenerateItem, GenerateTask
 from .make import TASKS, end_ids, make_task, recommended_sampling

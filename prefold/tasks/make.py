@@ -12,8 +12,10 @@ from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..spec.requests import Exits
 from ..spec.task import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
+from ..text.decisions import DecisionSettings
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
+from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
@@ -54,7 +56,7 @@ def make_task(
     """
     o = options if isinstance(options, TaskSpec) else options_of(name, {**(options or {}), **values})
     config = config or config_from(checkpoint.config)
-    if name in ("score", "generate"):
+    if name in ("score", "decide", "generate"):
         require_lm_head(config, checkpoint, name)
     inputs = inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters)
     task = TASKS[name](checkpoint, inputs, o)
@@ -159,6 +161,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "embed": _embed,
     "rerank": _rerank,
     "classify": _classify,
+    "decide": lambda checkpoint, inputs, o: DecideTask(inputs, o, DecisionSettings.of(checkpoint)),
     "score": lambda checkpoint, inputs, o: ScoreTask(inputs, o),
     "generate": lambda checkpoint, inputs, o: GenerateTask(inputs, o, context=inputs.config.max_positions),
 }

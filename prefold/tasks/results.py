@@ -6,7 +6,7 @@ and Python read its fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from math import isfinite
@@ -252,6 +252,85 @@ class Generation(Answer):
         return (choices[0].line() if len(choices) == 1 else {"choices": [one.line() for one in choices]}) | line
 
 
+@dataclass(frozen=True, slots=True)
+class DecisionAnswer(Jsonable):
+    """The answer to one question about a state.
+
+    Attributes:
+        type: "noul" (yes or no), "choice" or "score"
+        value: of a noul whether it is true; of a choice the most likely option; of a score the mean level, from 0
+        probabilities: {option: probability}; of a noul {"true": p, "false": 1 - p}, of a score by level "0", "1", ...
+        confidence: from 0 (all options are equally likely) to 1, as transformers defines it for choices and scores
+        label_mass: probability of all labels over the whole vocabulary; None: a head was read
+        argmax_is_label: whether the most likely token is one of the labels; None: a head was read
+        legend: of a score {level: its text}
+    """
+
+    type: Literal["noul", "choice", "score"]
+    value: bool | str | float
+    probabilities: dict[Any, float]
+    confidence: float
+    label_mass: float | None = None
+    argmax_is_label: bool | None = None
+    legend: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return {name of a field: its value as JSON has it}, without fields that are None.
+
+        If an option is the text "true" and another the boolean true, `probabilities` is a list of {"value": ...,
+        "probability": ...}.
+        """
+        of: Any = {
+            str(option).lower() if isinstance(option, bool) else option: p for option, p in self.probabilities.items()
+        }
+        if len(of) < len(self.probabilities):
+            of = [{"value": option, "probability": p} for option, p in self.probabilities.items()]
+        whole = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"probabilities": of}
+        return {name: value for name, value in whole.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Answer, Mapping[str, DecisionAnswer]):
+    """The answers to the questions about one state: a mapping from a question's name to its DecisionAnswer.
+
+    Attributes:
+        answers: {name of a question: its answer}, in the order of the questions
+        errors: {name of a question that cannot be answered: why}
+        num_tokens: tokens of all prompts
+        cached_tokens: tokens of the prompts that were in the KV store; None: unknown
+    """
+
+    answers: dict[str, DecisionAnswer]
+    errors: dict[str, InputError] = field(default_factory=dict)
+    num_tokens: int = 0
+    image_notes: list[str] | None = None
+    cached_tokens: int | None = None
+
+    numbers: ClassVar = ("probabilities",)
+    unlisted: ClassVar = frozenset({"errors", "cached_tokens"})
+
+    @property
+    def probabilities(self) -> list[dict[Any, float]]:
+        """Return the probabilities of each answer."""
+        return [answer.probabilities for answer in self.answers.values()]
+
+    def __getitem__(self, name: str) -> DecisionAnswer:
+        if name in self.errors:
+            raise self.errors[name]
+        return self.answers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def line(self) -> dict[str, Any]:
+        own: dict[str, Any] = {name: answer.to_dict() for name, answer in self.answers.items()}
+        own |= {name: {"error": error.to_dict()} for name, error in self.errors.items()}
+        return {**Answer.line(self), "answers": own}
+
+
 # {task: the classes of its answers}; a Choice is part of a Generation
 ANSWERS: dict[str, tuple[type[Answer], ...]] = {
     "embed": (Embedding, EmbeddingList),
@@ -259,6 +338,7 @@ ANSWERS: dict[str, tuple[type[Answer], ...]] = {
     "classify": (Classification,),
     "score": (Score, TextScore),
     "generate": (Choice, Generation),
+    "decide": (Decision,),
 }
 
 

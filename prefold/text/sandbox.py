@@ -69,6 +69,15 @@ def compile_template(source: str) -> tuple[jinja2.Template, frozenset[str]]:
     return jinja2.Template.from_code(environment, environment.compile(tree), globals_), names
 
 
+@lru_cache(maxsize=16)
+def literals(source: str) -> str:
+    """Return the texts that a template writes as they stand in it, with a NUL between each two."""
+    tree = _environment().parse(source)
+    texts = {node.data for node in tree.find_all(nodes.TemplateData)}
+    texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(texts)
+
+
 def _write(name: str, template: jinja2.Template, values: Mapping[str, Any], longest: float) -> str:
     """Returns the text of a template with these values. If it fails because an assistant's message has no content, that
     content is made empty."""

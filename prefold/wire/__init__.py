@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from .body import Batchable
 from .completions import Chat, Completion, openai_error
+from .decisions import Decisions, SystemOne
 from .numbers import Embeddings, Rerank, Scoring
 from .responses import Responses
 
@@ -14,7 +15,7 @@ __all__ = ["ENDPOINTS", "KINDS", "TASKS", "openai_error"]
 # {name of a kind of requests, which the job keeps with each line: its body}
 KINDS: dict[str, type[Batchable]] = {
     "embeddings": Embeddings, "rerank": Rerank, "score": Scoring, "chat": Chat, "completion": Completion,
-    "response": Responses,
+    "response": Responses, "decisions": Decisions, "systemone": SystemOne,
 }  # fmt: skip
 # {URL: the kind of request that it takes}
 ENDPOINTS = {
@@ -27,5 +28,7 @@ ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completion",
     "/v1/responses": "response",
+    "/v1/decisions": "decisions",
+    "/v1/systemone": "systemone",
 }
 TASKS = tuple(dict.fromkeys(KINDS[kind].task for kind in ENDPOINTS.values()))

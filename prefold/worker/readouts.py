@@ -173,10 +173,24 @@ def values_of(
         back = send(np.argsort(order), hidden.device)
         return values[back], is_greedy[back]
     if readout.kind == "logits":
-        values = model.logits(hidden, readout.ids)
+        values = logits_and_sums(model, hidden, readout.ids) if readout.sums else model.logits(hidden, readout.ids)
     else:
         values = model.head(hidden) if readout.kind == "head" else hidden.float()
     return values if is_ascending else values[send(places, hidden.device)], None
+
+
+def logits_and_sums(model: CausalLM, hidden: Tensor, ids: Sequence[int]) -> Tensor:
+    """Return of each row of hidden [rows, hidden] the logits of `ids`, the log-sum-exp of all logits, and the id of the
+    largest, float32 [rows, len(ids) + 2]. On a rank other than 0 the values are undefined."""
+    values = torch.empty((len(hidden), len(ids) + 2), dtype=torch.float32, device=hidden.device)
+    wanted = send(np.asarray(ids), hidden.device)
+    for block in head_blocks(len(hidden)):
+        logits = model.logits(hidden[block])
+        if not model.ranks.rank:
+            sums, largest = log_sum_exp(logits)
+            # A float32 holds every id below 2**24 exactly.
+            values[block] = torch.cat((logits[:, wanted], sums[:, None], largest[:, None].float()), -1)
+    return values
 
 
 def logprobs_of(

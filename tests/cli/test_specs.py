@@ -23,6 +23,7 @@ VALUES = {
     "labels": "a,b", "labels_file": "labels.txt", "examples": "examples.jsonl", "route": (0, 1), "stop": ("x",),
     "stop_id": (3,), "choice": ("a", "b"), "keep": ("a",), "backend_option": ("a=1",), "allow_media_host": ("a.org",),
     "tools": "column", "arithmetic": "int8", "kv_dtype": "bfloat16", "exits": "save", "normalization": "bytes",
+    "questions": '{"a": {"type": "noul"}}',
 }  # fmt: skip
 
 

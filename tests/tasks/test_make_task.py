@@ -14,7 +14,7 @@ from prefold.tasks import TASKS, make_task
 
 
 def test_unknown_tasks_and_options_list_the_known_ones():
-    with pytest.raises(InputError, match=r"no task 'embd'.*embed, rerank, classify, score"):
+    with pytest.raises(InputError, match=r"no task 'embd'.*embed, rerank, classify, decide, score"):
         make_task("embd", FakeCheckpoint(), tokenizer())
     message = r"embed has no option 'dimension'; did you mean dimensions.*pooling.*truncate"
     with pytest.raises(InputError, match=message) as caught:
@@ -32,9 +32,11 @@ def test_a_name_of_the_command_line_is_answered_with_the_option_that_it_is_part_
 
 
 def test_options_of_every_task():
-    assert set(TASKS) == {"embed", "rerank", "classify", "score", "generate"}
+    assert set(TASKS) == {"embed", "rerank", "classify", "decide", "score", "generate"}
     for name in TASKS:
-        given = {"labels": ["yes", "no"]} if name == "classify" else {}
+        given = {"classify": {"labels": ["yes", "no"]}, "decide": {"template": "{{ state }}{{ question }}"}}.get(
+            name, {}
+        )
         options = options_of(name, given)
         assert options.max_length is None
         assert options.truncate is False

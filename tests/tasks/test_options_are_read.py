@@ -16,6 +16,7 @@ from prefold.spec.task import OPTIONS, EmbedOptions
 from prefold.tasks import make_task
 
 ITEMS = {
+    "decide": [{"state": "yes"}],
     "rerank": [{"query": "yes", "document": "no"}], "score": [{"prompt": "yes", "continuation": " no"}, "yes no"],
     "generate": [{"prompt": "yes"}, {"messages": [{"role": "user", "content": "no"}]}],
 }  # fmt: skip
@@ -48,7 +49,8 @@ def read_by_code(kind, values=None):
 @pytest.mark.parametrize("task", OPTIONS)
 def test_every_option_of_a_task_is_read(task):
     """An option that is declared, and that no code reads, would be on the command line and do nothing."""
-    values = {"labels": ["yes", "no"]} if task == "classify" else {}
+    questions = {"y": {"type": "score", "criteria": ["low", "high"]}}
+    values = {"classify": {"labels": ["yes", "no"]}, "decide": {"questions": questions}}.get(task, {})
     left = {one.name for one in fields(OPTIONS[task])} - read_by_code(OPTIONS[task], values)
     assert left == set(), f"no code reads {', '.join(left)} of {task}"
 

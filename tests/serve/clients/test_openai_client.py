@@ -31,6 +31,25 @@ def test_completions(client, llm):
     assert found.usage.prompt_tokens == len(llm.tokenizer.encode("yes no the"))
 
 
+def test_decisions(client, llm):
+    choices = [{"value": "calm", "description": "polite"}, {"value": "angry"}]
+    levels = [{"label": "low"}, {"label": "middle"}, {"label": "high"}]
+    questions = [
+        {"type": "choice", "instructions": "Which tone?", "choices": choices, "name": "tone"},
+        {"type": "score", "instructions": "How bad?", "levels": levels},
+    ]
+    expected = llm.decide("I was charged twice.", questions)
+    found = client.decisions.create(model="tiny", input="I was charged twice.", questions=questions)
+    tone, bad = found.answers
+    assert (tone.choice, tone.name) == (expected["tone"].value, "tone")
+    of = {one.value: one.probability for one in tone.probabilities}
+    assert of == pytest.approx(expected["tone"].probabilities, abs=1e-5)
+    assert bad.score == pytest.approx(expected["1"].value, abs=1e-5) and bad.probabilities[2].label == "high"
+    assert found.usage.total_tokens == found.usage.input_tokens == expected.num_tokens
+    with pytest.raises(openai.BadRequestError, match="distinct single tokens"):  # of the tiny model "Yes" is several
+        client.decisions.create(model="tiny", input="x", questions=[{"type": "predicate", "instructions": "?"}])
+
+
 def test_several_prompts_and_samples(client, llm):
     prompts = ["yes", llm.tokenizer.encode("no the").tolist()]
     options = {"max_tokens": 5, "temperature": 1.0, "seed": 7}

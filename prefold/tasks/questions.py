@@ -1,0 +1,200 @@
+"""Typed questions of decisions, and the answers that are made of the probabilities of their options.
+
+Two vocabularies name the same three kinds. System One writes {name: question} with the types noul, choice and score and
+`criteria`. OpenAI writes a list of questions with the types predicate, choice and score, `choices` and `levels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from ..errors import InputError
+from ..text.valid import plain_json
+from .results import DecisionAnswer
+
+Kind = Literal["noul", "choice", "score"]
+KINDS: tuple[Kind, ...] = ("noul", "choice", "score")
+MOST_OPTIONS = 255
+Option = str | bool
+_FIELDS = {"noul": ("instructions", "criteria"), "choice": ("instructions", "criteria", "choices"),
+           "score": ("instructions", "criteria", "levels")}  # fmt: skip
+_LOOKS = {
+    "noul": '{"type": "noul", "instructions": "Is a refund requested?"}',
+    "choice": '{"type": "choice", "instructions": "Which tone?", "criteria": {"calm": null, "angry": "insults"}}',
+    "score": '{"type": "score", "instructions": "How urgent?", "criteria": ["can wait", "this week", "today"]}',
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A typed question, with its options in the order of the prompt.
+
+    Attributes:
+        name: by which its answer is called
+        kind: "noul" (yes or no; OpenAI: predicate), "choice" or "score"
+        instructions: a text or a JSON value
+        options: the values of a choice, the levels "0", "1", ... of a score, or "true" and "false"
+        descriptions: of each option a text, a JSON value or None; of a score the levels' texts
+    """
+
+    name: str
+    kind: Kind
+    instructions: Any
+    options: tuple[Option, ...]
+    descriptions: tuple[Any, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """Return the options as a prompt writes them."""
+        return [option if isinstance(option, str) else str(option).lower() for option in self.options]
+
+    def note(self) -> list[object]:
+        """Return what `from_note` makes the question of, as far as its answer needs it, in JSON."""
+        return [self.name, self.kind, list(self.options), list(self.descriptions) if self.kind == "score" else []]
+
+    @classmethod
+    def from_note(cls, note: Sequence[Any]) -> Question:
+        name, kind, options, descriptions = note
+        return cls(name, kind, None, tuple(options), tuple(descriptions))
+
+    def answer(
+        self, probabilities: np.ndarray, label_mass: float | None, argmax_is_label: bool | None
+    ) -> DecisionAnswer:
+        """Return the DecisionAnswer.
+
+        probabilities    float64 [options], which sum to 1
+        label_mass       probability of all labels over the vocabulary; None: a head was read
+        argmax_is_label  whether the most likely token is a label; None: a head was read
+        """
+        of = dict(zip(self.options, probabilities.tolist(), strict=True))
+        value: Any
+        if self.kind == "noul":
+            value, of = of["true"] >= of["false"], {"true": of["true"], "false": of["false"]}
+            confidence = abs(2.0 * of["true"] - 1.0)
+        elif self.kind == "choice":
+            value = max(of, key=of.__getitem__)
+            confidence = max(0.0, (of[value] - 1 / len(of)) / (1 - 1 / len(of)))
+        else:
+            levels = np.arange(len(of))
+            value = float(levels @ probabilities)
+            # How far the levels are from the most likely one, beside how far uniform ones are from their mean.
+            distance = float(np.abs(levels - int(np.argmax(probabilities))) @ probabilities)
+            confidence = max(0.0, 1.0 - distance / float(np.abs(levels - levels.mean()).mean()))
+        legend = dict(zip(map(str, self.options), self.descriptions, strict=True)) if self.kind == "score" else None
+        return DecisionAnswer(self.kind, value, of, confidence, label_mass, argmax_is_label, legend)
+
+
+def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
+    """Return (the questions, {name of a wrong question: its error}).
+
+    questions: {name: question}, or a list of questions, of which one without a `name` is called by its number from 0.
+    Raise InputError for anything else, and for no questions.
+    """
+    named = _named(questions)
+    good, errors = [], {}
+    for name, question in named:
+        try:
+            good.append(_read(name, question))
+        except InputError as error:
+            errors[name] = error
+    return good, errors
+
+
+def _named(questions: object) -> list[tuple[str, object]]:
+    remedy = "give {name: question}, or a list of questions"
+    if isinstance(questions, Mapping):
+        named = list(questions.items())
+    elif isinstance(questions, Sequence) and not isinstance(questions, (str, bytes)):
+        names = [question.get("name") if isinstance(question, Mapping) else None for question in questions]
+        named = [(str(i) if n is None else n, q) for i, (n, q) in enumerate(zip(names, questions, strict=True))]
+    else:
+        message = f"'questions' is of type {type(questions).__name__}"
+        raise InputError(message, field="questions", remedy=remedy, code="wrong_type")
+    if not named:
+        raise InputError("'questions' is empty", field="questions", remedy="ask at least one", code="empty")
+    seen: set[str] = set()
+    for name, _ in named:
+        if not isinstance(name, str) or not name:
+            message = f"a question has the name {name!r:.80}"
+            raise InputError(message, field="questions", remedy="give it a text as its name", code="wrong_type")
+        if name in seen:
+            message = f"two questions are called {name!r}"
+            raise InputError(message, field="questions", remedy="give each a name of its own", code="duplicate")
+        seen.add(name)
+    return named
+
+
+def _read(name: str, question: object) -> Question:
+    field = f"questions[{name!r}]"
+    if not isinstance(question, Mapping):
+        message = f"the question {name!r} is of type {type(question).__name__}"
+        raise InputError(message, field=field, remedy=f"write it as {_LOOKS['noul']}", code="wrong_type")
+    kind: Any = {"predicate": "noul"}.get(question.get("type", ""), question.get("type"))
+    if kind not in KINDS:
+        message = f"the question {name!r} has the type {kind!r:.80}"
+        remedy = "use noul (or predicate), choice or score"
+        raise InputError(message, field=f"{field}.type", remedy=remedy, code="wrong_type")
+    for key in question:
+        if key not in ("type", "name", *_FIELDS[kind]):
+            message = f"the question {name!r} has the unknown field {key!r:.80}"
+            remedy = f"leave it out; a {kind} question looks like {_LOOKS[kind]}"
+            raise InputError(message, field=f"{field}.{key}", remedy=remedy, code="unknown_field")
+    parts = {key: plain_json(value, f"{field}.{key}") for key, value in question.items()}
+    instructions, criteria = parts.get("instructions"), parts.get("criteria")
+    if kind == "noul":
+        return Question(name, kind, instructions, ("true", "false"), _of_noul(name, criteria, field))
+    options, descriptions = _options(name, kind, parts, field)
+    if not 2 <= len(options) <= MOST_OPTIONS:
+        message = f"the question {name!r} has {len(options)} option{'' if len(options) == 1 else 's'}"
+        raise InputError(message, field=field, remedy=f"give it 2 to {MOST_OPTIONS}", code="out_of_range")
+    for i, option in enumerate(options):
+        if any(type(other) is type(option) and other == option for other in options[:i]):
+            message = f"the question {name!r} has the option {option!r} twice"
+            raise InputError(message, field=field, remedy="give each option once", code="duplicate")
+    return Question(name, kind, instructions, tuple(options), tuple(descriptions))
+
+
+def _of_noul(name: str, criteria: object, field: str) -> tuple[object, ...]:
+    """Return the descriptions of true and of false."""
+    if criteria is not None and not (isinstance(criteria, dict) and criteria.keys() <= {"true", "false"}):
+        message = f"the question {name!r} has criteria that do not describe true and false"
+        remedy = 'write {"true": "...", "false": "..."}, or leave them out'
+        raise InputError(message, field=f"{field}.criteria", remedy=remedy, code="wrong_type")
+    return tuple((criteria or {}).get(option) for option in ("true", "false"))
+
+
+def _options(name: str, kind: Kind, parts: Mapping[str, Any], field: str) -> tuple[list[Option], list[object]]:
+    """Return the options of a choice or score, and their descriptions."""
+    own = "choices" if kind == "choice" else "levels"
+    given = [key for key in ("criteria", own) if parts.get(key) is not None]
+    wrong = InputError(
+        f"the question {name!r} has {'no criteria' if not given else f'wrong {given[0]}'}",
+        field=f"{field}.{given[0] if given else 'criteria'}",
+        remedy=f"a {kind} question looks like {_LOOKS[kind]}",
+        code="wrong_type" if given else "missing_field",
+    )
+    if len(given) != 1:
+        raise wrong
+    value = parts[given[0]]
+    if given[0] == own:  # OpenAI's: [{"value": ..., "description": ...}], [{"label": ..., "description": ...}]
+        key, kinds = ("value", (str, bool)) if kind == "choice" else ("label", (str,))
+        if not isinstance(value, list) or not all(
+            isinstance(part, dict) and isinstance(part.get(key), kinds) and part.keys() <= {key, "description"}
+            for part in value
+        ):
+            raise wrong
+        descriptions = [part.get("description") for part in value]
+        if kind == "choice":
+            return [part[key] for part in value], descriptions
+        labels = [part[key] for part in value]
+        told = zip(labels, descriptions, strict=True)
+        return [str(i) for i in range(len(value))], [one if said is None else f"{one}: {said}" for one, said in told]
+    if kind == "choice" and isinstance(value, dict):
+        return list(value), list(value.values())
+    if kind == "score" and isinstance(value, list):
+        return [str(i) for i in range(len(value))], value
+    raise wrong

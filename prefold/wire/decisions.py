@@ -1,0 +1,196 @@
+"""Requests for decisions: OpenAI's /v1/decisions, and /v1/systemone of Jev, vLLM and transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from ..errors import InputError
+from ..tasks.results import Decision, DecisionAnswer
+from .body import OBJECTS, Batchable, Ignored, Settings, doc
+from .numbers import Result
+
+MOST_QUESTIONS = 400
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class Deciding(Batchable, kw_only=True):
+    """The body of a request for decisions: one state, and questions about it."""
+
+    task = "decide"
+    missing = ("{!r} is missing", "give {}")
+    may_be_empty = True
+
+    @classmethod
+    def usage(cls, answers: Sequence[Decision]) -> Result:
+        tokens = sum(answer.num_tokens for answer in answers)
+        cached = sum(answer.cached_tokens or 0 for answer in answers)
+        return {
+            "input_tokens": tokens,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": tokens,
+        }
+
+
+class SystemOne(Deciding):
+    """Answers typed questions about a state, each with its probabilities."""
+
+    state: Annotated[Any, doc("A text, or a JSON value.")]
+    questions: Annotated[Any, doc("{name: {type, instructions, criteria}}; type: noul, choice or score.", "object")]
+
+    unsupported: ClassVar = {"assets": ({}, []), "images": ([], {})}
+    remedies: ClassVar = Settings.remedies | {"assets": "leave images out", "images": "leave images out"}
+
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], Result]:
+        if not isinstance(self.questions, Mapping):
+            remedy = "give {name: question}"
+            raise InputError("'questions' is not an object", field="questions", remedy=remedy, code="wrong_type")
+        _check_count(len(self.questions))
+        return [{"state": self.state, "questions": self.questions}], {}
+
+    @classmethod
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
+        (decision,) = answers
+        return {"answers": {name: _system_one(answer) for name, answer in _all(decision).items()}}
+
+
+class Decisions(Deciding):
+    """Answers questions about an input, in their order, as OpenAI's API does."""
+
+    input: Annotated[Any, doc("A text, or messages and calls.", anyOf=[{"type": "string"}, OBJECTS])]
+    questions: Annotated[Any, doc("1 to 400 questions of the types predicate, choice and score.", **OBJECTS)]
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    safety_identifier: Ignored = None
+
+    fields: ClassVar = {"state": "input"}
+
+    def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], Result]:
+        if not isinstance(self.questions, list) or not all(isinstance(one, Mapping) for one in self.questions):
+            remedy = "give a list of questions"
+            raise InputError(
+                "'questions' is not a list of objects", field="questions", remedy=remedy, code="wrong_type"
+            )
+        _check_count(len(self.questions))
+        questions, names, labels = {}, [], []
+        for i, one in enumerate(self.questions):
+            name = one.get("name")
+            names.append(name)
+            # Two questions may have one name, and a question need not have one.
+            key = name if isinstance(name, str) and name and name not in questions else f"questions[{i}]"
+            parts = {part: value for part, value in one.items() if part != "name"}
+            if isinstance(parts.get("instructions"), list):
+                parts["instructions"] = _joined(parts["instructions"], f"questions[{i}].instructions")
+            questions[key] = parts
+            levels = parts.get("levels")
+            labels.append([level.get("label") for level in levels if isinstance(level, Mapping)] if levels else None)
+        return [{"state": state_of(self.input), "questions": questions}], {"names": names, "labels": labels}
+
+    @classmethod
+    def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
+        (decision,) = answers
+        named = zip(meta["names"], meta["labels"], _all(decision).values(), strict=True)
+        return {"answers": [{**_openai(answer, labels), "name": name} for name, labels, answer in named]}
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count <= MOST_QUESTIONS:
+        remedy = f"ask 1 to {MOST_QUESTIONS}"
+        raise InputError(f"'questions' has {count} questions", field="questions", remedy=remedy, code="too_many")
+
+
+def _all(decision: Decision) -> dict[str, DecisionAnswer]:
+    """Return the answers to all questions. Raise the InputError of a question that could not be answered."""
+    for error in decision.errors.values():
+        raise error
+    return decision.answers
+
+
+def _system_one(answer: DecisionAnswer) -> Result:
+    """Return an answer as System One has it."""
+    diagnostics = {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
+    known = {} if answer.label_mass is None else {"diagnostics": diagnostics}
+    if answer.type == "noul":
+        return {"type": "noul", "noul": answer.probabilities["true"], **known}
+    own = {"legend": answer.legend} if answer.type == "score" else {}
+    of = {"confidence": answer.confidence, "probabilities": answer.to_dict()["probabilities"]}
+    return {"type": answer.type, answer.type: answer.value, **own, **of, **known}
+
+
+def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:
+    """Return an answer as OpenAI has it, without its name. labels: of the levels of a score"""
+    if answer.type == "noul":
+        return {"type": "predicate", "probability": answer.probabilities["true"]}
+    if answer.type == "choice":
+        of: list[Result] = [{"value": value, "probability": p} for value, p in answer.probabilities.items()]
+        return {"type": "choice", "choice": answer.value, "confidence": answer.confidence, "probabilities": of}
+    levels = enumerate(zip(labels or (), answer.probabilities.values(), strict=True))
+    of = [{"value": i, "label": label, "probability": p} for i, (label, p) in levels]
+    return {"type": "score", "score": answer.value, "confidence": answer.confidence, "probabilities": of}
+
+
+def state_of(items: object) -> object:
+    """Return the state of OpenAI's `input`: a text, or the text of messages, calls and their outputs.
+
+    One message of a user stays as it is. Otherwise each item is a paragraph that begins with its role. Raise InputError
+    for items of other kinds, and for images.
+    """
+    if not isinstance(items, list):
+        return items
+    if not items:
+        raise InputError("'input' is empty", field="input", remedy="give it a text or a message", code="empty")
+    names: dict[object, object] = {}  # {call_id: name} of the calls so far
+    written = [_item(item, f"input[{i}]", names) for i, item in enumerate(items)]
+    if len(written) == 1 and written[0][0] == "user":
+        return written[0][1]
+    return "\n\n".join(f"{role}: {text}" for role, text in written)
+
+
+def _item(item: object, field: str, names: dict[object, object]) -> tuple[str, str]:
+    """Return (the role, the text) of an item."""
+    if not isinstance(item, Mapping):
+        remedy = 'give {"role": "user", "content": "..."}'
+        raise InputError(f"{field!r} is not an object", field=field, remedy=remedy, code="wrong_type")
+    kind = item.get("type", "message")
+    if kind == "message" and item.get("role") in ("user", "developer", "system", "assistant"):
+        return item["role"], _joined(item.get("content"), f"{field}.content")
+    if kind in ("function_call", "custom_tool_call"):
+        given = item.get("arguments" if kind == "function_call" else "input", "")
+        names[item.get("call_id")] = item.get("name")
+        return "assistant", f"calls {item.get('name')}({given})"
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        if item.get("call_id") not in names:
+            remedy = "give the call before its output"
+            message = f"{field!r} is the output of a call that is not in the input"
+            raise InputError(message, field=f"{field}.call_id", remedy=remedy)
+        return f"{names[item['call_id']]} returns", _joined(item.get("output"), f"{field}.output")
+    message = f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no role that is known"
+    remedy = "give messages of user, developer, system or assistant, and calls with their outputs"
+    raise InputError(message, field=field, remedy=remedy, code="unsupported")
+
+
+def _joined(content: object, field: str) -> str:
+    """Return the text of a text or of parts: texts, and JSON written as JSON."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(
+            f"{field!r} is not a text", field=field, remedy="give a text or a list of parts", code="wrong_type"
+        )
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        elif kind == "input_json" and isinstance(part.get("data"), (dict, list)):
+            texts.append(json.dumps(part["data"], ensure_ascii=False))
+        else:
+            message = f"{field}[{i}] is of the type {kind!r:.80}"
+            remedy = "give parts of the types input_text and input_json"
+            raise InputError(message, field=f"{field}[{i}]", remedy=remedy, code="unsupported")
+    return "\n".join(texts)

@@ -1,0 +1,126 @@
+"""`prefold decide`: a table and a file of questions become columns; lines of a batch; texts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tiny import tiny_checkpoint
+
+from prefold.cli import main
+
+QUESTIONS = """
+refund: {type: noul, instructions: "Is money owed?"}
+tone:
+  type: choice
+  criteria: {calm: polite, angry: null}
+bad: {type: score, criteria: [low, middle, high]}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    (folder / "decision.json").write_text(json.dumps({"labels": {"noul": ["yes", "no"]}}))
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.yaml").write_text(QUESTIONS)
+    (tmp_path / "in.csv").write_text("id,title,body\n7,Twice,charged twice\n8,,\n9,Hello,thanks\n")
+
+    def run(*arguments, status=0):
+        done = CliRunner().invoke(main, [*arguments, "-m", model, "--dtype", "float32"])
+        assert done.exit_code == status, done.output
+        return done.output
+
+    return run
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return {row["record"]: row for row in csv.DictReader(file)}
+
+
+def lines():
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def test_a_table_gets_columns(run):
+    run(
+        "decide",
+        "in.csv",
+        "--state",
+        "{title}\n{body}",
+        "--questions",
+        "q.yaml",
+        "-o",
+        "out.csv",
+        "--id",
+        "id",
+        status=3,
+    )
+    found = rows("out.csv")
+    assert [*found["1"]] == [
+        "record", "id", "refund", "refund_p", "tone", "tone_p", "bad", "bad_confidence", "num_tokens", "error"
+    ]  # fmt: skip
+    assert found["1"]["tone"] in ("calm", "angry") and 0.5 <= float(found["1"]["refund_p"]) <= 1
+    assert "'title' is empty" in found["2"]["error"] and found["3"]["id"] == "9"
+
+
+def test_all_probabilities_as_columns(run):
+    options = ("--questions", "q.yaml", "--scores", "all", "--empty", "keep", "--keep", "title")
+    run("decide", "in.csv", "--state", "s: {body}", *options, "-o", "out.csv")
+    row = rows("out.csv")["1"]
+    assert float(row["refund_p_true"]) + float(row["refund_p_false"]) == pytest.approx(1)
+    assert sum(float(row[f"bad_p_{i}"]) for i in range(3)) == pytest.approx(1)
+    assert row["title"] == "Twice" and 0 < float(row["tone_label_mass"]) < 1 and row["tone_confidence"]
+
+
+def test_lines_of_json_have_objects_and_states_may_be_objects(run, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"state": {"title": "Twice"}}\n{"state": "text"}\n{"state": []}\n')
+    run("decide", "in.jsonl", "--questions", "q.yaml", "-o", "out.jsonl", status=3)
+    first, second, third = sorted(lines(), key=lambda line: line["record"])
+    assert [*first["answers"]] == ["refund", "tone", "bad"] and first["answers"]["bad"]["legend"]["2"] == "high"
+    assert first["answers"] != second["answers"] and third["error"]["field"] == "state"
+
+
+def test_lines_of_a_batch(run, tmp_path):
+    question = {"type": "choice", "criteria": {"a": None, "b": None}}
+    choices = [{"value": "a"}, {"value": "b"}]
+    bodies = [
+        ("/v1/systemone", {"state": "text", "questions": {"q": question}}),
+        ("/v1/decisions", {"input": "text", "questions": [{"type": "choice", "choices": choices}]}),
+        ("/v1/systemone", {"state": "text", "questions": {"q": {"type": "choice", "criteria": {"a": None}}}}),
+    ]
+    sent = [{"custom_id": str(i), "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sent))
+    run("run", "in.jsonl", "-o", "out.jsonl", status=3)
+    found = {line["custom_id"]: line["response"] for line in lines()}
+    one, other = found["0"]["body"]["answers"]["q"], found["1"]["body"]["answers"][0]
+    assert other["probabilities"][0]["probability"] == one["probabilities"]["a"]
+    assert found["2"]["status_code"] == 400 and "1 option" in found["2"]["body"]["error"]["message"]
+
+
+def test_texts(run):
+    found = json.loads(run("decide", "charged twice", "--questions", "q.yaml", "--json").splitlines()[0])
+    assert found["state"] == "charged twice" and found["answers"]["tone"]["type"] == "choice"
+    assert "refund: " in run("decide", "charged twice", "--questions", '{"refund": {"type": "noul"}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "neither YAML nor JSON"),
+        ("a: {type: choice, criteria: {x: null}}", "'a' has 1 option"),
+        ("[]", "'questions' is empty"),
+    ],
+)
+def test_questions_that_are_wrong_stop_before_the_first_record(run, tmp_path, text, says):
+    (tmp_path / "bad.yaml").write_text(text)
+    assert says in run("decide", "in.csv", "--state", "body", "--questions", "bad.yaml", "-o", "out.csv", status=1)

@@ -1,0 +1,254 @@
+"""Decisions: prompts and probabilities are those of transformers' pipeline, and each row is computed once."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tiny import reference, tiny_checkpoint
+
+from prefold import LLM, CheckpointError, InputError
+from prefold.tasks import make_task
+from prefold.tasks.questions import read_questions
+from prefold.text.decisions import LETTERS, default_prompt, vllm_prompt
+
+# "Yes" is not one token of the tiny tokenizer.
+SETTINGS = {"labels": {"noul": ["yes", "no"]}, "temperature": {"noul": 2.0, "choice": 0.5}}
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "granite4", "qwen3-moe", "olmo2", "phi3", "smollm3", "cohere2")
+QUESTIONS = {
+    "refund": {"type": "noul", "instructions": "money back?", "criteria": {"true": "yes it is", "false": None}},
+    "tone": {"type": "choice", "instructions": {"ask": "tone"}, "criteria": {"calm": None, "angry": "loud", "sad": ""}},
+    "urgency": {"type": "score", "criteria": ["can wait", "today"]},
+}
+WORDS = (
+    "refund", " the", "café", "<|im_end|>", "<|im_start|>user", "\n", "\n\n", " ", "日本", "😀", "<|mark|>",
+    "<|split|>", "A.",
+)  # fmt: skip
+ONE_PROMPT = (
+    "<|im_start|>{{ state if state is string else state|tojson }}"
+    "{% for q in questions %}<|split|>{{ q.name }}? {{ q.labels|join(',') }}<|mark|>{% endfor %}"
+)
+MARKED = "{{ question.type }} {{ state|tojson }} {{ question.options|join('/') }}{{ question.labels[0] }}:<|mark|> end"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{family: its folder}, made when it is asked for."""
+    made = {}
+
+    def folder(family="llama", template=None, **settings):
+        key = (family, template, json.dumps(settings))
+        if key not in made:
+            path = tiny_checkpoint(tmp_path_factory.mktemp("decide"), family, max_position_embeddings=2048)
+            (path / "decision.json").write_text(json.dumps(SETTINGS | settings))
+            if template is not None:
+                (path / "decision_template.jinja").write_text(template)
+            made[key] = path
+        return made[key]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llms(folders):
+    made = {}
+
+    def llm(*key, **settings):
+        if (name := (*key, json.dumps(settings))) not in made:
+            made[name] = LLM(str(folders(*key, **settings)), dtype="float32")
+        return made[name]
+
+    yield llm
+    for each in made.values():
+        each.close()
+
+
+def a_text(draw, most=6):
+    return "".join(draw.choice(WORDS) + draw.choice(["", " "]) for _ in range(draw.randint(1, most)))
+
+
+def a_request(draw):
+    """A random request: texts and JSON with control tokens, all types, 2 to 26 options."""
+    questions = {}
+    for i in range(draw.randint(1, 3)):
+        kind = draw.choice(("noul", "choice", "score"))
+        one = {"type": kind}
+        if draw.random() < 0.9:
+            one["instructions"] = draw.choice([a_text(draw), {"a": [a_text(draw)]}])
+        if kind == "choice":
+            options = [f"{a_text(draw, 2)}{j}" for j in range(draw.randint(2, 26))]
+            one["criteria"] = {option: draw.choice([None, "", a_text(draw)]) for option in options}
+        elif kind == "score":
+            one["criteria"] = [a_text(draw, 2) for _ in range(draw.randint(2, 10))]
+        elif draw.random() < 0.5:
+            one["criteria"] = {"true": a_text(draw, 2), "false": draw.choice([None, a_text(draw)])}
+        questions[f"q{i}"] = one
+    state = draw.choice(["x" + a_text(draw, 9), {"k": a_text(draw)}, [1, None, a_text(draw)]])
+    return {"state": state, "questions": questions}
+
+
+def ids_of(folder, requests):
+    """The ids up to each place that is read, of transformers' prompts."""
+    from transformers import AutoTokenizer
+    from transformers.decision import DecisionConfig
+
+    config, tokenizer = DecisionConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for request in requests:
+        prompts = config.prepare_inputs(request, tokenizer)
+        yield [inputs["input_ids"][0, : int(mark)].tolist() for inputs, _ in prompts for mark in inputs["marks"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [
+        (None, {}),
+        (ONE_PROMPT, {}),
+        (MARKED, {"noul_options": ["false", "true"]}),
+        (MARKED, {"sanitize_control_tokens": False}),
+    ],
+    ids=["default", "all questions", "marks", "not escaped"],
+)
+def test_prompts_are_those_of_transformers(folders, llms, template, settings):
+    folder, llm = folders("llama", template, **settings), llms("llama", template, **settings)
+    draw = random.Random(1)
+    requests = [a_request(draw) for _ in range(60)]
+    for request, theirs in zip(requests, ids_of(folder, requests), strict=True):
+        task = make_task("decide", llm.checkpoint, llm.tokenizer)
+        (work,) = task.prepare([request])
+        assert [one.tokens.tolist() for one in work.requests] == theirs, request
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_probabilities_are_those_of_the_pipeline(folders, llms, family):
+    from transformers import AutoTokenizer, pipeline
+
+    folder, draw = folders(family), random.Random(2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = pipeline("decision", model=reference(folder), tokenizer=tokenizer, device="cpu")
+    requests = [{"state": "I was charged twice.", "questions": QUESTIONS}, *(a_request(draw) for _ in range(4))]
+    for request in requests:
+        expected = theirs(request)
+        (found,) = llms(family).decide([request["state"]], request["questions"])
+        for name, answer in expected.items():
+            own = found[name]
+            of = {"true": answer["noul"]} if answer["type"] == "noul" else answer["probabilities"]
+            for option, p in of.items():
+                assert own.probabilities[option] == pytest.approx(p, abs=1e-4), (name, option)
+            if answer["type"] == "score":
+                assert own.value == pytest.approx(answer["score"], abs=1e-3) and own.legend == answer["legend"]
+            if answer["type"] != "noul":
+                assert own.confidence == pytest.approx(answer["confidence"], abs=1e-3)
+
+
+@pytest.mark.parametrize("first", [None, "question"])
+@pytest.mark.parametrize("count", [1, 10])
+def test_each_token_is_computed_once(llms, first, count):
+    llm = llms("llama")
+    questions = {f"q{i}": {"type": "noul", "instructions": f"{i} is asked?"} for i in range(count)}
+    states = [f"{i} state " * 6 for i in range(20)]
+    task = llm.task("decide", questions=questions, first=first)
+    prompts = [tuple(request.tokens.tolist()) for work in task.prepare(states) for request in work.requests]
+    before = llm.stats.rows_computed
+    llm.decide(states, questions, first=first)
+    unique = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
+    assert llm.stats.rows_computed - before == len(unique)
+
+
+def test_the_mass_of_labels_is_over_the_vocabulary(llms):
+    llm = llms("llama")
+    answer = llm.decide("I was charged twice.", {"q": QUESTIONS["tone"]})["q"]
+    task = llm.task("decide", questions={"q": QUESTIONS["tone"]})
+    (work,) = task.prepare(["I was charged twice."])
+    scored = llm.score([work.requests[0].tokens] * 3, [[llm.tokenizer.token_id(label)] for label in LETTERS[:3]])
+    assert answer.label_mass == pytest.approx(sum(np.exp(one.logprob) for one in scored), rel=1e-4)
+    assert answer.argmax_is_label == any(one.greedy for one in scored)
+
+
+def test_a_wrong_question_leaves_the_others(llms):
+    llm = llms("llama")
+    one, many = {"type": "choice", "criteria": {"a": None}}, {"type": "score", "criteria": ["x"] * 27}
+    questions = {**QUESTIONS, "one": one, "many": many}
+    task = make_task("decide", llm.checkpoint, llm.tokenizer)
+    (work,) = task.prepare([{"state": "text", "questions": questions}])
+    results = [llm.run(task, [{"state": "text", "questions": questions}])]
+    answers = results[0][0]["answers"]
+    assert [*answers] == [*QUESTIONS, "one", "many"] and len(work.requests) == len(QUESTIONS)
+    assert "1 option" in answers["one"]["error"]["message"] and "27 options" in answers["many"]["error"]["message"]
+    with pytest.raises(InputError, match="'one' has 1 option"):
+        llm.decide("text", questions)
+
+
+def test_a_state_that_is_too_long_is_cut_on_request(llms):
+    llm, question = llms("llama"), {"q": {"type": "noul", "instructions": "yes?"}}
+    with pytest.raises(InputError, match="makes a prompt of"):
+        llm.decide("long " * 200, question, max_length=100)
+    task = llm.task("decide", questions=question, max_length=100, truncate=True)
+    (work,) = task.prepare(["long " * 200])
+    text = llm.tokenizer.decode(work.requests[0].tokens)
+    assert work.requests[0].tokens.size <= 100 and "no: false\nAnswer yes or no only." in text
+    assert llm.decide("long " * 200, question, max_length=100, truncate="left")["q"].type == "noul"
+
+
+@pytest.mark.parametrize(
+    ("questions", "says"),
+    [
+        ([], "is empty"),
+        ("x", "of type str"),
+        ({"q": 3}, "'q' is of type int"),
+        ({"q": {"type": "free"}}, "type 'free'"),
+        ({"q": {"type": "noul", "kriteria": 1}}, "unknown field 'kriteria'"),
+        ({"q": {"type": "noul", "criteria": {"maybe": "x"}}}, "true and false"),
+        ({"q": {"type": "choice"}}, "no criteria"),
+        ({"q": {"type": "choice", "criteria": ["a", "b"]}}, "wrong criteria"),
+        ({"q": {"type": "score", "criteria": {"a": 1}}}, "wrong criteria"),
+        ({"q": {"type": "score", "criteria": ["a"]}}, "1 option"),
+        ({"q": {"type": "choice", "criteria": {str(i): None for i in range(256)}}}, "256 options"),
+        ([{"type": "choice", "choices": [{"value": "a"}, {"value": "a"}]}], "'a' twice"),
+        ([{"type": "noul", "name": "x"}, {"type": "noul", "name": "x"}], "called 'x'"),
+    ],
+)
+def test_wrong_questions_are_named(questions, says):
+    with pytest.raises(InputError, match=says):
+        for error in read_questions(questions)[1].values():
+            raise error
+
+
+def test_booleans_and_texts_are_different_options():
+    choices = [{"value": "true"}, {"value": True, "description": "really"}, {"value": False}]
+    ((question,), errors) = read_questions([{"type": "choice", "choices": choices}])
+    assert not errors and question.options == ("true", True, False) and question.words == ["true", "true", "false"]
+    answer = question.answer(np.array([0.5, 0.3, 0.2]), 0.9, True)
+    assert answer.probabilities == {"true": 0.5, True: 0.3, False: 0.2}
+    assert answer.to_dict()["probabilities"][1] == {"value": True, "probability": 0.3}
+
+
+def test_other_prompts():
+    of_options = {"options": ["a", "b"], "labels": ["A", "B"], "descriptions": ["x", None]}
+    said = {"kind": "choice", "instructions": "Which?", **of_options}
+    question = "Which?\nA. a: x\nB. b\nAnswer with the letter of the option that fits best (A to B) only."
+    assert default_prompt("S", **said, first="question") == f"{question}\n\nS"
+    question = "Question: Which?\nA: a - x\nB: b\nAnswer with the letter of one option only."
+    assert vllm_prompt("S", **said) == f"S\n\n{question}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"labels": ["A"]}, "labels of decision.json"),
+        ({"temperature": {"noul": 0}}, "temperature of decision.json"),
+        ({"noul_options": ["yes", "no"]}, "noul_options of decision.json"),
+        ({"sanitize_control_tokens": "no"}, "sanitize_control_tokens"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused(folders, llms, settings, says):
+    llm = llms("llama", None, **settings)
+    with pytest.raises(CheckpointError, match=says):
+        llm.decide("x", QUESTIONS)
+
+
+def test_labels_that_are_several_tokens_are_refused(llms):
+    llm = llms("llama", None, labels={"noul": ["Certainly", "Never"]})
+    with pytest.raises(InputError, match="'refund' are not distinct single tokens"):
+        llm.decide("x", {"refund": {"type": "noul"}})
