@@ -242,6 +242,8 @@ def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> R
         for target, entry in zip(targets, logprobs[-count:], strict=True):
             values.append(entry[str(target)]["logprob"])
             greedy.append(entry[str(target)].get("rank") == 1)
+    if readout.sums:  # the log-sum-exp of log-probabilities is 0
+        values += [0.0, next((id for id, is_first in zip(readout.ids, greedy, strict=True) if is_first), -1)]
     is_logprobs = readout.kind == "logprobs"
     return Result(np.array(values, np.float32), np.array(greedy, bool) if is_logprobs else None)
 

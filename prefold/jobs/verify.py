@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..tasks.results import Answer, Classification, Embedding, EmbeddingList, Ranking, Relevance, Score
+from ..tasks.results import Answer, Classification, Decision, Embedding, EmbeddingList, Ranking, Relevance, Score
 from .record import Record, RecordAdapter
 
 NEIGHBOURS = 64
@@ -151,6 +151,8 @@ def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answ
             out.setdefault(_key(item, "query", i), []).extend(scores)
         elif isinstance(answer, Classification):
             out[i] = list(answer.probabilities.values())
+        elif isinstance(answer, Decision):
+            out |= {(i, name): list(one.probabilities.values()) for name, one in answer.answers.items()}
         elif isinstance(answer, Score):
             out.setdefault(_key(item, "prompt", i), []).append(answer.logprob)
         elif isinstance(answer, (Embedding, EmbeddingList)):

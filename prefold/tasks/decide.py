@@ -87,21 +87,24 @@ class DecideTask(Task):
         self.first = options.first or "state"
         self.truncate = options.truncate
         self._ids_of = cache(self._find_ids)
-        every = dict.fromkeys(label for kind in KINDS for label in settings.labels_of(kind))
-        ids = {label: self.encoder.label_id(label) for label in every}
+        every = [label for kind in KINDS for label in settings.labels_of(kind)]
+        ids = {label: self.encoder.label_id(label) for label in dict.fromkeys(every)}
         self._label_ids = {label: id for label, id in ids.items() if id is not None}
-        columns = dict.fromkeys(self._label_ids.values())
-        self._column = {id: place for place, id in enumerate(columns)}
-        self.readout = Readout("logits", tuple(columns), sums=True)
         self.questions: list[Question] = []
         if options.questions is not None:
             self.questions, errors = read_questions(options.questions)
+            # Only the labels of these questions are read.
+            used = [label for one in self.questions for label in self._labels(one)[: len(one.options)]]
+            self._label_ids = {label: id for label, id in self._label_ids.items() if label in used}
             for question in self.questions:
                 error = attempt(self._check, question)
                 if isinstance(error, InputError):
                     errors[question.name] = error
             for error in errors.values():
                 raise error
+        columns = dict.fromkeys(self._label_ids.values())
+        self._column = {id: place for place, id in enumerate(columns)}
+        self.readout = Readout("logits", tuple(columns), sums=True)
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""
@@ -120,7 +123,7 @@ class DecideTask(Task):
         if ids is None:
             used = ", ".join(map(repr, labels[: len(question.options)]))
             message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
-            remedy = "give other labels in decision.json beside the weights"
+            remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
             raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy)
         return ids
 
@@ -132,6 +135,9 @@ class DecideTask(Task):
         return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
+        if item.questions is not None and self.questions:
+            message = "the item has questions of its own, and all items are asked the same"
+            raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"
