@@ -114,6 +114,7 @@ class ModelConfig:
     logit_cap      logits become cap * tanh(logit / cap) after that; None: they stay
     lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
     num_labels     rows of the classification head; None: no such head
+    head_bias      whether a head of one linear has a bias
     head_layers    1: one linear. 2: linear, ReLU, linear, with biases (reward models)
     labels         names of the head's rows, in order; empty when the checkpoint names none
     pad_id         the padding token, whose rows at the end of a text a classification head does not read; None: the
@@ -164,6 +165,7 @@ class ModelConfig:
     logit_cap: float | None = None
     lm_head: bool = True
     num_labels: int | None = None
+    head_bias: bool = False
     head_layers: Literal[1, 2] = 1
     labels: tuple[str, ...] = ()
     pad_id: int | None = None

@@ -202,7 +202,7 @@ def score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
     place: dict[str, Any] = {"dtype": torch.float32, "device": device}
     assert config.num_labels is not None
     if config.head_layers == 1:
-        return Linear(config.hidden, config.num_labels, bias=False, **place)
+        return Linear(config.hidden, config.num_labels, bias=config.head_bias, **place)
     first = Linear(config.hidden, config.hidden, bias=True, **place)
     return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..checkpoint import Checkpoint
 from ..errors import InputError
 from ..spec.requests import Readout, Request, Result
 from ..spec.task import DecideOptions
@@ -50,6 +51,72 @@ class DecideItem:
     adapter: str | None = None
 
 
+class Reader(Protocol):
+    """What reads the scores of a question's options from a row."""
+
+    readout: Readout
+
+    def check(self, question: Question) -> object:
+        """Raise InputError if the options of a question cannot be read."""
+
+    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float | None, bool | None]:
+        """Return (the score of each option, in the order of the prompt, float64 [options]; the probability of all
+        labels over the vocabulary; whether the most likely token is a label). None: there are no labels.
+
+        values: float64, what the read-out gave
+        """
+        ...
+
+
+# {architecture: makes the Reader of its decision head}. A feature enters its heads here.
+HEADS: dict[str, Callable[[Checkpoint], Reader]] = {}
+
+
+class LabelReader:
+    """A LabelReader reads the logits of the options' labels, one token each."""
+
+    def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
+        """questions: those of the task, whose labels alone are read; empty: all labels are"""
+        self._settings = settings
+        self._ids_of = cache(self._find_ids)
+        every = [label for kind in KINDS for label in settings.labels_of(kind)]
+        used = [label for one in questions for label in settings.labels_of(one.kind)[: len(one.options)]]
+        ids = {label: encoder.label_id(label) for label in dict.fromkeys(used or every)}
+        self._label_ids = {label: id for label, id in ids.items() if id is not None}
+        columns = dict.fromkeys(self._label_ids.values())
+        self._column = {id: place for place, id in enumerate(columns)}
+        self.readout = Readout("logits", tuple(columns), sums=True)
+
+    def check(self, question: Question) -> list[int]:
+        """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
+        labels, count = self._settings.labels_of(question.kind), len(question.options)
+        if len(labels) < count:
+            raise too_many_options(question, len(labels))
+        ids = self._ids_of(tuple(labels[:count]))
+        if ids is None:
+            used = ", ".join(map(repr, labels[:count]))
+            message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
+            remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
+            raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy)
+        return ids
+
+    def _find_ids(self, labels: tuple[str, ...]) -> list[int] | None:
+        ids = [self._label_ids.get(label) for label in labels]
+        return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
+
+    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float, bool]:
+        labels = self.check(question)
+        scores = values[[self._column[id] for id in labels]]
+        return scores, min(1.0, float(np.exp(scores - values[-2]).sum())), int(values[-1]) in labels
+
+
+def too_many_options(question: Question, most: int) -> InputError:
+    """Return the error of a question with more options than the model reads."""
+    message = f"the question {question.name!r} has {len(question.options)} options"
+    remedy = f"give at most {most}, as many as the model reads for a {question.kind} question"
+    return InputError(message, field=f"questions[{question.name!r}]", remedy=remedy, code="out_of_range")
+
+
 class DecideTask(Task):
     """A DecideTask answers questions about states. Items are DecideItem, a mapping with its fields, or a bare state.
 
@@ -63,8 +130,13 @@ class DecideTask(Task):
     example: Answer = Decision({})
     item_type = DecideItem
 
-    def __init__(self, inputs: Inputs, options: DecideOptions, settings: DecisionSettings):
-        """Raise InputError for questions that cannot be asked of any state, and for a wrong template."""
+    def __init__(
+        self, inputs: Inputs, options: DecideOptions, settings: DecisionSettings, reader: Reader | None = None
+    ):
+        """Raise InputError for questions that cannot be asked of any state, and for a wrong template.
+
+        reader: of a decision head; None: the logits of labels are read
+        """
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
@@ -86,53 +158,24 @@ class DecideTask(Task):
         self.write = vllm_prompt if options.prompt_style == "vllm" else default_prompt
         self.first = options.first or "state"
         self.truncate = options.truncate
-        self._ids_of = cache(self._find_ids)
-        every = [label for kind in KINDS for label in settings.labels_of(kind)]
-        ids = {label: self.encoder.label_id(label) for label in dict.fromkeys(every)}
-        self._label_ids = {label: id for label, id in ids.items() if id is not None}
         self.questions: list[Question] = []
+        errors: dict[str, InputError] = {}
         if options.questions is not None:
             self.questions, errors = read_questions(options.questions)
-            # Only the labels of these questions are read.
-            used = [label for one in self.questions for label in self._labels(one)[: len(one.options)]]
-            self._label_ids = {label: id for label, id in self._label_ids.items() if label in used}
-            for question in self.questions:
-                error = attempt(self._check, question)
-                if isinstance(error, InputError):
-                    errors[question.name] = error
-            for error in errors.values():
-                raise error
-        columns = dict.fromkeys(self._label_ids.values())
-        self._column = {id: place for place, id in enumerate(columns)}
-        self.readout = Readout("logits", tuple(columns), sums=True)
+        self.reader = reader or LabelReader(settings, self.encoder, self.questions)
+        self.readout = self.reader.readout
+        for question in self.questions:
+            error = attempt(self.reader.check, question)
+            if isinstance(error, InputError):
+                errors[question.name] = error
+        for error in errors.values():
+            raise error
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""
         if isinstance(item, self.item_type) or (isinstance(item, Mapping) and "state" in item):
             return item
         return self.item_type(item)
-
-    def _check(self, question: Question) -> list[int]:
-        """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
-        labels = self._labels(question)
-        if len(labels) < len(question.options):
-            message = f"the question {question.name!r} has {len(question.options)} options"
-            remedy = f"give at most {len(labels)}, as many as the model has labels for a {question.kind} question"
-            raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy, code="out_of_range")
-        ids = self._ids_of(tuple(labels[: len(question.options)]))
-        if ids is None:
-            used = ", ".join(map(repr, labels[: len(question.options)]))
-            message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
-            remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
-            raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy)
-        return ids
-
-    def _labels(self, question: Question) -> list[str]:
-        return list(self.settings.labels_of(question.kind))
-
-    def _find_ids(self, labels: tuple[str, ...]) -> list[int] | None:
-        ids = [self._label_ids.get(label) for label in labels]
-        return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         if item.questions is not None and self.questions:
@@ -149,7 +192,7 @@ class DecideTask(Task):
         state = self.inputs.bounded(state, "state", self.truncate, left=self.truncate == "left")
         asked = []
         for question in questions:
-            error = attempt(self._check, question) if item.questions is not None else None
+            error = attempt(self.reader.check, question) if item.questions is not None else None
             if isinstance(error, InputError):
                 errors[question.name] = error
             else:
@@ -208,7 +251,7 @@ class DecideTask(Task):
         if self.settings.template is None:
             (question,) = group
             kind, options, said = self._ordered(question)
-            labels = self._labels(question)[: len(options)]
+            labels = self.settings.labels_of(question.kind)[: len(options)]
             message = self.write(state, kind, question.instructions, options, labels, said, self.first)
             return self.encoder.message(message)
         questions = [self._variables(question) for question in group]
@@ -224,9 +267,9 @@ class DecideTask(Task):
     def _variables(self, question: Question) -> dict[str, object]:
         """Return a question as templates see it."""
         kind, options, said = self._ordered(question)
-        labels = self._labels(question)[: len(options)]
+        labels = self.settings.labels_of(question.kind)[: len(options)]
         return {"name": question.name, "type": kind, "instructions": question.instructions, "options": options,
-                "labels": labels, "descriptions": said}  # fmt: skip
+                "labels": list(labels), "descriptions": said}  # fmt: skip
 
     def _requests(self, group: list[Question], get: MarkedIds) -> list[Request]:
         ids, marks = get()
@@ -240,14 +283,11 @@ class DecideTask(Task):
         answers = {}
         for question, result in zip(questions, results, strict=True):
             values = np.asarray(result.values, dtype=np.float64)
-            labels = self._check(question)
-            scores = values[[self._column[id] for id in labels]]
-            log_sum, likeliest = values[-2], int(values[-1])
+            scores, mass, is_label = self.reader.scores(question, values)
             p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
             if question.kind == "noul" and self.settings.noul_options[0] == "false":
                 p = p[::-1]
-            mass = float(np.exp(scores - log_sum).sum())
-            answers[question.name] = question.answer(p, min(mass, 1.0), likeliest in labels)
+            answers[question.name] = question.answer(p, mass, is_label)
         errors = {name: InputError(e["message"], field=e.get("field"), remedy=e.get("remedy", ""), code=e["code"])
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
         cached = [result.cached_tokens for result in results]

@@ -11,11 +11,11 @@ from ..checkpoint.settings import Settings
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..spec.requests import Exits
-from ..spec.task import FILTERS, ClassifyOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
+from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
 from ..text.decisions import DecisionSettings
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
-from .decide import DecideTask
+from .decide import HEADS, DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
@@ -56,7 +56,7 @@ def make_task(
     """
     o = options if isinstance(options, TaskSpec) else options_of(name, {**(options or {}), **values})
     config = config or config_from(checkpoint.config)
-    if name in ("score", "decide", "generate"):
+    if name in ("score", "generate"):
         require_lm_head(config, checkpoint, name)
     inputs = inputs_of(config, tokenizer, o.max_length, adapter=o.adapter, adapters=adapters)
     task = TASKS[name](checkpoint, inputs, o)
@@ -149,6 +149,17 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     return ClassifyHeadTask(inputs, head, problem=_problem_type(checkpoint), truncate=o.truncate)
 
 
+def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideTask:
+    assert inputs.config is not None
+    settings = DecisionSettings.of(checkpoint)
+    names = checkpoint.config.get("architectures")
+    head = HEADS.get(str(names[0])) if isinstance(names, list) and names else None
+    if head is not None:
+        return DecideTask(inputs, o, settings, head(checkpoint))
+    require_lm_head(inputs.config, checkpoint, "decide")
+    return DecideTask(inputs, o, settings)
+
+
 def _problem_type(checkpoint: Checkpoint) -> ProblemType | None:
     settings = Settings.of(checkpoint.config)
     problem = settings.text("problem_type", None)
@@ -161,7 +172,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "embed": _embed,
     "rerank": _rerank,
     "classify": _classify,
-    "decide": lambda checkpoint, inputs, o: DecideTask(inputs, o, DecisionSettings.of(checkpoint)),
+    "decide": _decide,
     "score": lambda checkpoint, inputs, o: ScoreTask(inputs, o),
     "generate": lambda checkpoint, inputs, o: GenerateTask(inputs, o, context=inputs.config.max_positions),
 }

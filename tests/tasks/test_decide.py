@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from tiny import reference, tiny_checkpoint
+from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM, CheckpointError, InputError
 from prefold.tasks import make_task
@@ -140,6 +140,32 @@ def test_probabilities_are_those_of_the_pipeline(folders, llms, family):
                 assert own.value == pytest.approx(answer["score"], abs=1e-3) and own.legend == answer["legend"]
             if answer["type"] != "noul":
                 assert own.confidence == pytest.approx(answer["confidence"], abs=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_jev_head_scores_as_in_transformers(tmp_path, softcap):
+    from transformers import AutoTokenizer, JevConfig, JevForDecision, Qwen3Config, pipeline
+
+    text = Qwen3Config(**SIZES, head_dim=10)
+    model = JevForDecision(JevConfig(hidden_size=SIZES["hidden_size"], text_config=text, softcap=softcap)).eval()
+    randomise(model, 3)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = pipeline("decision", model=model, tokenizer=tokenizer, device="cpu")
+    llm = LLM(str(tmp_path), dtype="float32")
+    for questions in (QUESTIONS, {"many": {"type": "choice", "criteria": {str(i): None for i in range(16)}}}):
+        expected, found = (
+            theirs({"state": "I was charged", "questions": questions}),
+            llm.decide("I was charged", questions),
+        )
+        for name, answer in expected.items():
+            of = {"true": answer["noul"]} if answer["type"] == "noul" else answer["probabilities"]
+            assert {option: found[name].probabilities[option] for option in of} == pytest.approx(of, abs=1e-4)
+            assert found[name].label_mass is None
+    with pytest.raises(InputError, match="at most 16"):
+        llm.decide("x", {"many": {"type": "choice", "criteria": {str(i): None for i in range(17)}}})
+    llm.close()
 
 
 @pytest.mark.parametrize("first", [None, "question"])
