@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from ..spec.job import TASKS, JobSpec
+from ..spec.task import DecideOptions
 from .options import machine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
@@ -45,6 +47,7 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     from ..jobs.opening import open_input
     from ..jobs.plan import cost_of, kv_row_bytes, place
     from ..jobs.report import open_progress
+    from ..jobs.report.progress import format_seconds
     from ..model import config_from
     from ..text.prompts import readable
 
@@ -60,10 +63,13 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     costs, row_bytes = cost_of(job_plan.shape, config), kv_row_bytes(config)
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(job_plan, config, replicas) if replicas and job_plan.tokens else []
+    other = _other_order(spec, input, rows) if job_plan.tokens else None
     if as_json:
         counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
         counts |= {"seconds": seconds}
+        if other is not None:
+            counts |= {"other_order": {"first": other[0], "rows": other[1].rows}}
         if segments:
             counts |= {"segments": [asdict(segment) for segment in segments]}
             counts |= {"replicas": _fleet(segments, gflops and gflops * 1e9)}
@@ -71,9 +77,35 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     else:
         speed = _speed(input, job_plan, gflops) if job_plan.tokens else None
         lines = _lines(job_plan, costs, row_bytes, seconds, decode, speed)
+        if other is not None and speed is not None:
+            first, swapped = other
+            about = format_seconds(cost_of(swapped.shape, config)[0].total / speed.flops)
+            at = next(number for number, line in enumerate(lines, 1) if line.startswith("at "))
+            lines.insert(at, f"with --first {first}: {swapped.rows:,} rows, about {about}")
         click.echo("\n".join([*lines, *(_segment_lines(job_plan, segments, speed.flops) if speed else [])]))
     if spec.output.report:
         _report(job_plan, input, decode, spec.output.report)
+
+
+def _other_order(spec: JobSpec, input: Any, rows: int) -> tuple[str, Any] | None:
+    """Return (what stands first in the other order of state and question, the plan of the same decisions in that order).
+
+    None: the prompt is a template of its own, or the input cannot be read again.
+    """
+    from ..jobs import plan_job
+    from ..jobs.opening import open_input
+
+    if spec.task != "decide" or not all(map(os.path.isfile, spec.input.names)):
+        return None
+    task = input.tasks["decide"]
+    if task.settings.template is not None:
+        return None
+    first: Literal["state", "question"] = "question" if task.first == "state" else "state"
+    options = spec.tasks["decide"]
+    assert isinstance(options, DecideOptions)
+    again = open_input(replace(spec, tasks={"decide": replace(options, first=first)}), notice, weights=False)
+    limits = {"limit": spec.input.limit, "window": spec.input.window, "max_batch_rows": rows}
+    return first, plan_job(again.source, again.adapter, again.tasks, **limits)
 
 
 def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:

@@ -107,6 +107,15 @@ def test_lines_of_a_batch(run, tmp_path):
     assert found["2"]["status_code"] == 400 and "1 option" in found["2"]["body"]["error"]["message"]
 
 
+def test_plan_counts_the_rows_of_both_orders(run):
+    options = ("--task", "decide", "--state", "body", "--questions", "q.yaml", "--empty", "keep", "--limit", "1")
+    found = json.loads(run("plan", "in.csv", *options, "--json"))
+    other = json.loads(run("plan", "in.csv", *options, "--first", "question", "--json"))
+    assert found["other_order"] == {"first": "question", "rows": other["rows"]}
+    assert other["other_order"] == {"first": "state", "rows": found["rows"]} and other["rows"] != found["rows"]
+    assert "with --first question: " in run("plan", "in.csv", *options)
+
+
 def test_texts(run):
     found = json.loads(run("decide", "charged twice", "--questions", "q.yaml", "--json").splitlines()[0])
     assert found["state"] == "charged twice" and found["answers"]["tone"]["type"] == "choice"
