@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -16,6 +16,10 @@ from ..spec.task import DecideOptions
 from .options import machine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
+
+if TYPE_CHECKING:
+    from ..jobs import JobPlan
+    from ..jobs.opening import Input
 
 _SHOWN_SEGMENTS = 32
 _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs",
@@ -87,8 +91,8 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
         _report(job_plan, input, decode, spec.output.report)
 
 
-def _other_order(spec: JobSpec, input: Any, rows: int) -> tuple[str, Any] | None:
-    """Return (what stands first in the other order of state and question, the plan of the same decisions in that order).
+def _other_order(spec: JobSpec, input: Input, rows: int) -> tuple[str, JobPlan] | None:
+    """Return (what stands first in the other order of state and question, the plan of the decisions in that order).
 
     None: the prompt is a template of its own, or the input cannot be read again.
     """
@@ -104,8 +108,9 @@ def _other_order(spec: JobSpec, input: Any, rows: int) -> tuple[str, Any] | None
     options = spec.tasks["decide"]
     assert isinstance(options, DecideOptions)
     again = open_input(replace(spec, tasks={"decide": replace(options, first=first)}), notice, weights=False)
-    limits = {"limit": spec.input.limit, "window": spec.input.window, "max_batch_rows": rows}
-    return first, plan_job(again.source, again.adapter, again.tasks, **limits)
+    return first, plan_job(
+        again.source, again.adapter, again.tasks, limit=spec.input.limit, window=spec.input.window, max_batch_rows=rows
+    )
 
 
 def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:
