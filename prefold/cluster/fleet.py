@@ -1,9 +1,9 @@
 """A fleet of replicas: it is an engine, which divides requests among the replicas, and answers each of them once.
 
 One thread makes all decisions of a run: the caller's, or that of `lanes.py` for requests that are submitted. A `Fleet`
-knows its replicas; a `FleetRun` is one run, whose lease book is fed by a sorted job, by a stream, or by a stream and
-then the job that it begins. Replicas get orders, and send events. Decisions are made in `leases.py`, and by the sources
-`offline.py` and `online.py`.
+knows its replicas; a `FleetRun` is one run, whose lease book is fed by a sorted job, by a stream, by a stream and then
+the job that it begins, or by the streams of submitted requests. Replicas get orders, and send events. Decisions are
+made in `leases.py`, and by the sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -24,7 +24,7 @@ from ..spec.requests import Generated, GenerationStats, Readout, Request, Sharin
 from ..text import Tokenizer
 from ..trie import LiveInput, RowCost, Spool, Windows
 from ..trie.order import unique_tokens
-from .lanes import Lane, Lanes
+from .lanes import Lanes
 from .leases import LeaseBook
 from .offline import OfflineSource, offline_source
 from .online import OnlineSource
@@ -79,7 +79,7 @@ class Fleet:
         self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
         # One run at a time. None in place of an event: the run looks for new requests.
-        self._lanes = Lanes(self._run_lane, lambda: self._events.put(None))
+        self._lanes = Lanes(self._run_submitted, lambda: self._events.put(None))
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
@@ -138,8 +138,8 @@ class Fleet:
         """Takes requests (see `Engine.submit`). They run when no job does, in the order of their prefixes: for a fleet
         the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
         sharing: Sharing = self.facts.sharing if share is None else "full" if share else "off"
-        lane = Lane(readout, sharing, readout.kind == "tokens" and tokenizer is not None)
-        self._lanes.submit(lane, requests, handle, pieces=text and lane.text)
+        call = RunCall(readout, sharing, text=readout.kind == "tokens" and tokenizer is not None, online=True)
+        self._lanes.submit(call, requests, handle, pieces=text and call.text)
 
     def cancel(self, *handles: Handle) -> None:
         """Gives the requests of handles up: those that no replica has are not computed, and the answers of others are
@@ -163,24 +163,16 @@ class Fleet:
         difference for a fleet."""
         text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.facts.sharing, max_batch_rows, text)
-        with self._lanes.waiting():
-            yield from self._answers(windows, call, on_step, stopping or (lambda: False))
+        with self._lanes.waiting(), closing(FleetRun(self, on_step)) as run:
+            if isinstance(windows, LiveInput):
+                run.add_stream(windows, call)
+            else:
+                run.add_job(windows, call)
+            yield from run.answers(stopping or (lambda: False))
 
-    def _run_lane(self, lane: Lane, source: LiveInput, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
-        return self._answers(source, RunCall(lane.readout, lane.sharing, None, lane.text), None, stopping)
-
-    def _answers(
-        self,
-        source: Windows | LiveInput,
-        call: RunCall,
-        on_step: Callable[[StepInfo], None] | None,
-        stopping: Callable[[], bool],
-    ) -> Iterator[tuple[bytes, Any]]:
-        run = FleetRun(self, source, call, on_step)
-        try:
+    def _run_submitted(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
+        with closing(FleetRun(self, lanes=self._lanes)) as run:
             yield from run.answers(stopping)
-        finally:
-            run.end()
 
     # ---------------------------------------------------------------------------------------------- replicas
 
@@ -236,6 +228,7 @@ class _Work:
     drawn_tokens   tokens that it drew
     kept_tokens    how many of these tokens are in answers
     measured_at    when its steps were measured last
+    call           how the requests of its last lease run
     """
 
     reported_rows: int = 0
@@ -243,41 +236,53 @@ class _Work:
     drawn_tokens: int = 0
     kept_tokens: int = 0
     measured_at: float = 0.0
+    call: RunCall | None = None
 
 
 class FleetRun:
-    """A FleetRun runs requests on a fleet: `answers` yields their answers, `end` ends the run on the replicas."""
+    """A FleetRun runs a job, a stream, or submitted requests on a fleet.
 
-    def __init__(
-        self, fleet: Fleet, source: Windows | LiveInput, call: RunCall, on_step: Callable[[StepInfo], None] | None
-    ):
-        self.fleet, self.on_step = fleet, on_step
+    `answers` yields the answers, and `close` ends the run on the replicas.
+
+    lanes  has the streams of submitted requests, which come and go
+    """
+
+    def __init__(self, fleet: Fleet, on_step: Callable[[StepInfo], None] | None = None, lanes: Lanes | None = None):
+        self.fleet, self.on_step, self._lanes = fleet, on_step, lanes
+        self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
         self.offline: OfflineSource | None = None
-        self.online: OnlineSource | None = None
-        self._input: LiveInput | None = None
+        self.online: dict[RunCall, OnlineSource] = {}
+        self._inputs: dict[RunCall, LiveInput] = {}  # those that are not over
         self._work: dict[str, _Work] = {}
         self._pictures = None if fleet.media is None else fleet.media.for_replicas()
         self._killed: set[str] = set()  # replicas that hung, before their `ReplicaLost` comes
-        is_warm_start = isinstance(source, LiveInput) and source.rest is not None
-        self.call = call = replace(call, online=isinstance(source, LiveInput) and not is_warm_start)
         # Whether the run itself counts unique rows of prompts; replicas do when not all prompts are known beforehand.
-        self._counts_rows = not call.online
-        self._generates = call.readout.kind == "tokens"
+        self._counts_rows = False
+        self._generates = False  # whether the job does
         self._counted_rows = False  # whether a replica has counted rows: servers and vLLM do not
-        self._warm_start = Spool() if is_warm_start else None  # the prompts that run before all are known
-        self.book = LeaseBook(numbers=fleet.numbers, patience=fleet.patience)
-        if isinstance(source, LiveInput):
-            self._input = source
-            options = {"max_tokens": source.max_tokens, "policy": fleet.policy, **fleet.window}
-            options |= {"see": source.see, "wants": source.wants}
-            self.online = OnlineSource(call, warm_start=is_warm_start, **options)
-            self.book.add(self.online)
-        else:
-            self._divide(source)
+        self._warm_start: Spool | None = None  # the prompts that run before all are known
 
-    def _divide(self, windows: Windows) -> None:
-        self.offline = offline_source(windows, self.call, self.fleet.row_cost, self.fleet.expected)
+    def add_job(self, windows: Windows, call: RunCall) -> None:
+        """Adds the requests of a sorted job."""
+        self._counts_rows, self._generates = True, call.readout.kind == "tokens"
+        self.offline = offline_source(windows, call, self.fleet.row_cost, self.fleet.expected)
         self.book.add(self.offline, time.monotonic())
+
+    def add_stream(self, source: LiveInput, call: RunCall) -> None:
+        """Adds the requests of a stream, with the job that follows it."""
+        is_warm_start = source.rest is not None
+        if is_warm_start:
+            self._counts_rows, self._generates = True, call.readout.kind == "tokens"
+            self._warm_start = Spool()
+        else:
+            call = replace(call, online=True)
+        fleet = self.fleet
+        options = {"max_tokens": source.max_tokens, "policy": fleet.policy, **fleet.window}
+        options |= {"see": source.see, "wants": source.wants}
+        self._inputs[call] = source
+        self.online[call] = OnlineSource(call, warm_start=is_warm_start, **options)
+        self.book.add(self.online[call], time.monotonic())
+        self._note_estimated()
 
     def answers(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, answer) of every request, once."""
@@ -299,11 +304,14 @@ class FleetRun:
     @property
     def _pause(self) -> float:
         """Returns the seconds after which leases are sent even if no event comes."""
-        if self._input is None or self.online is None:
+        if not self._inputs and self._lanes is None:
             return _TICK
-        return _ONLINE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
+        has_come = (
+            source.feed.since is not None and not self.online[call].is_full for call, source in self._inputs.items()
+        )
+        return 0.0 if any(has_come) else _ONLINE_TICK
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the run on its replicas, and adds its counts to the fleet's."""
         fleet = self.fleet
         for name in self._work.keys() & fleet.ready.keys():
@@ -312,7 +320,7 @@ class FleetRun:
         fleet.num_moved += self.book.num_moved
         if self._counts_rows and (self._counted_rows or not self._generates):
             fleet.stats.unique_tokens += self._unique_rows()
-        fleet.counted_apart |= self.call.online and self._counted_rows and len(fleet.replicas.names) > 1
+        fleet.counted_apart |= not self._counts_rows and self._counted_rows and len(fleet.replicas.names) > 1
         if self._warm_start is not None:
             self._warm_start.close()
 
@@ -324,15 +332,20 @@ class FleetRun:
 
     @property
     def _is_done(self) -> bool:
-        return self._input is None and not self.book.num_unanswered
+        goes_on = self._lanes is not None and not self._lanes.gives_way
+        return not (goes_on or self._inputs or self.book.num_unanswered)
 
     # ------------------------------------------------------------------------------------------------ sending
 
     def _send(self) -> None:
-        if self._input is not None:
-            self._take_in(self._input)
+        for call, source in self._lanes.streams() if self._lanes is not None else ():
+            if call not in self._inputs:
+                self.add_stream(source, call)
+        for call, source in list(self._inputs.items()):
+            self._take_in(source, call)
         order = self.fleet.replicas.order
         for lease in self.book.send(time.monotonic()):
+            self._begin(lease.replica, lease.source.call)
             windows = lease.source.windows(lease)
             if self._pictures is not None:
                 windows, fresh, dropped = self._pictures.send(lease.replica, windows)
@@ -340,10 +353,18 @@ class FleetRun:
                     order(lease.replica, "hold", fresh, dropped)
             order(lease.replica, "give", windows)
 
-    def _take_in(self, source: LiveInput) -> None:
+    def _begin(self, name: str, call: RunCall | None) -> None:
+        """Begins a replica's run of requests of this call, if its last requests were of another one."""
+        work = self._work[name]
+        if work.call != call:
+            work.call = call
+            self.fleet.replicas.order(name, "begin", call)
+            if self._pictures is not None:
+                self._pictures.lose(name)  # a replica that begins holds none
+
+    def _take_in(self, source: LiveInput, call: RunCall) -> None:
         """Moves new requests into the live window; at the end of the input, divides the rest of the job."""
-        online, feed = self.online, source.feed
-        assert online is not None
+        online, feed = self.online[call], source.feed
         if source.rest is not None:
             feed.bound = online.room()
         now = time.monotonic()
@@ -357,10 +378,13 @@ class FleetRun:
                     self._warm_start.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
         feed.is_hungry = not online.num_waiting and online.room() > 0
         if feed.is_over:
-            self._input = None
+            del self._inputs[call]
             online.close()
             if source.rest is not None:
-                self._divide(source.rest())
+                self.add_job(source.rest(), call)
+        elif self._lanes is not None and self.book.is_idle(online):
+            del self._inputs[call], self.online[call]  # until further requests of its call come
+            self.book.remove(online)
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -375,12 +399,26 @@ class FleetRun:
             fleet.leave(name, event.reason, returns=event.returns, died=event.died)
             yield from self._lose(name, event)
         elif event.failure is not None and isinstance(event.failure, (InputError, JobError)):
-            raise event.failure  # any replica would raise it
+            yield from self._refuse(name, event.failure)
         else:
             yield from self._take_report(name, event)
             if event.failure is not None:
                 fleet.notify(f"{name} has failed: {in_words(event.failure)}")
                 fleet.replicas.kill(name)
+
+    def _refuse(self, name: str, failure: InputError | JobError) -> Iterator[tuple[bytes, Any]]:
+        """Answers the submitted requests of the call that a replica runs with an error, which any replica would raise
+        for them; other submitted requests go on. Raises the error of a job."""
+        if self._lanes is None:
+            raise failure
+        work = self._work.get(name)
+        if work is None or work.call is None:
+            return  # these requests have been answered with such an error
+        self._lanes.fail(failure, work.call)
+        work.call = None
+        self.fleet.replicas.order(name, "end")
+        for tag in self.book.refuse(name, time.monotonic()):
+            yield tag, failure
 
     def _take_report(self, name: str, report: ReplicaReport) -> Iterator[tuple[bytes, Any]]:
         now = time.monotonic()
@@ -405,9 +443,11 @@ class FleetRun:
         """Records a replica's progress and speed, and tells the router of its cache's events."""
         if report.shows_progress:
             self.book.note_progress(name, now)
-        if self.online is None:
+        call = self._work[name].call
+        online = None if call is None else self.online.get(call)
+        if online is None:
             return
-        if report.events is not None and not self.online.router.take(name, report.events):
+        if report.events is not None and not online.router.take(name, report.events):
             self.fleet.re_reported += 1
             self.fleet.replicas.order(name, "report_anew")
         if not report.steps:
@@ -417,15 +457,20 @@ class FleetRun:
         seconds = sum(step.seconds for step in report.steps)
         if self.fleet.ready[name].steps_overlap:
             seconds, work.measured_at = min(seconds, now - work.measured_at), now
-        self.online.router.worked(name, max(0, rows - decode), decode, seconds)
+        online.router.worked(name, max(0, rows - decode), decode, seconds)
 
     def _join(self, name: str) -> None:
         fleet, now = self.fleet, time.monotonic()
         self._work[name] = _Work(measured_at=now)
-        fleet.replicas.order(name, "begin", self.call)
+        fleet.replicas.order(name, "end")  # a replica that is back may have requests
         self.book.join(name, fleet.ready[name], now)
-        if self.online is not None and self.call.in_slots and not fleet.ready[name].reports_cache:
-            fleet.estimated.add(name)
+        self._note_estimated()
+
+    def _note_estimated(self) -> None:
+        """Records the replicas whose caches are estimated, because they do not report."""
+        if any(call.in_slots for call in self.online):
+            ready = self.fleet.ready
+            self.fleet.estimated |= {name for name in self._work if name in ready and not ready[name].reports_cache}
 
     def _lose(self, name: str, loss: ReplicaLost) -> Iterator[tuple[bytes, Any]]:
         self._count_loss(self._work.pop(name, None))

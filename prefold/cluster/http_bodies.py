@@ -18,6 +18,7 @@ from ..spec.requests import Generated, Readout, Request, Result, Sampling, Stats
 from ..spec.task import Grammar, not_sent, sent_names
 from ..text import Tokenizer, tokenizer_or_none
 from ..trie import MEDIA_BASE
+from ..wire.body import Body
 from ..wire.completions import Chat, Completion
 from ..wire.numbers import Embeddings
 from ..wire.tei import TeiEmbed
@@ -59,7 +60,7 @@ def generation_body(
     *,
     context: int | None = None,
     knows_all: bool = True,
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, Body]:
     """Returns (path, body) of a request to be continued. Raises InputError for what no server can be asked for, and for
     a prompt without max_tokens where it is not known how many tokens fit behind it.
 
@@ -86,10 +87,10 @@ def generation_body(
     text = None if text_of is None else text_of(request.tokens)
     if text is not None and text.startswith(MESSAGES):
         # Without max_tokens a conversation is answered until the context is full.
-        return "/v1/chat/completions", Chat(**shared, **_conversation(text)).sent
+        return "/v1/chat/completions", Chat(**shared, **_conversation(text))
     if sampling.max_tokens is None:
         shared["max_tokens"] = _room(request, context)
-    return "/v1/completions", Completion(prompt=request.tokens.tolist() if text is None else text, **shared).sent
+    return "/v1/completions", Completion(prompt=request.tokens.tolist() if text is None else text, **shared)
 
 
 def _response_format(grammar: Grammar | None) -> dict[str, Any] | None:
@@ -179,7 +180,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 def embedding_bodies(
     requests: Sequence[Request], readout: Readout, model: str, text_of: Callable[[np.ndarray], str] | None
-) -> list[tuple[str, dict[str, Any]]]:
+) -> list[tuple[str, Body]]:
     """Returns (path, body) for the vectors of prompts of one adapter: OpenAI's, and TEI's for a server without it,
     which has no adapters."""
     _check(requests, readout)
@@ -188,10 +189,10 @@ def embedding_bodies(
     model = adapter or model
     if text_of is None:
         ids = [request.tokens.tolist() for request in requests]
-        return [("/v1/embeddings", Embeddings(model=model, input=ids).sent)]
+        return [("/v1/embeddings", Embeddings(model=model, input=ids))]
     texts = [text_of(request.tokens) for request in requests]
-    bodies = [("/v1/embeddings", Embeddings(model=model, input=texts).sent)]
-    return bodies if adapter else [*bodies, ("/embed", TeiEmbed(inputs=texts).sent)]
+    body = Embeddings(model=model, input=texts)
+    return [("/v1/embeddings", body)] if adapter else [("/v1/embeddings", body), ("/embed", TeiEmbed(inputs=texts))]
 
 
 def embeddings_of(answer: Any, count: int) -> list[Result]:
@@ -203,7 +204,7 @@ def embeddings_of(answer: Any, count: int) -> list[Result]:
     return [Result(np.array(vector, np.float32)) for vector in answer]
 
 
-def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, dict[str, Any]]]:
+def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple[str, Body]]:
     """Returns (path, body) of completions in vLLM's form whose prompts' log-probabilities answer a request: one
     completion for targets, whose prompt ends with the last target; for logits one for each id."""
     _check([request], readout)
@@ -222,7 +223,7 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
     shared: dict[str, Any] = {"model": request.adapter or model, "cache_salt": request.salt or None}
     shared |= {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     prompts = [[*request.tokens.tolist(), int(end)] for end in ends]
-    return [("/v1/completions", Completion(prompt=prompt, **shared).sent) for prompt in prompts]
+    return [("/v1/completions", Completion(prompt=prompt, **shared)) for prompt in prompts]
 
 
 def logprobs_of(answers: Sequence[Any], request: Request, readout: Readout) -> Result:

@@ -26,6 +26,7 @@ from ..spec.environment import API_KEY, api_key
 from ..spec.job import JobSpec
 from ..spec.requests import Request, Stats
 from ..text import Tokenizer
+from ..wire.body import Body
 from .backends import Backend
 from .http_bodies import (
     NOT_OPENAIS,
@@ -203,7 +204,7 @@ class HttpHost(AsyncHost):
         lines = response.text.splitlines() if response.status_code == 200 else []
         return [line for line in lines if "token" in line.partition("{")[0].partition(" ")[0]]
 
-    async def _post(self, bodies: Sequence[tuple[str, Any]]) -> Any:
+    async def _post(self, bodies: Sequence[tuple[str, Body]]) -> Any:
         """Returns the answer to the first of the bodies whose path the server has; asks again where that may help.
 
         Raises ReplicaDown where it cannot be reached, JobError where it refuses all requests, and InputError where it
@@ -214,7 +215,7 @@ class HttpHost(AsyncHost):
         while attempts < _ATTEMPTS and time.monotonic() < deadline:
             path, body = bodies[0]
             try:
-                response = await self._client.post(path, json=body)
+                response = await self._client.post(path, json=body.sent)
             except httpx.TransportError as error:
                 attempts, last = attempts + 1, _why(error)
                 is_down = isinstance(error, httpx.ConnectError) and attempts == _ATTEMPTS

@@ -1,6 +1,8 @@
-"""Requests that are submitted to a fleet one by one: those that are read in one way are a lane, and run as one stream.
+"""Requests that are submitted to a fleet one by one: those of one call (see `RunCall`) are a stream of the fleet's run.
 
-The lanes take turns, in a thread that begins with the first request. A run of a job goes before all of them.
+The run has a thread, which begins with the first request. A job goes before it: the run then ends when all that it has
+is answered, and the next one begins after the job. Which stream's requests are sent to which replica, the lease book
+decides.
 """
 
 from __future__ import annotations
@@ -11,27 +13,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..engine.handles import Handle, send
 from ..engine.samples import TextPiece
 from ..errors import FleetError, JobError, PrefoldError
-from ..spec.requests import Generated, Readout, Request, Sharing
+from ..spec.requests import Generated, Request
 from ..trie import Feed, LiveInput
+from .replicas import RunCall
 
-_WINDOW = 1 << 20  # tokens that wait for replicas
-_TURN = 1.0  # seconds after which the requests of a lane make room for those of another
+_WINDOW = 1 << 20  # tokens of a call that wait for replicas
 _CLOSING_SECONDS = 10.0
 _CLOSED = "the fleet was closed"
-
-
-class Lane(NamedTuple):
-    """A Lane is what the requests of one run have in common. text: whether replicas make texts of tokens"""
-
-    readout: Readout
-    sharing: Sharing
-    text: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -44,7 +37,7 @@ class _Group:
     """
 
     handle: Handle
-    lane: Lane
+    call: RunCall
     pieces: bool
     tags: list[bytes]
     results: list[Any]
@@ -56,7 +49,7 @@ class _Group:
         self.open -= 1
         if isinstance(answer, Exception):
             return [answer]
-        if self.lane.readout.kind != "tokens":
+        if self.call.readout.kind != "tokens":
             return [] if self.open else [self.results]
         return [*(map(_piece, itertools.count(), answer) if self.pieces else ()), answer]
 
@@ -70,17 +63,13 @@ def _piece(number: int, sample: Generated) -> TextPiece:
 class Lanes:
     """A Lanes runs the requests that are submitted to a fleet.
 
-    run   runs the requests of a lane: takes (lane, LiveInput, stopping), and yields answers as `Fleet.run` does
+    run   runs the requests of `streams`: takes `stopping`, and yields answers as `Fleet.run` does
     wake  lets the run look for new requests at once
     """
 
-    def __init__(
-        self,
-        run: Callable[[Lane, LiveInput, Callable[[], bool]], Iterator[tuple[bytes, Any]]],
-        wake: Callable[[], None],
-    ):
+    def __init__(self, run: Callable[[Callable[[], bool]], Iterator[tuple[bytes, Any]]], wake: Callable[[], None]):
         self._run, self._wake = run, wake
-        self._feeds: dict[Lane, Feed] = {}
+        self._streams: dict[RunCall, LiveInput] = {}
         self._groups: dict[Handle, _Group] = {}
         self._open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
         self._numbers = itertools.count()
@@ -88,23 +77,23 @@ class Lanes:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by what runs
-        self._num_runs = 0  # runs that have their turn or wait for it, beside those of lanes
-        self._began = 0.0  # when the run of a lane did
+        self._num_runs = 0  # runs of jobs that have their turn or wait for it
 
     # ---------------------------------------------------------------------------------------------- any thread
 
-    def submit(self, lane: Lane, requests: Sequence[Request], handle: Handle, *, pieces: bool) -> None:
+    def submit(self, call: RunCall, requests: Sequence[Request], handle: Handle, *, pieces: bool) -> None:
         """Takes requests, whose answer is put into the handle. pieces: see `_Group`"""
         with self._changed:
             failure = self._failure
             if failure is None:
                 tags = [next(self._numbers).to_bytes(8, "little") for _ in requests]
-                group = _Group(handle, lane, pieces, tags, [None] * len(tags), len(tags))
+                group = _Group(handle, call, pieces, tags, [None] * len(tags), len(tags))
                 self._groups[handle] = group
                 self._open.update((tag, (group, number)) for number, tag in enumerate(tags))
-                if lane not in self._feeds:
-                    self._feeds[lane] = Feed(is_urgent=partial(self._is_over, lane))
-                feed = self._feeds[lane]
+                if call not in self._streams:
+                    feed = Feed(is_urgent=lambda: self.gives_way)
+                    self._streams[call] = LiveInput(feed, _WINDOW, wants=self._open.__contains__)
+                feed = self._streams[call].feed
                 is_first = feed.since is None  # otherwise the run has not even seen the requests before
                 try:
                     feed.put(list(zip(requests, tags, strict=True)))
@@ -132,7 +121,7 @@ class Lanes:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Returns a context in which no lane runs. Entering it waits until the requests that replicas have are
+        """Returns a context in which no submitted requests run. Entering it waits until those that the run has are
         answered."""
         self._count(1)
         self._wake()
@@ -149,7 +138,7 @@ class Lanes:
 
     def close(self) -> None:
         """Ends the thread, and answers all requests with an error."""
-        self._fail(PrefoldError(_CLOSED), for_ever=True)
+        self.fail(PrefoldError(_CLOSED), for_ever=True)
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSING_SECONDS)
@@ -159,13 +148,13 @@ class Lanes:
         for tag in group.tags:
             self._open.pop(tag, None)
 
-    def _fail(self, error: Exception, lane: Lane | None = None, *, for_ever: bool = False) -> None:
-        """Answers the requests of a lane with an error; None: those of all lanes. Nobody wants those that wait in feeds
-        any more. for_ever: also all requests that come"""
+    def fail(self, error: Exception, call: RunCall | None = None, *, for_ever: bool = False) -> None:
+        """Answers the requests of a call with an error; None: all requests. Those that wait in feeds are dropped when
+        they are to be sent. for_ever: also all requests that come"""
         with self._changed:
             if for_ever and self._failure is None:
                 self._failure = error
-            groups = [group for group in self._groups.values() if lane in (None, group.lane)]
+            groups = [group for group in self._groups.values() if call in (None, group.call)]
             for group in groups:
                 self._forget(group)
             self._changed.notify_all()
@@ -174,42 +163,38 @@ class Lanes:
     # ---------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
-        """Runs the requests of one lane after the other."""
-        while (lane := self._next_lane()) is not None:
+        """Runs requests, until the fleet is closed or has no replica left."""
+        while self._wait_for_requests():
             try:
                 with self._turn:
-                    self._began = time.monotonic()
-                    source = LiveInput(self._feeds[lane], _WINDOW, wants=self._open.__contains__)
-                    for tag, answer in self._run(lane, source, self._has_ended):
+                    for tag, answer in self._run(self._has_ended):
                         self._take(tag, answer)
             except FleetError as error:  # no replica is left
-                self._fail(error, for_ever=True)
+                self.fail(error, for_ever=True)
             except Exception as error:
                 reason = error if isinstance(error, PrefoldError) else JobError(f"the fleet has failed: {error!r}")
-                self._fail(reason, lane)
+                self.fail(reason)
 
-    def _next_lane(self) -> Lane | None:
-        """Waits for requests, and returns the lane that has its turn; None: there are no more turns."""
+    def _wait_for_requests(self) -> bool:
+        """Returns True once there are requests and no job runs; False if no more are to run."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_ended() or (self._asked_for() and not self._num_runs))
-            if self._has_ended():
-                return None
-            lane = self._asked_for()[0]
-            self._feeds[lane] = self._feeds.pop(lane)  # the others come first next time
-            return lane
+            self._changed.wait_for(lambda: self._has_ended() or next(self.streams(), None) is not None)
+            return not self._has_ended()
 
     def _has_ended(self) -> bool:
         return self._failure is not None
 
-    def _asked_for(self) -> list[Lane]:
-        return [lane for lane, feed in tuple(self._feeds.items()) if feed.since is not None]
+    def streams(self) -> Iterator[tuple[RunCall, LiveInput]]:
+        """Yields the calls whose requests wait, with the streams of these requests; none if the run gives way."""
+        for call, stream in () if self.gives_way else tuple(self._streams.items()):
+            if stream.feed.since is not None:
+                yield call, stream
 
-    def _is_over(self, lane: Lane) -> bool:
-        """Returns whether the run of a lane should come to its end, because others wait. Otherwise it goes on without
-        requests: only a run hears of replicas."""
-        if self._num_runs:
-            return True
-        return time.monotonic() - self._began > _TURN and any(other != lane for other in self._asked_for())
+    @property
+    def gives_way(self) -> bool:
+        """Returns whether the run should come to its end, because a job waits. Otherwise it goes on without requests:
+        only a run hears of replicas."""
+        return self._num_runs > 0
 
     def _take(self, tag: bytes, answer: Any) -> None:
         with self._changed:

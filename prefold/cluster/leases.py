@@ -8,8 +8,9 @@ The book does no I/O, and the caller passes the time:
     tags = book.lose(replica)                           its requests go out again; tags: those that replicas died of
 
 Requests come from sources: `offline.py` divides a sorted job into segments, `online.py` serves a live window. A source
-decides which replica takes which requests, and how many; the book decides everything else. Only the first answer to a
-request counts: an answer to a lease that is over, or a second answer, is dropped.
+decides which replica takes which requests, and how many; the book decides everything else. A replica runs requests of
+one call (see `RunCall`) at a time, so sources of different calls take turns. Only the first answer to a request counts:
+an answer to a lease that is over, or a second answer, is dropped.
 
 Requests that a lost replica may have begun are suspects. They go out again in groups, to replicas without other work,
 and nothing runs beside a group; if all replicas have work, one of them takes no more until it is free for a group. A
@@ -25,11 +26,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..trie import Window
-from .replicas import ReplicaFacts
+from .replicas import ReplicaFacts, RunCall
 
 # A group of suspects is divided into this many parts: the search runs as many groups as with halves, and loses half as
 # many replicas.
 _PARTS = 4
+_TURN = 1.0  # seconds after which the requests of a call make room for those of another
 
 T = TypeVar("T")
 # A request's tag, the tokens of its prompt (0 if another read of the prompt counts them), and its answer.
@@ -60,9 +62,14 @@ class OpenLease(NamedTuple):
 
 class Source(Protocol):
     """A Source holds requests that no replica has; a place is the number of a request in it. The lease book calls
-    it."""
+    it. call: how all of its requests run; None where one book has sources of one call only"""
 
     book: LeaseBook
+    call: RunCall | None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Returns whether it has requests to send."""
 
     @property
     def num_unanswered(self) -> int:
@@ -105,6 +112,7 @@ class _Replica:
     progress_at: float  # when it last made progress
     open: dict[int, OpenLease] = field(default_factory=dict)
     is_paused: bool = False  # takes only suspects
+    call: RunCall | None = None  # of its last lease
 
 
 class LeaseBook:
@@ -120,20 +128,37 @@ class LeaseBook:
         self._numbers, self._patience = numbers, patience
         self._replicas: dict[str, _Replica] = {}
         self._suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
+        self._turn: RunCall | None = None  # whose requests are sent
+        self._turn_began = 0.0
         for source in sources:
             self.add(source)
 
     def add(self, source: Source, now: float = 0.0) -> None:
         """Adds a source; all replicas take requests from it."""
         source.book = self
+        if not self.sources:
+            self._turn, self._turn_began = source.call, now
         self.sources.append(source)
         for name, replica in self._replicas.items():
             source.join(name, replica.facts, now)
 
-    @property
-    def free_replicas(self) -> dict[str, ReplicaFacts]:
-        """Returns the replicas that take ordinary requests, not only suspects, in the order in which they joined."""
-        return {name: replica.facts for name, replica in self._replicas.items() if not replica.is_paused}
+    def remove(self, source: Source) -> None:
+        """Removes a source that has no requests."""
+        assert not source.num_unanswered
+        self.sources.remove(source)
+
+    def free_replicas(self, source: Source) -> dict[str, ReplicaFacts]:
+        """Returns the replicas that take ordinary requests of a source now, in the order in which they joined: those
+        that take not only suspects, and have no requests of another call."""
+        return {
+            name: replica.facts
+            for name, replica in self._replicas.items()
+            if not replica.is_paused and (not replica.open or replica.call == source.call)
+        }
+
+    def is_idle(self, source: Source) -> bool:
+        """Returns whether a source has no requests, and requests of another call are sent."""
+        return not source.num_unanswered and source.call != self._turn
 
     @property
     def num_unanswered(self) -> int:
@@ -197,14 +222,38 @@ class LeaseBook:
             source.put_back(prompts[num_begun:])
         return tags
 
+    def refuse(self, replica: str, now: float) -> list[bytes]:
+        """Gives up the requests of a replica that cannot run them; returns their tags. The replica takes others."""
+        entry = self._replicas.pop(replica)
+        for source in self.sources:
+            source.leave(replica)
+        tags: list[bytes] = []
+        for open_lease in entry.open.values():
+            source = open_lease.lease.source
+            tags += [tag for places in source.prompts(sorted(open_lease.unanswered)) for tag in source.give_up(places)]
+        self.join(replica, entry.facts, now)
+        return tags
+
     # ----------------------------------------------------------------------------------------------- leases
 
     def send(self, now: float) -> Iterator[Lease]:
         """Yields the leases to send now, which are booked as sent."""
         yield from self._send_suspects(now)
+        self._take_turns(now)
         for source in self.sources:
-            for replica, places in source.take(now):
-                yield self._begin(source, replica, places, now)
+            if source.call == self._turn:
+                for replica, places in source.take(now):
+                    yield self._begin(source, replica, places, now)
+
+    def _take_turns(self, now: float) -> None:
+        """Chooses the call whose requests are sent: the present one, until it has had its turn, or has nothing to send,
+        and others wait. Then it comes after them."""
+        waiting = {source.call for source in self.sources if source.has_waiting}
+        if not waiting - {self._turn} or (self._turn in waiting and now - self._turn_began <= _TURN):
+            return
+        self.sources.sort(key=lambda source: source.call == self._turn)
+        self._turn = next(source.call for source in self.sources if source.has_waiting)
+        self._turn_began = now
 
     def _send_suspects(self, now: float) -> Iterator[Lease]:
         for name, replica in list(self._replicas.items()):
@@ -229,6 +278,7 @@ class LeaseBook:
         if not replica.open:
             replica.progress_at = now
         replica.open[lease.number] = OpenLease(lease, set(places))
+        replica.call = source.call
         return lease
 
     def commit(self, replica: str, number: int, answers: Mapping[int, Any], now: float) -> list[Answered]:

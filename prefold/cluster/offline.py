@@ -60,6 +60,7 @@ class OfflineSource(Source):
     cost        the cost of the requests, in their order
     expected    the replicas that have joined or are to join: each gets an equal share of the order when it joins
     options     takes the facts of the first replica, and returns how large leases are
+    call        how the requests run (see `Source`)
     order       reads the requests; None: there are none to send
     num_rows    how many rows of the stream the requests make
     max_tokens  the most tokens of a window
@@ -71,11 +72,12 @@ class OfflineSource(Source):
         expected: Iterable[str],
         options: Callable[[ReplicaFacts], LeaseOptions],
         *,
+        call: RunCall | None = None,
         order: Order | None = None,
         num_rows: int = 0,
         max_tokens: int = 1 << 20,
     ):
-        self.cost, self.order, self.num_rows, self.steals = cost, order, num_rows, 0
+        self.call, self.cost, self.order, self.num_rows, self.steals = call, cost, order, num_rows, 0
         self._num_unanswered = cost.num_prompts
         self._options_by, self._options = options, LeaseOptions()
         self._max_tokens = max_tokens
@@ -88,6 +90,10 @@ class OfflineSource(Source):
     @property
     def num_unanswered(self) -> int:
         return self._num_unanswered
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._free) or any(replica.segment is not None for replica in self._replicas.values())
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         if len(self._replicas) == 1:
@@ -108,7 +114,7 @@ class OfflineSource(Source):
     # ----------------------------------------------------------------------------------------------- sending
 
     def take(self, now: float) -> Iterator[tuple[str, range]]:
-        free = self.book.free_replicas
+        free = self.book.free_replicas(self)
         ready = {name: replica for name, replica in self._replicas.items() if name in free}
         mean = self._mean_speed()
         for name, replica in ready.items():
@@ -245,7 +251,8 @@ def offline_source(windows: Windows, call: RunCall, row_cost: RowCost, expected:
         step = row * (call.max_batch_rows or facts.max_rows)
         return LeaseOptions(least_cost=step / 4, most_cost=most, requests=facts.at_once, begun_most=(1 << 30, 2 * step))
 
-    return OfflineSource(cost, expected, options, order=order, num_rows=rows, max_tokens=windows.max_tokens)
+    sizes = {"num_rows": rows, "max_tokens": windows.max_tokens}
+    return OfflineSource(cost, expected, options, call=call, order=order, **sizes)
 
 
 def _or_none(segment: Segment) -> Segment | None:

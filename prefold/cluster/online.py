@@ -287,7 +287,7 @@ class OnlineSource(Source):
         self.router = Router(policy)
         self.dispatcher = Dispatcher(self.router, limit_of=_limit_of, max_tokens=max_tokens, **window)
         self.window = self.dispatcher.window
-        self._call, self._warm_start, self._on_window, self._wants = call, warm_start, see, wants
+        self.call, self._warm_start, self._on_window, self._wants = call, warm_start, see, wants
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
         self._queued: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
@@ -299,9 +299,9 @@ class OnlineSource(Source):
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         # A replica that computes bucket by bucket holds no rows afterwards, and reports that.
-        reports = facts.reports_cache or not self._call.in_slots
+        reports = facts.reports_cache or not self.call.in_slots
         self.router.join(replica, capacity=facts.cache_rows or None, reports=reports)
-        self._limits[replica] = limits_of(facts, self._call, warm_start=self._warm_start)
+        self._limits[replica] = limits_of(facts, self.call, warm_start=self._warm_start)
 
     def leave(self, replica: str) -> None:
         if self._limits.pop(replica, None) is not None:
@@ -332,6 +332,10 @@ class OnlineSource(Source):
         """Returns how many prompts wait to be sent."""
         return len(self.window) + len(self._queued)
 
+    @property
+    def has_waiting(self) -> bool:
+        return self.num_waiting > 0
+
     def room(self) -> int:
         """Returns how many rows replicas could be sent beside those that wait; each replica counts at most one step."""
         replicas = self._free_replicas()
@@ -340,7 +344,7 @@ class OnlineSource(Source):
 
     def _free_replicas(self) -> dict[str, ReplicaFacts]:
         """Returns the replicas that take requests now, and tells the dispatcher of them."""
-        replicas = self.book.free_replicas
+        replicas = self.book.free_replicas(self)
         self.dispatcher.limits = {name: self._limits[name] for name in replicas}
         return replicas
 
@@ -386,7 +390,7 @@ class OnlineSource(Source):
             (self._prompts[number].unanswered[number] for number in lease.places), key=lambda read: read[:4]
         )
         windows = []
-        for window in window_of(requests, share=self._call.sharing == "full"):
+        for window in window_of(requests, share=self.call.sharing == "full"):
             windows.append(replace(window, tags=[tag_of(lease.number, place) for place in window.numbers.tolist()]))
             if self._on_window is not None:
                 self._on_window(windows[-1])
@@ -408,7 +412,7 @@ class OnlineSource(Source):
         return [tuple(prompt.unanswered) for prompt in dict.fromkeys(self._prompts[number] for number in places)]
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
-        return 2 * facts.max_running if self._call.readout.kind == "tokens" else len(prompts)
+        return 2 * facts.max_running if self.call.readout.kind == "tokens" else len(prompts)
 
     def put_back(self, prompts: Sequence[Places]) -> None:
         self._queued += [self._prompts[number] for number, *_ in prompts]

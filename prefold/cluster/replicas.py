@@ -62,7 +62,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunCall:
-    """A RunCall holds the options of a run, which are the same for all of its requests.
+    """A RunCall says how requests run. A replica runs requests of one call at a time.
 
     text    whether tokens are turned into text, by the replica's own tokenizer
     online  whether requests come as a stream: last rows are then read in the KV store, and the replica reports the
@@ -199,7 +199,7 @@ class Host(ABC):
 
     @abstractmethod
     def begin(self, call: RunCall) -> None:
-        """Begins a run; the one before it ends."""
+        """Begins a run of requests of this call; the run before it ends."""
 
     def hold(self, pictures: list[Any], dropped: list[int]) -> None:
         """Takes the images of later windows, and drops others, by their first ids. Raises JobError if the model

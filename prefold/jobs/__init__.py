@@ -11,9 +11,9 @@ from .batch import OpenAIBatch
 from .columns import TableForm
 from .fields import Template
 from .formats import TableOptions
-from .output import OutputOptions, open_output
+from .output import FileOutput, OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
-from .run import Interrupted, Job, Summary, run_beside, run_job
+from .run import Interrupted, Job, Summary, run_beside, run_job, write_errors
 from .source import open_source, open_sources
 from .tables import Columns, TableAdapter

@@ -11,7 +11,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ..errors import InputError, record_error
 from ..tasks.results import Answer
@@ -45,6 +48,39 @@ def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     total["cached"] += details.get("cached_tokens", 0)
     total["approximate"] += details.get("approximate_tokens", 0)
+
+
+class _Body(msgspec.Struct):
+    usage: dict[str, Any] | None = None
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: _Body
+
+
+class _Line(msgspec.Struct):
+    """A _Line has the fields of an output line that are read; others are ignored."""
+
+    response: _Response | None
+
+
+_read_line = msgspec.json.Decoder(_Line).decode
+
+
+def split_lines(lines: Path, good: Path, bad: Path) -> tuple[Counter[str], Counter[str]]:
+    """Splits the output lines of a batch into a file of answers and a file of errors. Returns (how many lines are
+    "output", and how many "error"; the usage of the answers)."""
+    counts, usage = Counter[str](), Counter[str]()
+    with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
+        for line in file:
+            response = _read_line(line).response
+            is_error = response is None or response.status_code != 200
+            counts["error" if is_error else "output"] += 1
+            (errors if is_error else answers).write(line)
+            if response is not None and not is_error:
+                add_usage(usage, response.body.usage or {})
+    return counts, usage
 
 
 class OpenAIBatch:

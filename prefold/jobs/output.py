@@ -174,6 +174,11 @@ class FileOutput(Output):
         if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
             self._remove_lines()  # the job was killed between its end and this
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns how many bytes of lines are committed."""
+        return self.journal.offset
+
     def _resume(self, options: OutputOptions) -> bool:
         """Reads the state of earlier runs of the job. Returns False if there are none."""
         self.journal.read()

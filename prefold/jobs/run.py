@@ -25,8 +25,9 @@ from ..tasks.base import attempt
 from ..tasks.run import finish, results_of
 from ..trie import LiveInput, Windows
 from ..trie.live_windows import See, watched
+from .output import Output
 from .reader import DoneRecord, Gather, Job, Reader, ReadyBatch
-from .record import dumps, error_text
+from .record import RecordAdapter, Source, dumps, error_text
 from .report.icicle import StreamShape
 from .report.page import StepLog
 from .report.progress import Counts, Progress
@@ -105,7 +106,8 @@ def run_beside(
 ) -> bool:
     """Runs a job on an engine that others use too, from any thread. Returns whether all its lines are written.
 
-    What is done is committed when this returns or raises; the output stays open, and is not marked as ended.
+    Lines reach the disk within about a second, and all lines when this returns or raises. The output stays open, and is
+    not marked as ended.
 
     owner       for whom the job runs
     on_failure  takes the error of a step that fails for a request, and returns the request's answer
@@ -115,10 +117,11 @@ def run_beside(
     try:
         flow.reader.start()
         engine = job.load().engine
-        for batch in flow.reader.batches():
-            with batch.spool or nullcontext():
-                if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
-                    return False
+        with _committing(job.output):
+            for batch in flow.reader.batches():
+                with batch.spool or nullcontext():
+                    if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
+                        return False
         flow.check()
         return not stopping()
     finally:
@@ -126,7 +129,43 @@ def run_beside(
         job.output.commit()
 
 
+def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
+    """Writes an error for each record that has no line, of a job that ends before all records are computed.
+
+    adapter  an adapter that has read no records
+    """
+    for record in source.records():
+        meta = adapter.read(record).meta
+        if record.number not in output.done:
+            output.write(record.number, error_text(adapter, record.number, meta, error), failed=True)
+
+
 TICK_SECONDS = 0.25
+
+
+@contextmanager
+def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Calls `show` and commits lines a few times a second, in a thread of its own."""
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(TICK_SECONDS):
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                show()
+            try:
+                output.commit(due_only=True)
+            except (JobError, OSError):
+                return  # the next write raises it where it can be handled
+
+    thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 WAITING = "waiting for the replicas"  # what a job on a fleet does before the first is ready
 ENDING_SECONDS = 1.0
 
@@ -206,7 +245,7 @@ class _Run:
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
             return self.summary
         try:
-            with self._signals(), self._ticks():
+            with self._signals(), _committing(self.output, lambda: self.progress.tick(self._count())):
                 self.output.hold()
                 self.reader.start()
                 self._work(started_at)
@@ -300,28 +339,6 @@ class _Run:
         if self.counts.phase == WAITING and self._engine.snapshot().is_ready:
             self.counts.phase = "computing"
         return self.counts
-
-    @contextmanager
-    def _ticks(self) -> Iterator[None]:
-        """Shows progress and commits lines a few times a second, in a thread of its own."""
-        stop = threading.Event()
-
-        def tick() -> None:
-            while not stop.wait(TICK_SECONDS):
-                with contextlib.suppress(OSError):  # a terminal that is gone
-                    self.progress.tick(self._count())
-                try:
-                    self.output.commit(due_only=True)
-                except (JobError, OSError):
-                    return  # the next write raises it where it can be handled
-
-        thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

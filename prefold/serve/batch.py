@@ -4,7 +4,7 @@ the error file. The server may be killed in any state; the next start goes on fr
     status        what is done in it                        what is stored at its end
     validating    lines are read and counted                _input, request_counts; in_progress, or failed
     in_progress   lines are answered; `cancelling` where    _ending and _why where lines are left, which become errors
-                  the client ends it early                  then; _is_written and finalizing
+                  the client ends it early                  then; finalizing
     finalizing    the lines are split into two files        files, usage; completed, cancelled, expired or failed
 
 Fields of a stored batch that clients do not see:
@@ -14,7 +14,6 @@ Fields of a stored batch that clients do not see:
     _input           identity of its input file when it was read; the journal's lines are of it
     _ending          the status it is to end with; stored before lines become errors, so that all errors are of one kind
     _why             why it failed, for its `errors`
-    _is_written      True once there is a line for each request
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,13 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..errors import InputError, JobError
-from ..jobs import Job, OutputOptions, open_output, run_beside
-from ..jobs.batch import OpenAIBatch, add_usage
-from ..jobs.formats import LineSource, TableOptions
-from ..jobs.record import Source, error_text
+from ..jobs import FileOutput, Job, OpenAIBatch, OutputOptions, Source, TableOptions, run_beside, write_errors
+from ..jobs.batch import split_lines
+from ..jobs.formats import LineSource
 from ..jobs.source import file_identity, is_gzip
 from ..spec.requests import Owner
 from ..wire.body import TaskOrder
@@ -47,7 +42,6 @@ from .store import Body, Store
 
 # Smaller than the windows of a job without a server, because live requests wait while a window is read.
 WINDOW_TOKENS = 1 << 17
-LOOK_SECONDS = 0.25
 ATTEMPTS = 3  # of a batch that fails by an error of the server
 MOST_ERRORS = 20  # lines named in a batch that was refused
 # {how a batch ends before all its lines are computed: (code, message) of the remaining lines}
@@ -78,7 +72,7 @@ class OpenBatch:
     is_full: bool = False
     retry_at: float = 0.0
     failures: int = 0
-    output: Any = None
+    output: FileOutput | None = None
 
     @classmethod
     def of(cls, tenant: str, body: Body) -> OpenBatch:
@@ -178,20 +172,18 @@ class BatchWork:
         or the batch's turn is over."""
         body = self._stored(batch)
         folder = self._store.batches / batch.id
-        lines, usage = folder / "lines.jsonl", None
-        if body.get("_ending") is None or not body.get("_is_written"):
-            folder.mkdir(exist_ok=True)
-            ending, usage = self._write_lines(batch, body, lines)
-            if ending is None:
-                return None
-            changes = {"_ending": ending, "_is_written": True}
-            if ending != "cancelled":
-                changes |= {"status": "finalizing", "finalizing_at": int(time.time())}
-            batch_body = self._store.change("batch", batch.id, changes)
-            assert batch_body is not None
-            body = batch_body
-            batch.status = body["status"]
-        final = self._end(batch, body, lines, usage)
+        folder.mkdir(exist_ok=True)
+        lines = folder / "lines.jsonl"
+        ending, usage = self._write_lines(batch, body, lines)
+        if ending is None:
+            return None
+        changes: Body = {"_ending": ending}
+        if ending != "cancelled" and body["status"] != "finalizing":
+            changes |= {"status": "finalizing", "finalizing_at": int(time.time())}
+        changed = self._store.change("batch", batch.id, changes)
+        assert changed is not None
+        batch.status = changed["status"]
+        final = self._end(batch, changed, lines, usage)
         shutil.rmtree(folder, ignore_errors=True)
         return final
 
@@ -203,12 +195,11 @@ class BatchWork:
             source = self._source(body)
         except JobError as error:  # the file was removed, or the batch ends before it was validated
             reason = str(error)
-        model = self._handler.llm.checkpoint.name
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
-        output = batch.output = open_output(OutputOptions(path), identity)
+        output = batch.output = FileOutput(OutputOptions(path), identity)
         adapter = self._adapter(body)
-        ending: str | None = "failed" if batch.failures >= ATTEMPTS else body.get("_ending") or batch.ending
-        if body["_model"] != model:
+        ending: str | None = body.get("_ending") or ("failed" if batch.failures >= ATTEMPTS else batch.ending)
+        if body["_model"] != self._handler.llm.checkpoint.name:
             ending, reason = ending or "failed", "the model changed"  # lines of one batch are of one model
         elif source is None:
             ending = ending or "failed"
@@ -216,33 +207,17 @@ class BatchWork:
             if not output.ended:
                 if ending is None:
                     assert source is not None
-                    namespace = self._keys.namespace(Tenant(batch.tenant or None))
-                    seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
-                    owner = Owner(batch.tenant or None, is_batch=True)
-                    tasks, llm = _Tasks(self._handler, namespace, owner), self._handler.llm
-                    job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
-                    total = body["request_counts"]["total"]
-
-                    def stopping() -> bool:
-                        is_over = self._gives_way(batch, output.count - output.resumed, total)
-                        return is_over or self._is_stopping() or batch.ending is not None
-
-                    room = self._store.bytes_left(batch.tenant)
-
-                    def look() -> None:
-                        output.commit(due_only=True)
-                        batch.is_full = path.exists() and path.stat().st_size > room
-
-                    if self._with_ticks(look, lambda: run_beside(job, owner, _internal_error, stopping)):
-                        ending = "completed"
-                    elif (ending := batch.ending) is None:
+                    ending = self._run(batch, body, source, adapter, output)
+                    if ending is None:
                         return None, None
-                    elif batch.is_full:
+                    if batch.is_full:
                         reason = "there is no more room for what its tenant stores: delete files"
                 if ending != "completed":
                     self._store.change("batch", batch.id, {"_ending": ending, "_why": reason})
                     if source is not None:
-                        self._write_rest(source, self._adapter(body), output, ending)
+                        code, message = _REST[ending]
+                        rest = InputError(message, remedy="send the request in another batch", code=code)
+                        write_errors(source, self._adapter(body), output, rest)
                 output.finish()
             return ending or "completed", None if output.resumed or output.errors else adapter.usage
         finally:
@@ -251,34 +226,22 @@ class BatchWork:
             output.close()
             self._store.change("batch", batch.id, {"request_counts": {"total": total, **counts}})
 
-    def _with_ticks(self, look: Callable[[], None], run: Callable[[], bool]) -> bool:
-        """Returns run(). Meanwhile `look` is called again and again, so that lines reach the disk within about a
-        second."""
-        end = threading.Event()
+    def _run(
+        self, batch: OpenBatch, body: Body, source: Source, adapter: OpenAIBatch, output: FileOutput
+    ) -> str | None:
+        """Runs the job of a batch. Returns the status with which the batch ends; None if it goes on later."""
+        owner, llm = Owner(batch.tenant or None, is_batch=True), self._handler.llm
+        tasks = _Tasks(self._handler, self._keys.namespace(Tenant(batch.tenant or None)), owner)
+        seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
+        job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
+        total, room = body["request_counts"]["total"], self._store.bytes_left(batch.tenant)
 
-        def tick() -> None:
-            while not end.wait(LOOK_SECONDS):
-                try:
-                    look()
-                except JobError:
-                    return  # the next line that is written raises it
+        def stopping() -> bool:
+            batch.is_full = output.num_bytes > room
+            is_over = self._gives_way(batch, output.count - output.resumed, total)
+            return is_over or self._is_stopping() or batch.ending is not None
 
-        ticking = threading.Thread(target=tick, name="prefold-tick", daemon=True)
-        ticking.start()
-        try:
-            return run()
-        finally:
-            end.set()
-            ticking.join()
-
-    def _write_rest(self, source: Source, adapter: OpenAIBatch, output: Any, ending: str) -> None:
-        """Writes an error for each line that was not computed."""
-        code, message = _REST[ending]
-        for record in source.records():
-            item = adapter.read(record)
-            if record.number not in output.done:
-                error = InputError(message, remedy="send the request in another batch", code=code)
-                output.write(record.number, error_text(adapter, record.number, item.meta, error), failed=True)
+        return "completed" if run_beside(job, owner, _internal_error, stopping) else batch.ending
 
     def _end(self, batch: OpenBatch, body: Body, lines: Path, usage: Counter[str] | None) -> Body:
         """Makes a batch's files from its lines, ends it, and returns the changed batch. usage: of the answers, if no
@@ -289,9 +252,9 @@ class BatchWork:
         with store.writing_content(ids["output"]) as good, store.writing_content(ids["error"]) as bad:
             good.unlink(missing_ok=True)  # after a kill this may be a second name of the lines' file
             if usage is None:
-                counts, usage = _split(lines, good, bad)
+                counts, usage = split_lines(lines, good, bad)
             else:
-                counts = {"output": body["request_counts"]["completed"], "error": 0}
+                counts = Counter(output=body["request_counts"]["completed"])
                 try:
                     os.link(lines, good)  # a second name, which costs nothing
                 except OSError:  # the file system has none
@@ -300,8 +263,8 @@ class BatchWork:
         changes: Body = {"status": ending, f"{ending}_at": now, "usage": _usage_body(usage)}
         expires = body["_output_seconds"] and now + body["_output_seconds"]
         objects = []
-        for kind, count in counts.items():
-            if count:
+        for kind in ids:
+            if counts[kind]:
                 changes[f"{kind}_file_id"] = ids[kind]
                 file = {"id": ids[kind], "object": "file", "bytes": store.path(ids[kind]).stat().st_size}
                 file |= {"created_at": now, "expires_at": expires, "filename": f"{batch.id}_{kind}.jsonl"}
@@ -371,38 +334,6 @@ class _Tasks(dict[str, Any]):
         order = TaskOrder(name, (), owner=self._owner, namespace=self._namespace)
         self[name] = task = self._handler.task(order)
         return task
-
-
-class _Body(msgspec.Struct):
-    usage: dict[str, Any] | None = None
-
-
-class _Response(msgspec.Struct):
-    status_code: int
-    body: _Body
-
-
-class _Line(msgspec.Struct):
-    """A _Line has the fields of a line that are read; others are ignored."""
-
-    response: _Response | None
-
-
-_read_line = msgspec.json.Decoder(_Line).decode
-
-
-def _split(lines: Path, good: Path, bad: Path) -> tuple[dict[str, int], Counter[str]]:
-    """Splits a batch's lines into a file of answers and a file of errors. Returns ({kind: lines}, usage of answers)."""
-    counts, usage = {"output": 0, "error": 0}, Counter[str]()
-    with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
-        for line in file:
-            response = _read_line(line).response
-            is_error = response is None or response.status_code != 200
-            counts["error" if is_error else "output"] += 1
-            (errors if is_error else answers).write(line)
-            if response is not None and not is_error:
-                add_usage(usage, response.body.usage or {})
-    return counts, usage
 
 
 def _usage_body(usage: Counter[str]) -> Body:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import JobError, RankError
-from .batch import LOOK_SECONDS, BatchWork, OpenBatch
+from .batch import BatchWork, OpenBatch
 from .handler import RequestHandler
 from .http import Refusal
 from .keys import Keys
@@ -23,6 +23,7 @@ from .store import Body, Store
 
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RUNNING = ("in_progress", "finalizing")
+LOOK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
 # Lines of a batch that are answered before it gives way to another tenant's, and how often it gives way at most.
 LINES_A_TURN, MOST_TURNS = 1024, 8

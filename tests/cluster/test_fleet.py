@@ -445,7 +445,8 @@ def test_a_run_that_is_left_ends_on_its_replicas():
 
 def test_what_a_lost_replica_had_not_answered_counts_as_computed_again():
     with closing(Fleet(ThreadReplicas("a"))) as fleet, filled() as spool:
-        one = FleetRun(fleet, spool.windows(max_tokens=100), RunCall(Readout("tokens")), None)
+        one = FleetRun(fleet)
+        one.add_job(spool.windows(max_tokens=100), RunCall(Readout("tokens")))
         fleet.stats = Stats(unique_tokens=100, generation=GenerationStats())
         one._counted_rows = True
         one._count_loss(fleet_module._Work(reported_rows=50, answered_rows=20))

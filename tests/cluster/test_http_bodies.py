@@ -23,12 +23,12 @@ def body_of(text):
 
 def test_a_conversation_is_a_chat_and_nothing_else_of_a_body():
     path, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}], "tools": []}))
-    assert path == "/v1/chat/completions" and body["model"] == "m" and body["messages"][0]["content"] == "a"
+    assert path == "/v1/chat/completions" and body.model == "m" and body.messages[0]["content"] == "a"
 
 
 def body_at(size, context, **sampling):
     request = Request(np.full(size, 5, np.int32), sampling=Sampling(**sampling))
-    return generation_body(request, "m", None, True, context=context)[1]
+    return generation_body(request, "m", None, True, context=context)[1].sent
 
 
 def test_a_server_is_never_left_to_its_own_max_tokens():
@@ -41,7 +41,7 @@ def test_a_server_is_never_left_to_its_own_max_tokens():
     with pytest.raises(InputError, match="512 tokens, the context of the server's model 512"):
         body_at(512, 512)
     _, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}]}))
-    assert "max_tokens" not in body, "a conversation is answered until the context is full"
+    assert "max_tokens" not in body.sent, "a conversation is answered until the context is full"
 
 
 def test_sampling_options_are_sent_though_they_change_nothing():
@@ -50,10 +50,10 @@ def test_sampling_options_are_sent_though_they_change_nothing():
     _, body = generation_body(request, "m", None, True)
     sent = {"model": "m", "prompt": [5], "max_tokens": 3, "temperature": 0.0, "top_p": 1.0, "presence_penalty": 0.0,
             "frequency_penalty": 0.0}  # fmt: skip
-    assert body == sent | {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert generation_body(request, "m", None, True, knows_all=False)[1] == sent
+    assert body.sent == sent | {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert generation_body(request, "m", None, True, knows_all=False)[1].sent == sent
     request = Request(np.array([5], np.int32), sampling=Sampling(max_tokens=3, top_k=20))
-    assert generation_body(request, "m", None, True, knows_all=False)[1] == sent | {"top_k": 20}
+    assert generation_body(request, "m", None, True, knows_all=False)[1].sent == sent | {"top_k": 20}
 
 
 @pytest.mark.parametrize("name, value", [("top_n_sigma", 1.0), ("exit_threshold", 0.5), ("exit_visits", (1,))])
@@ -91,7 +91,7 @@ def test_what_a_server_does_not_say_of_its_cache_is_not_nothing(usage, cached):
 def test_a_server_without_adapters_is_not_asked_in_their_place():
     request = Request(np.array([1], np.int32), adapter="fr")
     ((path, body),) = embedding_bodies([request], Readout("last"), "m", lambda tokens: "text")
-    assert (path, body["model"]) == ("/v1/embeddings", "fr")
+    assert (path, body.model) == ("/v1/embeddings", "fr")
 
 
 def test_a_server_of_prefold_reads_what_was_asked():
@@ -101,13 +101,13 @@ def test_a_server_of_prefold_reads_what_was_asked():
     more = {"stop": ("a",), "stop_ids": (5,), "logit_bias": ((7, -1.5),), "grammar": grammar}
     request = Request(np.array([5], np.int32), sampling=Sampling(**asked, **more), salt="s")
     _, body = generation_body(request, "m", None, True, knows_all=False)
-    (item,), _ = Completion.of(json.loads(json.dumps(body))).read({})
+    (item,), _ = Completion.of(json.loads(json.dumps(body.sent))).read({})
     assert (item["prompt"], item["salt"]) == ([5], "s")
     defaults = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     lists = {"stop": ["a"], "stop_ids": [5], "logit_bias": {"7": -1.5}, "grammar": {"json_schema": {"type": "object"}}}
     assert item["sampling"] == asked | defaults | lists
     bodies = embedding_bodies([Request(np.array([5], np.int32))], Readout("last"), "m", lambda tokens: "x")
-    assert [kind.of(body).sent for kind, (_, body) in zip((Embeddings, TeiEmbed), bodies, strict=True)] == [
+    assert [kind.of(body.sent).sent for kind, (_, body) in zip((Embeddings, TeiEmbed), bodies, strict=True)] == [
         {"model": "m", "input": ["x"]},
         {"inputs": ["x"]},
     ]

@@ -81,11 +81,11 @@ class Told:
         return found
 
 
-def sorted_job(rng) -> OfflineSource:
+def sorted_job(rng, call) -> OfflineSource:
     """A job of some requests whose tags are 10,000 and more."""
     count, options = int(rng.integers(1, 60)), LeaseOptions(seconds=1.0, least_cost=10.0, begun_most=(5, 1e9))
     source = OfflineSource(
-        StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options
+        StreamCost(rng.integers(4, 9, count), np.zeros(count, int)), ["replica 1"], lambda _: options, call=call
     )
     source._sent = {place: (b"%d" % (10_000 + place), 1) for place in range(count)}
     return source
@@ -109,7 +109,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
     for step in range(250):
         now += float(rng.exponential(0.3))
         if both and step == 60:
-            book.add(job := sorted_job(rng), now)
+            book.add(job := sorted_job(rng, call), now)
             given |= {int(tag): None for tag, _ in job._sent.values()}
         what = rng.random()
         if what < 0.3 and not live.is_full:
@@ -310,9 +310,11 @@ def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
     fleet = Fleet(ThreadReplicas("a"))
     for max_tokens, there in ((1 << 20, 300), (1000, 50)):
         source = LiveInput(feed, max_tokens)
-        run = FleetRun(fleet, source, RunCall(Readout("last")), None)
+        run = FleetRun(fleet)
+        run.add_stream(source, RunCall(Readout("last")))
         run._send()
-        assert run.online.num_waiting == there and (feed.since is None) == (there == 300)
+        (online,) = run.online.values()
+        assert online.num_waiting == there and (feed.since is None) == (there == 300)
         for number in range(300):
             feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
     fleet.close()
@@ -458,8 +460,10 @@ def reported(facts):
     """A run of one replica that takes part, and a fleet whose replicas remember who was asked to tell anew."""
     replicas = ThreadReplicas("a")
     fleet = Fleet(replicas)
-    run = FleetRun(fleet, LiveInput(Feed(), 1000), RunCall(Readout("tokens")), None)
-    fleet.ready["a"], run._work["a"] = facts, fleet_module._Work(measured_at=100.0)
+    run = FleetRun(fleet)
+    run.add_stream(LiveInput(Feed(), 1000), RunCall(Readout("tokens")))
+    (call,) = run.online
+    fleet.ready["a"], run._work["a"] = facts, fleet_module._Work(measured_at=100.0, call=call)
     run.book.join("a", facts, 100.0)
     replicas.re_reported = []
     replicas.report_anew = replicas.re_reported.append
@@ -479,7 +483,8 @@ def test_a_replica_whose_events_do_not_follow_is_asked_to_tell_anew():
 def test_seconds_of_steps_that_overlap_count_once(overlap, seconds):
     run, fleet, _ = reported(ReplicaFacts(steps_overlap=overlap))
     told = []
-    run.online.router.worked = lambda *what: told.append(what)
+    (online,) = run.online.values()
+    online.router.worked = lambda *what: told.append(what)
     steps = [StepInfo(rows=8, path_rows=0, requests_done=0, tokens_done=0, started_at=0.0, seconds=5.0, running=3)] * 2
     run._tell_router("a", ReplicaReport(steps=steps), 102.0)
     assert told == [("a", 10, 6, seconds)]
@@ -513,6 +518,41 @@ def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
     assert losses <= 3 * len(poison), "40 requests in groups of 10, of 2 or 3, and alone"
 
 
+def test_a_replica_runs_requests_of_one_call_at_a_time_and_calls_take_turns():
+    book, texts, facts = book_of("tokens")
+    numbers = OnlineSource(RunCall(Readout("last"), online=True), max_tokens=10_000, grown_tokens=0)
+    book.add(numbers, 0.0)
+    for name in "ab":
+        book.join(name, facts, 0.0)
+    put(texts, "tokens", range(1, 4))
+    first = list(book.send(0.0))
+    assert {lease.source for lease in first} == {texts} and {lease.replica for lease in first} == {"a", "b"}
+    put(numbers, "last", range(1, 4))
+    put(texts, "tokens", range(4, 7))
+    sent = [lease.source for lease in book.send(0.5)]
+    assert texts in sent and numbers not in sent, "texts have not had their turn"
+    put(texts, "tokens", range(7, 40))
+    assert list(book.send(1.5)) == [], "the turn is that of numbers, and both replicas have texts"
+    for name in "ab":
+        for opened in book.open_leases(name, texts):
+            answers = dict.fromkeys(opened.lease.places, answer_of("tokens"))
+            book.commit(name, opened.lease.number, answers, 1.5)
+        sent = list(book.send(1.5))
+        assert {(lease.replica, lease.source) for lease in sent} <= {(name, numbers)}
+        check_book(book)
+        if not numbers.has_waiting:
+            break
+    assert not numbers.has_waiting and book.is_idle(numbers) is False
+    assert {lease.source for lease in book.send(1.6)} <= {texts}, "numbers have nothing to send"
+    (name,) = (name for name in "ab" if book.open_leases(name, numbers))
+    assert sorted(book.refuse(name, 2.0)) == [b"1", b"2", b"3"] and not numbers.num_unanswered
+    check_book(book)
+    assert not book.is_idle(texts) and book.is_idle(numbers)
+    book.remove(numbers)
+    assert name in {lease.replica for lease in book.send(2.0)} and not book.open_leases(name, numbers)
+    check_book(book)
+
+
 def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
     """What a lost replica had of the stream runs with nothing of the sorted job beside it."""
     book, live, facts = book_of("last")
@@ -523,7 +563,7 @@ def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
     with Spool() as spool:
         for number in range(20):
             spool.add(Request(np.full(6, 50 + number, np.int32)), b"%d" % (100 + number))
-        book.add(offline_source(spool.windows(max_tokens=30), live._call, RowCost(), ["a", "b"]))
+        book.add(offline_source(spool.windows(max_tokens=30), live.call, RowCost(), ["a", "b"]))
         leases += book.send(0.0)
         assert {lease.source is live for lease in leases} == {True, False}
         assert book.lose("a") == []

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 
@@ -18,13 +19,14 @@ from tiny import tiny_checkpoint
 from prefold import LLM
 from prefold.api.streams import astream
 from prefold.cluster.fleet import Fleet
+from prefold.cluster.leases import LeaseBook
 from prefold.cluster.native_host import ReplicaHost, facts_of
-from prefold.cluster.replicas import ReplicaFacts, Replicas
+from prefold.cluster.replicas import ReplicaFacts, ReplicaReport, Replicas
 from prefold.engine import Engine
 from prefold.engine.calls import stream
 from prefold.engine.handles import Handle
 from prefold.engine.samples import TextPiece
-from prefold.errors import FleetError, InputError, PrefoldError
+from prefold.errors import FleetError, InputError, JobError, PrefoldError
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
 from prefold.trie import Spool
@@ -56,8 +58,8 @@ class Kept(Handle):
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    """Lets the requests of a lane make room for those of another soon."""
-    monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.01)
+    """Lets the requests of a call make room for those of another soon."""
+    monkeypatch.setattr("prefold.cluster.leases._TURN", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +175,7 @@ def test_a_job_runs_before_requests_that_wait_and_all_are_answered():
     with closing(Fleet(replicas)) as fleet, Spool() as spool:
         first, second = Kept(), Kept()
         fleet.submit([prompt("before the job")], LAST, first)
-        first.answer()  # the run of its lane goes on, until the job wants its turn
+        first.answer()  # the run goes on, until the job wants its turn
         for number in range(50):
             spool.add(prompt(f"{number} in the job"), b"%d" % number)
         answers = fleet.run(spool.windows(max_tokens=200, share=True), LAST)
@@ -210,6 +212,38 @@ def test_a_request_that_is_not_well_formed_is_refused_and_no_other():
         fleet.submit([prompt("good")], LAST, good)
         assert isinstance(bad.answer(), InputError)
         assert float(good.answer()[0].values[0]) == digest(b"good")
+
+
+def test_a_readout_that_replicas_refuse_fails_no_other():
+    class TextAlone(ThreadReplicas):
+        def begin(self, name, call):
+            super().begin(name, call)
+            if call.readout.kind != "tokens":
+                self.tell(name, ReplicaReport(failure=JobError("it generates text alone")))
+
+    with closing(Fleet(TextAlone("ab"))) as fleet:
+        numbers, texts = [Kept() for _ in range(20)], [Kept() for _ in range(20)]
+        for number, (one, other) in enumerate(zip(numbers, texts, strict=True)):
+            fleet.submit([prompt(f"{number} is read")], LAST, one)
+            fleet.submit([replace(prompt(f"{number} is continued"), sampling=Sampling(max_tokens=2))], TEXT, other)
+        assert all(isinstance(kept.answer(), JobError) for kept in numbers)
+        assert all(kept.answer()[0].text.startswith(f"{number} is") for number, kept in enumerate(texts))
+
+
+def test_streams_without_requests_leave_the_run_when_others_have_their_turn(monkeypatch):
+    present, remove = [], LeaseBook.remove
+
+    def removed(book, source):
+        remove(book, source)
+        present.append(len(book.sources))
+
+    monkeypatch.setattr(LeaseBook, "remove", removed)
+    with closing(Fleet(ThreadReplicas("a"))) as fleet:
+        for number in (*range(30), *range(5)):
+            kept = Kept()
+            fleet.submit([prompt(f"{number}")], Readout("logprobs", top=number), kept)
+            assert isinstance(kept.answer(), list)
+    assert len(present) >= 30 and max(present) <= 3
 
 
 def test_handles_may_submit_the_next_request_as_they_take_an_answer():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
 
 import numpy as np
 import pytest
 from answering import answer_of
 
 from prefold.errors import InputError
-from prefold.jobs.batch import OpenAIBatch
-from prefold.jobs.record import Record
+from prefold.jobs import FileOutput, OutputOptions, open_source, write_errors
+from prefold.jobs.batch import OpenAIBatch, split_lines
+from prefold.jobs.record import Record, dumps
 
 
 def line(custom_id="a", url="/v1/embeddings", body=None, **more):
@@ -191,3 +193,30 @@ def test_an_empty_custom_id_is_said_to_be_empty():
     """A text that is empty is not told that it is no text."""
     record = Record(1, line(custom_id=""))
     assert "custom_id is empty" in str(OpenAIBatch("m").read(record).error)
+
+
+def test_a_batch_that_ends_early_has_a_line_for_each_record_and_its_errors_apart(tmp_path):
+    """Of records that are not computed, and of those that are no records."""
+    lines, good, bad = (tmp_path / name for name in ("lines.jsonl", "good", "bad"))
+    asked = [json.dumps(line(custom_id=f"c{number}")) for number in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*asked, "no JSON"]))
+    source, batch = open_source(str(tmp_path / "in.jsonl")), adapter()
+    output = FileOutput(OutputOptions(lines), {"batch": "b"})
+    for record in [*source.records()][1:3]:
+        meta = batch.read(record).meta
+        answer = answer_of(embeddings=np.zeros((1, 2), np.float32), num_tokens=3 + record.number)
+        output.write(record.number, dumps(batch.line(record.number, meta, [answer])), failed=False)
+    output.commit()
+    write_errors(source, adapter(), output, InputError("it was cancelled", remedy="", code="batch_cancelled"))
+    output.finish()
+    assert output.ended is False and output.num_bytes == lines.stat().st_size and output.count == 5
+    output.close()
+    counts, usage = split_lines(lines, good, bad)
+    assert counts == {"output": 2, "error": 3} and usage["input"] == 5 + 6
+    assert [json.loads(one)["custom_id"] for one in good.read_text().splitlines()] == ["c1", "c2"]
+    errors = [json.loads(one) for one in bad.read_text().splitlines()]
+    assert [one["custom_id"] for one in errors] == ["c0", "c3", None]
+    assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+    again = FileOutput(OutputOptions(lines), {"batch": "b"})
+    assert again.ended
+    again.close()

@@ -44,7 +44,7 @@ def test_an_end_that_was_killed_is_made_again(llm, tmp_path, monkeypatch):
     change, planted = Store.change, []
 
     def die(self, kind, id, changes, **options):
-        if "_is_written" in changes and not planted:
+        if "finalizing_at" in changes and not planted:
             planted.append(self.path("file-" + _digest(f"{id}:output")))
             os.link(self.batches / id / "lines.jsonl", f"{planted[0]}.tmp")
             raise OSError("killed")

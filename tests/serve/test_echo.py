@@ -72,7 +72,7 @@ def test_prompt_logprobs(llm, client):
 def test_a_job_on_this_server_reads_what_it_asks_of_vllm(llm, client):
     ids = np.array(llm.tokenizer.encode(PROMPTS[0]).tolist(), np.int32)
     request, readout = Request(ids[:-1], ids[3:]), Readout("logprobs")
-    said = [client.post(path.removeprefix("/v1"), body=body, cast_to=object)
+    said = [client.post(path.removeprefix("/v1"), body=body.sent, cast_to=object)
             for path, body in logprob_bodies(request, readout, "tiny")]  # fmt: skip
     found = logprobs_of(said, request, readout)
     np.testing.assert_allclose(found.values, scored(llm, ids.tolist())[2:], atol=1e-5)

@@ -11,7 +11,6 @@ from batching import client_of, completion, content, ended, upload
 from serving import serving
 
 from prefold.jobs import output
-from prefold.serve import batch as module
 from prefold.serve.http import Refusal
 from prefold.serve.store import Store
 
@@ -79,7 +78,6 @@ def test_uploads_count_while_they_come(server):
 
 
 def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.005)
     monkeypatch.setattr(output, "COMMIT_SECONDS", 0.0)
     engine = server.state.handler.engine
     start = engine.worker.start  # few answers at a time, so that there are looks between them
