@@ -241,7 +241,7 @@ class StateScheduler(GenerateScheduler):
         super().begin(step)
         for sequence in step.consumers:
             self._was_read(sequence)
-        self._before = None  # a step that follows another has runs of its own
+        self._repeated = None  # each step has runs of its own
         for node in step.read_nodes:
             if node not in step.new_states and not self._is_wanted(node):
                 self._drop_state(node)
