@@ -424,6 +424,19 @@ def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tm
     assert sum(are_given) > 15, are_given
 
 
+def test_no_step_follows_one_that_failed(tmp_path, monkeypatch):
+    def fail(program, batch, store):
+        raise MemoryError("too small")
+
+    llm = load(tmp_path)
+    llm.generate(["some text"], max_tokens=4, ignore_eos=True)
+    assert llm.engine.worker._last_run is llm.engine.worker._program
+    monkeypatch.setattr(Program, "greedy", fail)
+    with pytest.raises(MemoryError, match="too small"):
+        llm.generate(["other text"], max_tokens=4)
+    assert llm.engine.worker._last_run is None
+
+
 def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     llm, run = load(tmp_path), Program.greedy
 

@@ -124,6 +124,7 @@ class GenerateScheduler(SequenceScheduler):
         fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
         return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
 
+    _repeats = True  # whether a step can be the same again
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
     def _new_plan(self, limits: StepLimits) -> StepPlan:
@@ -136,7 +137,7 @@ class GenerateScheduler(SequenceScheduler):
         if repeated is not None and step.message.follows:
             repeated.step, repeated.next = step, repeated.next + 1
         else:
-            self._repeated = RepeatedStep.of(step)
+            self._repeated = RepeatedStep.of(step) if self._repeats else None
         stats = self.stats
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
         if in_use != self._in_use or not step.message.follows or not stats.steps:
