@@ -388,7 +388,8 @@ class RepeatedStep:
 
     def again(self) -> GenerateStep | None:
         """Return the next repetition, as `lay_out` makes it; None if a sequence's next slot is not beside its last
-        one. The sequences must have run without a break since the step before."""
+        one. The sequences must have run without a break since the step before. Places that are found stay in `ahead`,
+        also if the repetition never begins: slots of running sequences do not move."""
         step = self.step
         last, sequences, ids = step.message, step.consumers, step.ids
         if self.next == len(self.ahead):
