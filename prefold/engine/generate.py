@@ -70,7 +70,7 @@ class Generator:
         self._holds_requests = False  # requests that are added or cancelled wait for now
         self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
-        self._last: InFlightStep | None = None  # the step that was finished last; None if a request has ended since
+        self._last: InFlightStep | None = None  # the step that was started last; None if a request has ended since
         self._finished_at = 0.0  # time.perf_counter() at the end of the last step
         self._pace = StepPace(self.scheduler, budget)
 
@@ -292,10 +292,11 @@ class Generator:
                 self._end_requests(before_plan(self.scheduler, self._open))
             step = self.scheduler.plan(self._pace.limits)
         has_moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
-        if self._in_flight and (step is None or not is_known(step, self._readers(step))):
+        readers = () if step is None else self._readers(step)
+        if self._in_flight and (step is None or not is_known(step, readers)):
             self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs
         elif step is not None:
-            self._start_step(step, start)
+            self._start_step(step, readers, start)
         for after_plan in self._after_plan:
             if answers := after_plan(None if step is None else step.num_rows, time.perf_counter() - start):
                 with self._change:
@@ -303,8 +304,7 @@ class Generator:
         self._has_failed = False
         return has_moved
 
-    def _start_step(self, step: GenerateStep, started_at: float) -> None:
-        readers = self._readers(step)
+    def _start_step(self, step: GenerateStep, readers: Sequence[Reader], started_at: float) -> None:
         message = message_of(self.worker.facts, step, readers, self._on_message, before=self._last)
         planned_at = time.perf_counter()
         ticket = self._budget.start(self.worker, message, step.num_rows)
@@ -314,13 +314,14 @@ class Generator:
         seconds = planned_at - started_at, time.perf_counter() - planned_at
         with self._change:
             self.scheduler.begin(step)
-            self._in_flight.append(InFlightStep(step, message, readers, ticket, started_at, *seconds))
+            self._last = InFlightStep(step, message, readers, ticket, started_at, *seconds)
+            self._in_flight.append(self._last)
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
         while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
 
     def _readers(self, step: GenerateStep) -> Sequence[Reader]:
-        if self._last is not None and self._last.step.consumers is step.consumers:
+        if step.message.follows and self._last is not None:
             return self._last.readers
         return [self._open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
@@ -338,7 +339,7 @@ class Generator:
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
-            self._last = self._in_flight.popleft()
+            self._in_flight.popleft()
             ended, failures = oldest.take(result, tokens, stats)
             self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_done(oldest.step, ended) if True in ended else (0, 0)

@@ -31,12 +31,12 @@ def message_of(
 
     readers  the reader of each of the step's consumers
     hooks    functions of the engine's parts that return further fields of the message
-    before   a step before it; where that had the same readers, each of which got the most likely token, so has this one
+    before   the step that was started before it; None: it is not known any more
     """
     drawing = None
-    if before is None or before.readers is not readers or before.message.drawing is not None:
-        drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     goes_on = step.message.follows  # of sequences that generate
+    if not goes_on or before is None or before.message.drawing is not None:  # else each takes the most likely token
+        drawing = drawing_of([reader.state for reader in readers], [sequence.unknown for sequence in step.consumers])
     adapters = None
     if facts.adapters:
         adapters = np.full(step.num_rows, -1, np.int64)

@@ -117,7 +117,7 @@ class LocalWorker(Worker):
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
         self._program = program_of(model)
-        self._last_run: tuple[SlotBatch, Program] | None = None  # of the last step, which a program ran
+        self._last_run: Program | None = None  # the program that ran the last SlotStep and holds its call
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self._paths: dict[int, Path] = {}
@@ -221,11 +221,11 @@ class LocalWorker(Worker):
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
-        if type(step) is SlotStep and step.follows and self._last_run is not None and self._is_greedy(step):
-            batch, program = self._last_run
-            if (ids := program.greedy_again(batch, step)) is not None:
-                return CompletedTicket(SlotResult(ids))  # each row is read, in order
-        return None
+        program = self._last_run
+        if program is None or type(step) is not SlotStep or not step.follows or not self._is_greedy(step):
+            return None
+        ids = program.greedy_again(step)
+        return None if ids is None else CompletedTicket(SlotResult(ids))  # each row is read, in order
 
     def prepare_slots(self, step: SlotStep) -> SlotBatch:
         """Return a step over slots as tensors."""
@@ -239,20 +239,20 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        before, self._last_run = self._last_run, None
-        if before is None or arguments or not step.follows or not before[1].follow(before[0], step):
-            batch = self.prepare_slots(step)
-            program = self._program_for(arguments)
-        else:
-            batch, program = before
+        program, self._last_run = self._last_run, None
+        # That the step follows is the scheduler's word; that the call of the step before is still there is not.
+        batch = None if program is None or arguments or not step.follows else program.follow(step)
+        if batch is None:
+            batch, program = self.prepare_slots(step), self._program_for(arguments)
         if program is None:
-            hidden = forward(self.model, self.store, batch, arguments)
+            return self.read_slots(step, forward(self.model, self.store, batch, arguments))
+        ids = program.greedy(batch, self.store, **arguments) if self._is_greedy(step) else None
+        if ids is not None:
+            ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
-            self._last_run = None if arguments else (batch, program)
-            if self._is_greedy(step) and (ids := program.greedy(batch, self.store, **arguments)) is not None:
-                return CompletedTicket(SlotResult(ids[step.reads]))
-            hidden = program.over_slots(batch, self.store, **arguments)
-        return self.read_slots(step, hidden)
+            ticket = self.read_slots(step, program.over_slots(batch, self.store, **arguments))
+        self._last_run = None if arguments else program
+        return ticket
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:
         """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""

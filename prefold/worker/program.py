@@ -48,14 +48,13 @@ ACTIVATIONS = {"silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 
 @dataclass(slots=True)
 class PreparedStep:
-    """A PreparedStep is a step that is ready to run. It serves all steps that its batch is made to be in turn
-    (`Program.follow`).
+    """A PreparedStep is a step that is ready to run. It serves all repetitions of the step (`Program.follow`).
 
     buffers    the addresses of the buffers, int64
     last       the last position of its rows
     keepalive  what the call names by address beside these
     ids        memory for the most likely tokens, where they are wanted
-    grows      whether its batch can go on a row at a time, once that was wanted
+    grows      whether the keys that its rows see can grow in place by a key each, once that was wanted
     """
 
     batch: SlotBatch | Batch
@@ -159,28 +158,30 @@ class Program:
         self._call(step)
         return step.ids
 
-    def follow(self, batch: SlotBatch, step: SlotStep) -> bool:
-        """Makes a batch that of the step that follows its own (`SlotStep.follows`); returns False, and changes nothing,
-        where it cannot be, or where the batch is not the last one over slots."""
+    def follow(self, step: SlotStep) -> SlotBatch | None:
+        """Make the last batch over slots the batch of the step that follows (`SlotStep.follows`), and return it. Return
+        None, and change nothing, if the call of the last step is not there any more or cannot grow."""
         last = self._last
-        if last is None or last.batch is not batch or batch.numbers is None:
-            return False
+        if last is None:
+            return None
+        batch: Any = last.batch  # a SlotBatch
         if last.grows is None:
-            last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
-        if last.grows:
-            if not (takes := step.tokens is last.ids):
-                batch.numbers[0] = step.tokens
-            self._kernels.follow_program(last.call, takes)
-            last.last += 1
-            if last.last >= self._positions:
-                self._cover(last.last)
-        return last.grows
+            last.grows = batch.numbers is not None and all([plan.can_grow(step.slots) for plan in batch.plans.values()])
+        if not last.grows:
+            return None
+        if not (takes := step.tokens is last.ids):
+            batch.numbers[0] = step.tokens
+        self._kernels.follow_program(last.call, takes)
+        last.last += 1
+        if last.last >= self._positions:
+            self._cover(last.last)
+        return batch
 
-    def greedy_again(self, batch: SlotBatch, step: SlotStep) -> np.ndarray | None:
-        """Returns what `greedy` does of the step of a batch that follows; None, and nothing is computed, where there is
-        none, or where the batch's last step was not greedy."""
+    def greedy_again(self, step: SlotStep) -> np.ndarray | None:
+        """Return what `greedy` returns, of the step that follows the last one. Return None, and compute nothing, if the
+        last step was not greedy or `follow` returns None."""
         last = self._last
-        if last is None or last.ids is None or not self.follow(batch, step):
+        if last is None or last.ids is None or self.follow(step) is None:
             return None
         self._kernels.run_program(last.call)
         return last.ids

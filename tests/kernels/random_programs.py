@@ -138,9 +138,10 @@ def slot_steps(rng: np.random.Generator, vocab: int, slots: int, adapters: int) 
 
 
 def over_slots(program: Program, model: CausalLM, store: KVStore, steps: list[SlotStep], adapters) -> list[Tensor]:
-    found, batch = [], None
+    found: list[Tensor] = []
     for number, step in enumerate(steps):
-        if number < 2 or not program.follow(batch, step):  # each step of outputs follows on the one before
+        batch = program.follow(step) if number > 1 else None  # each step of outputs follows on the one before
+        if batch is None:
             batch = prepare_slots(step, store, model.config.planes, adapters)
         found += [program.over_slots(batch, store), torch.from_numpy(program.greedy(batch, store))]
     return found

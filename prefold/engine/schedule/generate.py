@@ -27,7 +27,7 @@ from ...spec.requests import Owner
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RowTrie
 from .admission import NO_LIMITS, StepLimits
-from .generate_step import GenerateStep, HoldsRows, SequenceState, StepPlan, following, lay_out
+from .generate_step import GenerateStep, HoldsRows, RepeatedStep, SequenceState, StepPlan, lay_out
 from .sequences import SequenceScheduler
 from .steps import SlotResult
 
@@ -67,8 +67,9 @@ class GenerateScheduler(SequenceScheduler):
         )
         self._ending: dict[SequenceState, None] = {}  # their last token is in flight
         self._in_flight: deque[GenerateStep] = deque()
-        self._before: GenerateStep | None = None  # the step that was begun last, if no sequence was admitted since
-        self._in_use = 0  # slots that sequences held when that step began
+        # The step that was begun last, if it can be the same again: no sequence was admitted since.
+        self._repeated: RepeatedStep | None = None
+        self._in_use = 0  # slots that sequences held when the last step began
         self._holds_rows = holds_rows
 
     # ----------------------------------------------------------------------------- requests that come and go
@@ -77,7 +78,7 @@ class GenerateScheduler(SequenceScheduler):
         super().clear()
         self._ending.clear()
         self._in_flight.clear()
-        self._before = None
+        self._repeated = None
 
     def _admitted(self) -> Iterable[SequenceState]:
         return (*self.running, *self._ending)
@@ -95,7 +96,8 @@ class GenerateScheduler(SequenceScheduler):
         failures: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
             self.cache.expire()
-        if self._before is None or self._before.next == len(self._before.ahead):  # for steps ahead there are slots
+        repeated = self._repeated
+        if repeated is None or repeated.next == len(repeated.ahead):  # for the repetitions ahead there are slots
             self._grow_tails(failures)
         if len(self.waiting) and self._has_room():
             self._admit_waiting(failures, limits)
@@ -107,8 +109,8 @@ class GenerateScheduler(SequenceScheduler):
         Returns None if no sequence runs, or none may have rows now, or one gets no slot for its next row until a step
         in flight is committed.
         """
-        before = self._before
-        if before is not None and self._all_go_on(before, limits) and (step := following(before)) is not None:
+        repeated = self._repeated
+        if repeated is not None and self._all_go_on(repeated.step, limits) and (step := repeated.again()) is not None:
             return step
         if not self.running or not self._has_room():
             return None
@@ -118,10 +120,11 @@ class GenerateScheduler(SequenceScheduler):
     def _all_go_on(self, before: GenerateStep, limits: StepLimits) -> bool:
         """Returns whether the next step has a row of each running sequence, as the step before it had. In a step that
         followed each that ran had a row, and none was admitted since: if there are as many, they are the same."""
-        running, rows, are_alike = self.running, before.num_rows, self.waiting.are_alike(limits)
+        running, rows, are_alike = self.running, len(before.consumers), self.waiting.are_alike(limits)
         fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
         return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
 
+    _repeats = True  # whether a step can be the same again
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
     def _new_plan(self, limits: StepLimits) -> StepPlan:
@@ -130,7 +133,11 @@ class GenerateScheduler(SequenceScheduler):
     def begin(self, step: GenerateStep) -> None:
         """Books a step as started: the next step can be planned before the tokens of this one are there."""
         self._in_flight.append(step)
-        self._before = step
+        repeated = self._repeated
+        if repeated is not None and step.message.follows:
+            repeated.step, repeated.next = step, repeated.next + 1
+        else:
+            self._repeated = RepeatedStep.of(step) if self._repeats else None
         stats = self.stats
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
         if in_use != self._in_use or not step.message.follows or not stats.steps:
@@ -262,7 +269,7 @@ class GenerateScheduler(SequenceScheduler):
             slots = slots[count:]
         sequence.tail.claim(slots)
         sequence.state, sequence.ready = "running", False
-        self.running[sequence], self._before = None, None
+        self.running[sequence], self._repeated = None, None
         rows -= self._spare(sequence)
         self.waiting.note_admission(sequence, rows)
         return 1 + rows + len(sequence.tail)

@@ -1,6 +1,7 @@
 """A step of generation: the rows that it computes, laid out depth-first, and the sequences that take its tokens.
 
-A StepPlan collects rows for the sequences that the scheduler has admitted; `lay_out` makes the step of it.
+A StepPlan collects rows for the sequences that the scheduler has admitted; `lay_out` makes the step of it. A
+RepeatedStep makes the next step of the one before, if it is the same step again.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def visible_runs(
 # Takes ids of rows of images, int32 [n], and returns which of them the worker holds and can put into a step: bool [n].
 HoldsRows = Callable[[np.ndarray], np.ndarray]
 NO_OWNER = Owner()
-MOST_AHEAD = 32  # steps whose places are found at once
+MOST_AHEAD = 32  # repetitions whose places are found at once
 N = TypeVar("N", bound=Any)  # a kind of node, with a parent
 
 
@@ -126,8 +127,6 @@ class GenerateStep:
     last_row         the last row in the step of each node that has any
     decode_rows      how many of the step's rows are the last token of a sequence
     recomputed_rows  how many of the step's rows had been computed before
-    ahead            positions, slots and counts of the runs of steps that may follow (`following`), for each of them
-    next             the number of the next one among these
     ids              the tokens that its consumers have taken; None: they are in flight
     """
 
@@ -138,8 +137,6 @@ class GenerateStep:
     last_row: Mapping[Node, int]
     decode_rows: int
     recomputed_rows: int
-    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
-    next: int = 0
     ids: np.ndarray | None = None
 
     @property
@@ -367,29 +364,50 @@ def lay_out(plan: StepPlan) -> GenerateStep:
     )
 
 
-def following(before: GenerateStep) -> GenerateStep | None:
-    """Returns the step with a decode row of each sequence of the step before it, as `lay_out` does, made from that
-    step; None if that step had other rows. The sequences must have run without a break since."""
-    last, sequences = before.message, before.consumers
-    if before.recomputed_rows or not before.decode_rows == len(before.computed_rows) == before.num_rows:
-        return None
-    ahead, ids, at = before.ahead, before.ids, before.next
-    if at == len(ahead):
-        steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
-        if not len(steps):
-            return None
-        grows = np.isin(last.run_start + last.run_count, last.slots + 1)
-        positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
-        ahead, at = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
-    tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32) if ids is None else ids
-    positions, slots, counts = ahead[at]
-    message = SlotStep(
-        tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
-        last.read_rows, last.reads, state_reads=last.state_reads, follows=True,
-    )  # fmt: skip
-    return GenerateStep(
-        message, sequences, before.namespaces, before.computed_rows, before.last_row, len(sequences), 0, ahead, at + 1
-    )
+@dataclass(eq=False, slots=True)
+class RepeatedStep:
+    """A RepeatedStep is a step of decode rows that can be the same again: each of its sequences one token further.
+
+    The scheduler alone decides that the next step is the same again, and books each repetition here. The generator and
+    the worker read the decision as `SlotStep.follows`.
+
+    step    the step that was begun last: the one that was laid out, or its last repetition
+    ahead   positions, slots and counts of the runs of the repetitions whose places are known, for each of them
+    next    the number of the next repetition among these
+    """
+
+    step: GenerateStep
+    ahead: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]] = ()
+    next: int = 0
+
+    @classmethod
+    def of(cls, step: GenerateStep) -> RepeatedStep | None:
+        """Return the RepeatedStep of a step that was laid out; None if the step has other rows than decode rows."""
+        is_decode = step.decode_rows == len(step.computed_rows) == step.num_rows and not step.recomputed_rows
+        return cls(step) if is_decode else None
+
+    def again(self) -> GenerateStep | None:
+        """Return the next repetition, as `lay_out` makes it; None if a sequence's next slot is not beside its last
+        one. The sequences must have run without a break since the step before. Places that are found stay in `ahead`,
+        also if the repetition never begins: slots of running sequences do not move."""
+        step = self.step
+        last, sequences, ids = step.message, step.consumers, step.ids
+        if self.next == len(self.ahead):
+            steps = np.arange(1, 1 + min(MOST_AHEAD, *[sequence.tail.neighbours for sequence in sequences]))[:, None]
+            if not len(steps):
+                return None
+            grows = np.isin(last.run_start + last.run_count, last.slots + 1)
+            positions, slots = last.positions + steps.astype(np.int32), last.slots + steps
+            self.ahead, self.next = list(zip(positions, slots, last.run_count + grows * steps, strict=True)), 0
+        tokens = np.array([sequence.tail.tokens[-1] for sequence in sequences], np.int32) if ids is None else ids
+        positions, slots, counts = self.ahead[self.next]
+        message = SlotStep(
+            tokens, positions, slots, last.run_start, counts, last.run_position, last.run_first, last.run_last,
+            last.read_rows, last.reads, state_reads=last.state_reads, follows=True,
+        )  # fmt: skip
+        return GenerateStep(
+            message, sequences, step.namespaces, step.computed_rows, step.last_row, len(sequences), recomputed_rows=0
+        )
 
 
 def join_runs(

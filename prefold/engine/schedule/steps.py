@@ -233,8 +233,9 @@ class SlotStep(Message):
     adapters           int64 [n]: number of the LoRA adapter of each row, in the order of `Facts.adapters`, -1: none;
                        None: no row has an adapter
     feature            what a feature's part of the engine tells the feature's part of the worker about these rows
-    follows            whether its rows are those of the SlotStep before, each one position and one slot further, so
-                       that each sees the keys of the row before, and itself
+    follows            whether it is the same step again as the SlotStep before (the scheduler's RepeatedStep): its
+                       rows are those of that step, each one position and one slot further, so that each sees the
+                       keys of the row before, and itself. All but `tokens` and the drawing stays as it was
 
     Its result is a SlotResult.
     """

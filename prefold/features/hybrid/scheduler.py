@@ -215,6 +215,8 @@ class StateScheduler(GenerateScheduler):
 
     # ------------------------------------------------------------------------------------------------- steps
 
+    _repeats = False  # each step has runs of its own
+
     def _new_plan(self, limits: StepLimits) -> StatesPlan:
         return StatesPlan(self._max_rows(limits), states=self.states)
 
@@ -241,7 +243,6 @@ class StateScheduler(GenerateScheduler):
         super().begin(step)
         for sequence in step.consumers:
             self._was_read(sequence)
-        self._before = None  # a step that follows another has runs of its own
         for node in step.read_nodes:
             if node not in step.new_states and not self._is_wanted(node):
                 self._drop_state(node)

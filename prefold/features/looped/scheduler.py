@@ -111,7 +111,7 @@ class LoopedScheduler(GenerateScheduler):
             self._fill(node, own_slots[node.start : node.stop])
         for sequence in sequences:
             sequence.leaf = sequence.tail.parent = leaf
-        self._before = None  # its step named the old rows
+        self._repeated = None  # its step named the old rows
 
     def _fill(self, node: Node, slots: np.ndarray) -> None:
         """Use these slots for the rows of a node that are not computed; free the others."""
