@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..errors import InputError
-from ..spec.requests import Exits, Owner, Readout, Request, Sharing, Stats
+from ..spec.requests import NO_NAMESPACE, Exits, Namespace, Owner, Readout, Request, Sharing, Stats
 from ..text import Tokenizer
 from ..trie import LiveInput, LiveWindows, Window, token_bytes
 from ..trie.live_windows import watched
@@ -156,10 +156,9 @@ class ModelEngine(EngineLoop):
         share = (run["sharing"] or self.facts.sharing) == "full"
         in_slots = readout.kind == "tokens" or (share and readout.kind in (*LAST_ROW_KINDS, "logprobs"))
 
-        def is_held(namespace: Any, prefix: np.ndarray) -> bool:
+        def is_held(namespace: Namespace, prefix: np.ndarray) -> bool:
             """Returns whether the KV store holds a good part of a prefix."""
-            adapter, salt = namespace
-            return self.held_rows(prefix, adapter or None, salt, source.exits) >= max(1, _HELD * len(prefix))
+            return self.held_rows(prefix, namespace, source.exits) >= max(1, _HELD * len(prefix))
 
         live = LiveWindows(
             source.feed,
@@ -209,13 +208,11 @@ class ModelEngine(EngineLoop):
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
         return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
 
-    def held_rows(
-        self, tokens: np.ndarray, adapter: str | None = None, salt: str = "", exits: Exits | None = None
-    ) -> int:
+    def held_rows(self, tokens: np.ndarray, namespace: Namespace = NO_NAMESPACE, exits: Exits | None = None) -> int:
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests
         with these exits. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
         scheduler = self.generator.scheduler
-        namespace = scheduler.namespace_of((adapter, salt), exits, tokens)
+        namespace = scheduler.namespace_of(namespace, exits, tokens)
         return sum(same for _, same in scheduler.tree.match(namespace, token_bytes(tokens)))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, no_lm_head
-from ..spec.requests import Exits, Generated, Owner, Readout, Request, Result, Sharing, TokenLogprobs, refuse_exits
+from ..spec.requests import (
+    Exits,
+    Generated,
+    Namespace,
+    Owner,
+    Readout,
+    Request,
+    Result,
+    Sharing,
+    TokenLogprobs,
+    refuse_exits,
+)
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -31,16 +42,18 @@ Answer = list[Generated] | Result | InputError
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """A KeptStates marks the namespace of rows whose hidden states are kept in their slots. All rows of a prompt can
-    then be read in the step of its last row, whichever request computed them. exits: after which visit they are
-    read."""
+    """A KeptStates is the part of the namespace of rows whose hidden states are kept in their slots. All rows of a
+    prompt can then be read in the step of its last row, whichever request computed them. exits: after which visit they
+    are read."""
 
     exits: Exits | None
 
 
-def kept_states_of(namespace: Sequence[Hashable]) -> KeptStates | None:
-    """Returns the KeptStates of a namespace; None if hidden states are not kept in it."""
-    return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], KeptStates) else None
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """An Alone is the part of the namespace of a request that shares no rows. key: of the request"""
+
+    key: int
 
 
 class ValueReader:
@@ -101,7 +114,7 @@ class OpenRequest:
     on_done: Callable[[Any], None]
     limit: int
     reserve: bool
-    namespace: tuple[Hashable, ...]
+    namespace: Namespace
     owner: Owner
     again: bool = False
     cached_tokens: int = 0
@@ -206,17 +219,16 @@ class RequestBuilder:
         sharing  whether it shares rows with other requests
         owner    the tenant and the class that it runs for
         """
-        adapter_number(self.facts, request.adapter)
+        adapter_number(self.facts, request.namespace.adapter)
         check_logits(self.facts, "tokens" if readout is None else readout.kind)
         with_exits = request.sampling or readout
         self._check(None if with_exits is None else with_exits.exits)
-        # A request that shares no rows has a namespace of its own.
-        namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
+        namespace = request.namespace if sharing else request.namespace.with_part(Alone(key))
         if request.sampling is None:
             assert readout is not None
             reader = self._reader(readout, request)
             if reader.count is not None:
-                namespace = (*namespace[:2], KeptStates(reader.exits), *namespace[2:])
+                namespace = namespace.with_part(KeptStates(reader.exits))
             return OpenRequest(key, request, [reader], on_done, 1, True, namespace, owner)
         room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
         limit = room if most is None else min(most, room)
@@ -291,9 +303,9 @@ def check_logits(facts: Facts, kind: str) -> None:
         raise no_lm_head()
 
 
-def adapter_number(facts: Facts, name: str | None) -> int | None:
-    """Returns the number by which the worker knows an adapter; None for None. Raises InputError for an unknown one."""
-    if name is None or name in facts.adapters:
-        return None if name is None else facts.adapters.index(name)
+def adapter_number(facts: Facts, name: str) -> int | None:
+    """Returns the number by which the worker knows an adapter; None for "". Raises InputError for an unknown one."""
+    if not name or name in facts.adapters:
+        return facts.adapters.index(name) if name else None
     remedy = f"those loaded: {', '.join(facts.adapters) or 'none'}"
     raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")

@@ -32,7 +32,7 @@ from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..engine.schedule.fair import FairAdmission
 from ..errors import InputError
-from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
+from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs
 from ..spec.server import ServerSpec
 from ..spec.task import GenerationOptions
 from ..tasks import GenerateTask, Work
@@ -345,8 +345,9 @@ class BoundedTask:
         works = [next(prepared) if error is None else error for error in errors]
         for work in works:
             if self._namespace and not isinstance(work, InputError):
-                requests = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
-                work.requests[:] = requests
+                work.requests[:] = [
+                    replace(request, namespace=request.namespace.within(self._namespace)) for request in work.requests
+                ]
         return works
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta, field
 
 from ..errors import InputError, JobError
 from ..spec.files import read_text
-from ..spec.requests import Owner, Share
+from ..spec.requests import Namespace, Owner, Share
 from ..wire.body import Body
 
 
@@ -137,9 +137,9 @@ class Keys:
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
     def tenant_of(self, namespace: Hashable) -> Hashable:
-        """Returns the name of the tenant of an engine's namespace (adapter, salt), or None."""
-        salt = namespace[1] if isinstance(namespace, tuple) else ""
-        return self._names.get(str(salt).partition("/")[0])
+        """Returns the name of the tenant of an engine's namespace, or None."""
+        salt = namespace.salt if isinstance(namespace, Namespace) else ""
+        return self._names.get(salt.partition("/")[0])
 
     def limits_of(self, name: Hashable) -> Limits:
         """Returns the limits of a tenant."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ..errors import InputError
 from .task import Grammar, LoopedOptions, SamplerOptions
 
 if TYPE_CHECKING:
     import numpy as np
+
+P = TypeVar("P")
+D = TypeVar("D")
 
 
 class Jsonable:
@@ -275,6 +278,39 @@ class Sampling(LoopedOptions, SamplerOptions):
         return Exits.of(self, self.exit_visits)
 
 
+class Namespace(NamedTuple):
+    """What separates rows beside their tokens: requests share rows only within one namespace. Tries, caches and slots
+    compare namespaces as a whole.
+
+    adapter  the LoRA adapter that computes the rows; "": the base model
+    salt     a text that keeps requests from sharing rows with the requests of other customers
+    parts    what an engine and its features add, such as the route of a looped model: at most one value of each class
+    """
+
+    adapter: str = ""
+    salt: str = ""
+    parts: tuple[Hashable, ...] = ()
+
+    def part(self, kind: type[P], default: D) -> P | D:
+        """Returns the part of this class; the default if there is none."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return default
+
+    def with_part(self, part: Hashable) -> Namespace:
+        """Returns the namespace with this part, in place of a part of the same class."""
+        others = (other for other in self.parts if type(other) is not type(part))
+        return self._replace(parts=(*others, part))
+
+    def within(self, outer: str) -> Namespace:
+        """Returns the namespace of the same requests if they share nothing outside of `outer`; "" is no limit."""
+        return self._replace(salt=within(outer, self.salt))
+
+
+NO_NAMESPACE = Namespace()
+
+
 @dataclass(frozen=True, eq=False)
 class Medium:
     """A Medium is an image in prompts. Its rows have ids of their own, above the vocabulary, as long as it is held
@@ -300,19 +336,17 @@ class Request:
     targets   int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose log-probability is wanted
               at the row of position n - m + t. A continuation's last token is a target and no row: score(P, C) is
               tokens = P + C[:-1], targets = C
-    adapter   the LoRA adapter it runs with, None: the base model
     sampling  how the tokens that continue the prompt are chosen; None: the prompt is not continued, and numbers are
               read as the run's Readout says
-    salt      requests share a prefix only where adapter and salt are equal
+    namespace requests share a prefix only within one namespace; it names the LoRA adapter too
     priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
-    media     the images that have rows among `tokens`, of the request's salt
+    media     the images that have rows among `tokens`, of the namespace's salt
     """
 
     tokens: np.ndarray
     targets: np.ndarray | None = None
-    adapter: str | None = None
     sampling: Sampling | None = None
-    salt: str = ""
+    namespace: Namespace = NO_NAMESPACE
     priority: int = 0
     media: tuple[Medium, ...] = ()
 
@@ -383,6 +417,6 @@ class Generated(Jsonable):
         return f"Generated({text}, {ending})"
 
 
-def within(namespace: str, salt: str) -> str:
-    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
-    return f"{namespace}/{salt}" if namespace else salt
+def within(outer: str, salt: str) -> str:
+    """Returns the salt of requests that share nothing outside of `outer`; "" is no limit."""
+    return f"{outer}/{salt}" if outer else salt

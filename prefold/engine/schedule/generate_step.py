@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ...spec.requests import Owner
+from ...spec.requests import Namespace, Owner
 from ...trie import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..cache import SCRATCH
 from ..cache.tree import Node
@@ -133,7 +133,7 @@ class GenerateStep:
 
     message: SlotStep
     consumers: list[SequenceState]
-    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
+    namespaces: list[tuple[Namespace, int, int]]
     computed_rows: list[tuple[Node, int]]
     last_row: Mapping[Node, int]
     decode_rows: int

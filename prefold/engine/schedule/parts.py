@@ -50,7 +50,7 @@ class EnginePart:
         PrefillScheduler; None: the feature has none of its own."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
-        """Sets the function that returns the tenant of a namespace (adapter, salt)."""
+        """Sets the function that returns the tenant of a namespace."""
 
     def submit(self, request: Any) -> Mapping[str, Any]:
         """Return arguments of the scheduler's `submit` that replace fields of the OpenRequest."""

@@ -19,9 +19,9 @@ from ...engine.schedule.generate_step import HoldsRows
 from ...engine.schedule.parts import EnginePart, over_store
 from ...engine.worker import Worker
 from ...errors import InputError
-from ...spec.requests import Exits, Sharing
-from .scheduler import LoopedScheduler, Namespace
-from .steps import MODEL_ORDER, NO_EXITS, Asker, Keys, LoopedFacts, Passage, Way, exits_row, may_leave, way_of
+from ...spec.requests import Exits, Namespace, Sharing
+from .scheduler import LoopedScheduler
+from .steps import MODEL_ORDER, NO_EXITS, Asker, Keys, LoopedFacts, Passage, Way, exits_row, may_leave
 
 NEVER = float("nan")
 Rule = tuple[float, float, float, float]
@@ -111,18 +111,18 @@ class LoopedPart(EnginePart):
         way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
         if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
             way = replace(way, route=route, asker=None)
-        return namespace if way == MODEL_ORDER else (*namespace, way)
+        return namespace if way == MODEL_ORDER else namespace.with_part(way)
 
     def _remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
         """Keep the route that the router chose for a prompt, for later requests with the prompt."""
-        self._routes[_place(namespace[:-1], way_of(namespace), tokens)] = route
+        self._routes[_place(namespace, namespace.part(Way, MODEL_ORDER), tokens)] = route
         if len(self._routes) > MOST_ROUTES:
             self._routes.popitem(last=False)
 
     # ------------------------------------------------------------------------------------------- messages
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
-        ways = [(way_of(namespace), first, stop) for namespace, first, stop in step.namespaces]
+        ways = [(namespace.part(Way, MODEL_ORDER), first, stop) for namespace, first, stop in step.namespaces]
         numbers: dict[tuple[int, ...], int] = {}
         route = [numbers.setdefault(way.route or self._facts.order, len(numbers)) for way, _, _ in ways]
         own: dict[str, Any] = {"routes": tuple(numbers)}
@@ -181,8 +181,7 @@ def _place(namespace: Namespace, way: Way, tokens: np.ndarray) -> Hashable:
     """Return the name of a prompt whose route the router chooses, whichever request it is of."""
     assert way.asker is not None
     return (
-        namespace,
-        way.exits,
+        namespace.with_part(replace(way, asker=None)),
         way.asker.fewest,
         way.asker.most,
         blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest(),

@@ -36,7 +36,7 @@ class LoopedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What the K/V of a looped model's rows depend on beside their tokens: the last part of their namespace.
+    """What the K/V of a looped model's rows depend on beside their tokens: a part of their namespace.
 
     route  the blocks that the rows visit; None: the model's order, or the route that the router will choose
     exits  when rows leave for good; None: they make all visits
@@ -62,11 +62,6 @@ class Asker:
 
 
 MODEL_ORDER = Way()
-
-
-def way_of(namespace: Sequence[Hashable]) -> Way:
-    """Return the Way of a namespace."""
-    return namespace[-1] if namespace and isinstance(namespace[-1], Way) else MODEL_ORDER
 
 
 def may_leave(exits: Exits) -> bool:

@@ -437,7 +437,7 @@ def test_a_text_with_images_is_a_prompt_wherever_it_stands(made):
     items = [long, {"prompt": long}, {"prompt": long.text, "images": long.images}, {"prompt": long, "salt": "s"}]
     (one, *others, salted) = [work.requests[0] for work in task.prepare(items)]
     assert all(other.tokens.tolist() == one.tokens.tolist() for other in others)
-    assert salted.salt == salted.media[0].salt == "s"
+    assert salted.namespace.salt == salted.media[0].salt == "s"
 
 
 def test_places_of_images_in_tables(made):
