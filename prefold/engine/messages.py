@@ -9,7 +9,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from ..spec.requests import Exits, GenerationStats, Namespace, Readout, Result
+from ..spec.requests import GenerationStats, Namespace, Readout, Result
 from .cache import SCRATCH
 from .requests import KeptStates, Reader, ValueReader, adapter_number
 from .sampling import drawing_of
@@ -67,13 +67,13 @@ def adapter_of(facts: Facts, namespace: Namespace) -> int:
     return -1 if number is None else number
 
 
-def kept_rows(step: GenerateStep) -> list[tuple[Exits | None, int]]:
-    """Returns (exits, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for its
-    result, is left out: its state is kept already."""
+def kept_rows(step: GenerateStep) -> list[tuple[Namespace, int]]:
+    """Returns (namespace, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for
+    its result, is left out: its state is kept already."""
     return [
-        (states.exits, row)
+        (namespace, row)
         for namespace, first, stop in step.namespaces
-        if (states := namespace.part(KeptStates, None)) is not None
+        if namespace.part(KeptStates, None) is not None
         for row in range(first, stop)
         if step.message.slots[row] != SCRATCH
     ]

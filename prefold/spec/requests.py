@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ..errors import InputError
@@ -272,10 +273,14 @@ class Sampling(LoopedOptions, SamplerOptions):
     exit_visits: tuple[int, ...] = ()
     route: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def exits(self) -> Exits | None:
         """Returns after which visits rows are read; None: as the checkpoint says."""
         return Exits.of(self, self.exit_visits)
+
+
+# What is wanted of a prompt beside its tokens: it is continued, or numbers are read. Features find their options in it.
+Asked = Sampling | Readout
 
 
 class Namespace(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec.requests import Exits, Namespace, Request
+from ..spec.requests import Asked, Namespace, Request
 from .live import Bucket, LiveWindow
 from .order import SpooledRequest, encode
 from .radix import shared_by
@@ -31,7 +31,7 @@ class LiveInput(NamedTuple):
     rest        returns the windows of further requests, once the feed has ended; None: there are none
     see         is called with each window that is taken
     wants       wants(tag) -> whether a request is still to be sent; None: all are
-    exits       of the requests that do not say others: by them it is looked up what an engine holds
+    asked       what is asked of the requests that do not say otherwise: by it is looked up what an engine holds
     """
 
     feed: Feed
@@ -39,7 +39,7 @@ class LiveInput(NamedTuple):
     rest: Callable[[], Windows] | None = None
     see: See | None = None
     wants: Callable[[bytes], bool] | None = None
-    exits: Exits | None = None
+    asked: Asked | None = None
 
 
 class Feed:

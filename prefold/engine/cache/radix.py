@@ -31,7 +31,8 @@ class RadixCache:
     accounts  an account for each tenant
     clock     returns the time in seconds; tests pass their own
 
-    namespace_of  returns the namespace of the rows of a prompt with a namespace and exits; the scheduler sets it
+    namespace_of  returns the namespace of a prompt's rows, by its request's namespace, what is asked, and its tokens;
+                  the scheduler sets it
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RadixCache:
         # entry with an old place is skipped when it comes to the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self.namespace_of: Callable[..., Namespace] = lambda namespace, exits, tokens: namespace
+        self.namespace_of: Callable[..., Namespace] = lambda namespace, asked, tokens: namespace
         self._most_accounts = 1024  # above that, accounts without rows are forgotten
         tree.account_of = self._account_of
         self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
@@ -182,8 +183,7 @@ class RadixCache:
 
     def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
         """Returns (namespace, tokens) of the rows of a request that generates, as `pin` takes them."""
-        exits = None if request.sampling is None else request.sampling.exits
-        return self.namespace_of(request.namespace, exits, request.tokens), request.tokens
+        return self.namespace_of(request.namespace, request.sampling, request.tokens), request.tokens
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens

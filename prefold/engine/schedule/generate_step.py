@@ -225,8 +225,8 @@ class StepPlan:
         assert self.holds_rows is not None
         tokens = np.asarray(node.tokens[first:])
         ids = tokens[:rows]
-        images = np.flatnonzero(ids >= MEDIA_BASE)
-        missing = images[~self.holds_rows(ids[images])] if len(images) else images
+        media = np.flatnonzero(ids >= MEDIA_BASE)
+        missing = media[~self.holds_rows(ids[media])] if len(media) else media
         return clear_of_span(tokens, int(missing[0]) if len(missing) else rows)
 
     def _add_tail(self, sequence: SequenceState) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 import numpy as np
 
 from ...errors import InputError
-from ...spec.requests import NO_NAMESPACE, Exits, GenerationStats, Namespace, Owner
+from ...spec.requests import NO_NAMESPACE, Asked, GenerationStats, Namespace, Owner
 from ...trie import token_bytes
 from ..cache import RadixCache, SlotPool
 from ..cache.tree import Node, RowTrie
@@ -118,8 +118,8 @@ class SequenceScheduler:
         self._requests[key] = dict.fromkeys(sequences)
         self.waiting.add(sequences)
 
-    def namespace_of(self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray) -> Namespace:
-        """Return the namespace of the rows of a prompt in a request's namespace, with these exits."""
+    def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
+        """Return the namespace of a prompt's rows, by the namespace of its request and what is asked of it."""
         return namespace
 
     def cancel(self, key: Hashable) -> None:

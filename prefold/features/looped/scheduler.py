@@ -15,12 +15,12 @@ from ...engine.schedule.admission import NO_LIMITS, StepLimits
 from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan
 from ...engine.schedule.steps import SlotResult
-from ...spec.requests import Exits, Namespace
+from ...spec.requests import Asked, Namespace
 from ...trie import token_bytes
 from .steps import MODEL_ORDER, PassResult, Way
 
-# Returns the namespace of a prompt's rows, by the request's namespace, its exits and its tokens.
-NamespaceOf = Callable[[Namespace, Exits | None, np.ndarray], Namespace]
+# Returns the namespace of a prompt's rows, by the request's namespace, what is asked, and its tokens.
+NamespaceOf = Callable[[Namespace, Asked | None, np.ndarray], Namespace]
 # Called with the namespace of a prompt whose router was asked, its tokens, and the route.
 OnRoute = Callable[[Namespace, np.ndarray, tuple[int, ...]], None]
 
@@ -65,8 +65,8 @@ class LoopedScheduler(GenerateScheduler):
         self._namespace_of, self._on_route, self._routed = namespace_of, on_route, routed
         super().__init__(pool, **options)
 
-    def namespace_of(self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray) -> Namespace:
-        return self._namespace_of(namespace, exits, tokens)
+    def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
+        return self._namespace_of(namespace, asked, tokens)
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
         if self._routed and any(_asks(step) for step in self._in_flight):

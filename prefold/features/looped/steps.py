@@ -49,6 +49,14 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAfter:
+    """After which visit the kept hidden states of rows are read: a part of their namespace, unless it is as the
+    checkpoint says."""
+
+    exits: Exits | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Asker:
     """A request whose router has not been asked yet.
 
@@ -61,7 +69,7 @@ class Asker:
     most: int
 
 
-MODEL_ORDER = Way()
+MODEL_ORDER, AS_THE_MODEL = Way(), ReadAfter()
 
 
 def may_leave(exits: Exits) -> bool:

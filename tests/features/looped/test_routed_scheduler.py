@@ -14,7 +14,7 @@ from prefold.engine.schedule.fair import FairAdmission
 from prefold.features.looped.engine import LoopedPart
 from prefold.features.looped.scheduler import LoopedScheduler
 from prefold.features.looped.steps import MODEL_ORDER, LoopedFacts, PassResult, Way
-from prefold.spec.requests import Exits, Namespace, Owner
+from prefold.spec.requests import Exits, Namespace, Owner, Readout
 from tests.engine.schedule.traces import CheckedStore, expected, next_token, prompts_of
 
 FACTS = LoopedFacts((0, 1, 0), gate=True, threshold=1.0, routed=True, is_whole=True)
@@ -35,8 +35,14 @@ def scheduler_of(part: LoopedPart, rng: np.random.Generator) -> LoopedScheduler:
     return scheduler
 
 
+def with_exits(exits: Exits | None) -> Readout:
+    return Readout("last", exits=exits)
+
+
 def submit(scheduler, part, key, prompt, exits, **options) -> None:
-    request = SimpleNamespace(namespace=Namespace(), readers=[SimpleNamespace(exits=exits)], rows=prompt, key=key)
+    request = SimpleNamespace(
+        namespace=Namespace(), readers=[SimpleNamespace(asked=with_exits(exits))], rows=prompt, key=key
+    )
     scheduler.submit(key, prompt, **{"limit": 3, **part.submit(request), **options})
 
 
@@ -115,12 +121,12 @@ def test_a_prompt_is_asked_about_once():
     part = LoopedPart(None, GenerateOptions(), FACTS)
     prompt = np.array([1, 2, 0, 1], np.int32)
     first = part.submit(
-        SimpleNamespace(namespace=Namespace(), readers=[SimpleNamespace(exits=None)], rows=prompt, key=1)
+        SimpleNamespace(namespace=Namespace(), readers=[SimpleNamespace(asked=with_exits(None))], rows=prompt, key=1)
     )
     assert first["namespace"].part(Way, MODEL_ORDER).asker.key == 1
     part._remember(first["namespace"], prompt, (0, 1))
     for exits, tokens, route in ((None, prompt, (0, 1)), (Exits(min_visits=2), prompt, None), (None, prompt[:3], None)):
-        assert part._namespace_of(Namespace(), exits, tokens, 2).part(Way, MODEL_ORDER).route == route
+        assert part._namespace_of(Namespace(), with_exits(exits), tokens, 2).part(Way, MODEL_ORDER).route == route
 
 
 def test_a_request_that_was_on_hold_is_asked_about_with_all_of_its_rows():
