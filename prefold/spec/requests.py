@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ..errors import InputError
+from .plugins import load_plugins
 from .task import Grammar, LoopedOptions, SamplerOptions
 
 if TYPE_CHECKING:
@@ -141,8 +142,7 @@ class Stats(Jsonable):
             f"{self.requests:,} prompts, {self.tokens:,} tokens",
             f"{self.rows_computed:,} rows computed ({self.saved:.1%} saved) in {self.steps:,} steps",
         ]
-        if self.tower_runs:
-            parts.append(f"{self.tower_runs:,} images encoded")
+        parts += [counter.text(count) for counter, count in shown(self) if count and counter.is_brief]
         if self.generation is not None:
             parts.append(f"{self.generation.generated_tokens:,} tokens generated")
         spent = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
@@ -153,6 +153,40 @@ def _added(first: object, second: object, name: str) -> int:
     """Returns two counters of this name as one."""
     counts = getattr(first, name), getattr(second, name)
     return max(counts) if name.endswith("_peak") else sum(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureCounter:
+    """How a counter of a feature is shown.
+
+    name      of the field of Stats or GenerationStats
+    title     of its line in the summary of a job, which has the line if the count is not 0
+    text      returns the text of this line, for a count
+    is_brief  whether the text is part of a Stats as a text, too
+    row       its name in the table of generation of a report; "": it has no row there
+    metric    what /metrics says that it counts; "": it is no metric
+    """
+
+    name: str
+    title: str
+    text: Callable[[int], str]
+    is_brief: bool = False
+    row: str = ""
+    metric: str = ""
+
+
+_COUNTERS: dict[str, FeatureCounter] = {}
+
+
+def add_counter(counter: FeatureCounter) -> None:
+    """Has summaries, reports and metrics show a counter of a feature."""
+    _COUNTERS[counter.name] = counter
+
+
+def shown(stats: Stats | GenerationStats) -> list[tuple[FeatureCounter, int]]:
+    """Returns the counters of features that are fields of these statistics, each with its count."""
+    load_plugins()  # a process that only adds up what others counted has loaded none
+    return [(counter, getattr(stats, name)) for name, counter in _COUNTERS.items() if hasattr(stats, name)]
 
 
 Sharing = Literal["full", "mlp", "off"]
