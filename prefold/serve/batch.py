@@ -216,10 +216,10 @@ class BatchWork:
             if not output.ended:
                 if ending is None:
                     assert source is not None
-                    namespace = self._keys.namespace(Tenant(batch.tenant or None))
+                    salt_prefix = self._keys.salt_prefix(Tenant(batch.tenant or None))
                     seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
                     owner = Owner(batch.tenant or None, is_batch=True)
-                    tasks, llm = _Tasks(self._handler, namespace, owner), self._handler.llm
+                    tasks, llm = _Tasks(self._handler, salt_prefix, owner), self._handler.llm
                     job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
                     total = body["request_counts"]["total"]
 
@@ -361,14 +361,14 @@ class _Lines(OpenAIBatch):
 
 
 class _Tasks(dict[str, Any]):
-    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
+    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant only."""
 
-    def __init__(self, handler: RequestHandler, namespace: str, owner: Owner):
+    def __init__(self, handler: RequestHandler, salt_prefix: str, owner: Owner):
         super().__init__()
-        self._handler, self._namespace, self._owner = handler, namespace, owner
+        self._handler, self._salt_prefix, self._owner = handler, salt_prefix, owner
 
     def __missing__(self, name: str) -> Any:
-        order = TaskOrder(name, (), owner=self._owner, namespace=self._namespace)
+        order = TaskOrder(name, (), owner=self._owner, salt_prefix=self._salt_prefix)
         self[name] = task = self._handler.task(order)
         return task
 

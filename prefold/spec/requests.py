@@ -342,9 +342,9 @@ class Namespace(NamedTuple):
         others = (other for other in self.parts if type(other) is not type(part))
         return self._replace(parts=(*others, part))
 
-    def within(self, outer: str) -> Namespace:
-        """Returns the namespace of the same requests if they share nothing outside of `outer`; "" is no limit."""
-        return self._replace(salt=within(outer, self.salt))
+    def within(self, salt_prefix: str) -> Namespace:
+        """Returns the namespace with a prefix before its salt, outside of which nothing is shared; "" is no limit."""
+        return self._replace(salt=within(salt_prefix, self.salt))
 
 
 NO_NAMESPACE = Namespace()
@@ -456,6 +456,6 @@ class Generated(Jsonable):
         return f"Generated({text}, {ending})"
 
 
-def within(outer: str, salt: str) -> str:
-    """Returns the salt of requests that share nothing outside of `outer`; "" is no limit."""
-    return f"{outer}/{salt}" if outer else salt
+def within(salt_prefix: str, salt: str) -> str:
+    """Returns a salt with a prefix, outside of which nothing is shared; "" is no limit."""
+    return f"{salt_prefix}/{salt}" if salt_prefix else salt
