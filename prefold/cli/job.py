@@ -17,7 +17,7 @@ import click
 from ..checkpoint.identity import stored_as
 from ..errors import FleetError, RankError
 from ..spec.job import JobSpec
-from ..spec.requests import shown
+from ..spec.requests import GenerationStats, Stats, shown
 from .process import notice, say
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _label_lines(labels: Counter[str]) -> list[str]:
     ]
 
 
-def _counter_lines(stats: Any) -> list[str]:
+def _counter_lines(stats: Stats | GenerationStats) -> list[str]:
     """Returns the lines of the counters of features."""
     return [f"  {counter.title:9} {counter.text(count)}" for counter, count in shown(stats) if count]
 
