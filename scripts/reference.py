@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -197,7 +198,7 @@ def _class(name: str, kind: type, module: str) -> str:
     doc = (inspect.getdoc(kind) or "").partition("\n\nOptions:\n")[0]
     parts = [f"## {name}", f"`from {module} import {name}`", _code(name, kind), _prose(doc)]
     for member, value in _members(kind):
-        if isinstance(value, property):
+        if isinstance(value, property | cached_property):
             parts.append(f"### {name}.{member}\n\nA property. {_prose(inspect.getdoc(value) or '')}")
         else:
             parts.append(_function(f"{name}.{member}", value))
@@ -212,7 +213,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
             continue
         for name, value in vars(base).items():
             inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-            if name.startswith("_") or name in seen or not isinstance(inner, FunctionType | property):
+            if name.startswith("_") or name in seen or not isinstance(inner, FunctionType | property | cached_property):
                 continue
             seen.add(name)
             if inspect.getdoc(inner):

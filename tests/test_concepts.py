@@ -17,9 +17,11 @@ import prefold
 
 PACKAGE = Path(prefold.__file__).parent
 RATCHET = Path(__file__).with_name("ratchet.txt")
-# Words that a feature brings. In a file of the core they mean that the core knows the feature.
+# Words that a feature brings. In a file of the core they mean that the core knows the feature. Not among them are
+# `exit` and `__exit__`, which are Python's.
 FEATURE_WORDS = re.compile(
-    r"\b(\w*_)?(looped|exits?|routed?|routes|image|images|shifted|approximate\w*|hybrid)(_\w*)?\b"
+    r"\b(\w*_)?(looped|exits|exit_(threshold|change|prompts|visits)"
+    r"|routed?|routes|image|images|shifted|approximate\w*|hybrid)(_\w*)?\b"
 )
 
 

@@ -14,6 +14,7 @@ from tiny import reference, tiny_checkpoint
 from prefold import LLM
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
+from prefold.spec.requests import Namespace
 from prefold.tasks.run import run_works
 from prefold.wire.completions import chat_logprobs
 
@@ -92,10 +93,10 @@ def test_chat_and_what_is_kept(llm):
     assert llm.stats.generation.cross_window_hits >= len(prompt)
     apart = llm.chat(chat, max_tokens=5, ignore_eos=True, salt="another tenant")
     assert (apart.tokens, apart.cached_tokens) == (first.tokens, 0)
-    assert llm.cache.pin((None, ""), prompt) == len(prompt)
+    assert llm.cache.pin(Namespace(), prompt) == len(prompt)
     llm.cache.clear()
     assert llm.chat(chat, max_tokens=5, ignore_eos=True).cached_tokens == len(prompt)
-    llm.cache.unpin((None, ""), prompt)
+    llm.cache.unpin(Namespace(), prompt)
     llm.cache.clear()
     assert llm.engine.generator.scheduler.pool.used_slots == 0
 

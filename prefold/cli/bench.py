@@ -79,7 +79,7 @@ def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[
 def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
     """Returns (the number of prompts, how many of them repeat an earlier one)."""
     prompts = [
-        (task, request.adapter, request.tokens.tobytes())
+        (task, request.namespace.adapter, request.tokens.tobytes())
         for task, works in prepared.items()
         for work in works
         for request in work.requests

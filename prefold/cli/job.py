@@ -17,6 +17,7 @@ import click
 from ..checkpoint.identity import stored_as
 from ..errors import FleetError, RankError
 from ..spec.job import JobSpec
+from ..spec.requests import GenerationStats, Stats, shown
 from .process import notice, say
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _say_how_to_resume(end: str, spec: JobSpec, job: Any) -> None:
 def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", in_bytes: bool = False) -> list[str]:
     """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved. Where prompts are
     counted in bytes, and rows in tokens, it does not say what was saved."""
-    from ..jobs.report.progress import format_bytes, format_seconds
+    from ..jobs.report.progress import format_seconds
 
     stats, output = summary.stats, spec.output.path or "standard output"
     stored_in = f"stored as {stored}, " if stored else ""
@@ -110,10 +111,7 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
             rows += f"; {stats.unique_tokens:,} unique tokens"
             rows += f", {summary.excess:,} rows more than those" if summary.excess else ""
         lines.append(rows)
-        if stats.tower_runs:
-            lines.append(f"  images    {stats.tower_runs:,} images encoded")
-        if stats.state_bytes_peak:
-            lines.append(f"  states    {format_bytes(stats.state_bytes_peak)} held at peak")
+        lines += _counter_lines(stats)
         if stats.generation is not None:
             lines += _generation_lines(stats.generation, summary)
         if summary.streams > 1:
@@ -154,6 +152,11 @@ def _label_lines(labels: Counter[str]) -> list[str]:
     ]
 
 
+def _counter_lines(stats: Stats | GenerationStats) -> list[str]:
+    """Returns the lines of the counters of features."""
+    return [f"  {counter.title:9} {counter.text(count)}" for counter, count in shown(stats) if count]
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
@@ -171,9 +174,7 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
     if generation.kv_bytes_peak:
         held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
         lines.append(f"  K/V       {held} at peak; without sharing {unshared}")
-    if generation.copied_rows:
-        copied = f"{generation.copied_rows:,} rows of prompts, from other positions"
-        lines.append(f"  copied    {copied}: approximate answers")
+    lines += _counter_lines(generation)
     if generation.preemptions:
         again = f"{generation.recomputed_rows:,} rows were computed again"
         lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")
@@ -250,7 +251,7 @@ def _generation_table(generation: Any) -> list[tuple[str, str]]:
         ("rows of running sequences", generation.decode_rows),
         ("rows computed again after a preemption", generation.recomputed_rows),
         ("rows of sequences that had ended before", generation.discarded_rows),
-        ("rows of prompts copied from other positions", generation.copied_rows),
+        *((counter.row, count) for counter, count in shown(generation) if counter.row),
         ("tokens of prompts that were there on admission", generation.first_admission_hits),
         ("tokens of prompts shared within a step", generation.in_step_hits),
         ("tokens of prompts found from earlier windows", generation.cross_window_hits),

@@ -131,7 +131,8 @@ def _alone(request: Any, vocab_size: int) -> Any:
     """Return a request as it is measured: only its prompt, by the model itself, and with ids that the model has."""
     sampling = None if request.sampling is None else replace(request.sampling, max_tokens=1, min_tokens=0, n=1)
     tokens = request.tokens % vocab_size  # rows of images have larger ids
-    return replace(request, tokens=tokens, adapter=None, sampling=sampling, media=())
+    base = request.namespace._replace(adapter="")
+    return replace(request, tokens=tokens, sampling=sampling, namespace=base, media=())
 
 
 def _shape(requests: Sequence[Any]) -> Any:

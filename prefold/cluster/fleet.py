@@ -375,7 +375,7 @@ class FleetRun:
             for reads in prompts:
                 online.put(reads, now)
                 if self._warm_start is not None:
-                    self._warm_start.add(Request(reads[0].tokens, adapter=reads[0].adapter, salt=reads[0].salt))
+                    self._warm_start.add(Request(reads[0].tokens, namespace=reads[0].namespace))
         feed.is_hungry = not online.num_waiting and online.room() > 0
         if feed.is_over:
             del self._inputs[call]

@@ -76,12 +76,12 @@ def generation_body(
     if values.get("top_k") == 0:
         values["top_k"] = -1  # which means all tokens everywhere; some servers refuse 0
     shared: dict[str, Any] = values | {
-        "model": request.adapter or model,
+        "model": request.namespace.adapter or model,
         "max_tokens": sampling.max_tokens,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
         "stop": list(sampling.stop) or None,
         "stop_token_ids": list(sampling.stop_ids) or None,
-        "cache_salt": request.salt or None,
+        "cache_salt": request.namespace.salt or None,
         "response_format": _response_format(sampling.grammar),
     }
     text = None if text_of is None else text_of(request.tokens)
@@ -184,8 +184,8 @@ def embedding_bodies(
     """Returns (path, body) for the vectors of prompts of one adapter: OpenAI's, and TEI's for a server without it,
     which has no adapters."""
     _check(requests, readout)
-    adapter = requests[0].adapter
-    assert all(request.adapter == adapter for request in requests)
+    adapter = requests[0].namespace.adapter
+    assert all(request.namespace.adapter == adapter for request in requests)
     model = adapter or model
     if text_of is None:
         ids = [request.tokens.tolist() for request in requests]
@@ -220,7 +220,7 @@ def logprob_bodies(request: Request, readout: Readout, model: str) -> list[tuple
                 "a server reads only targets that follow in the prompt", field="targets", code="unsupported"
             )
         ends = [int(targets[-1])]
-    shared: dict[str, Any] = {"model": request.adapter or model, "cache_salt": request.salt or None}
+    shared: dict[str, Any] = {"model": request.namespace.adapter or model, "cache_salt": request.namespace.salt or None}
     shared |= {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     prompts = [[*request.tokens.tolist(), int(end)] for end in ends]
     return [("/v1/completions", Completion(prompt=prompt, **shared)) for prompt in prompts]

@@ -267,8 +267,8 @@ class HttpHost(AsyncHost):
             return 0
         if call.readout.kind == "tokens" or call.readout.kind in _LOGPROBS:
             return 1
-        adapter = self._waiting[0][2].adapter  # embeddings of one model go into one body
-        return sum(1 for _ in takewhile(lambda waiting: waiting[2].adapter == adapter, islice(self._waiting, _BATCH)))
+        adapters = [request.namespace.adapter for _, _, request in islice(self._waiting, _BATCH)]
+        return sum(1 for _ in takewhile(adapters[0].__eq__, adapters))  # embeddings of one model go into one body
 
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         """Returns the answers to some requests. Where the server refuses several at once, each is asked by itself."""

@@ -30,11 +30,11 @@ class _HostRun:
         self.windows: SimpleQueue[Window | None] = SimpleQueue()
         self.has_ended = False
         self.open = 0
-        self._last: tuple[Any, bytes] = (None, b"")  # adapter and salt, and tokens, of the last request
+        self._last: tuple[Any, bytes] = (None, b"")  # namespace and tokens of the last request
 
     def give(self, window: Window) -> None:
         """Takes a window, which continues the path of the window before it, as far as both share it."""
-        (before, last), namespace = self._last, (window.adapter, window.salt)
+        (before, last), namespace = self._last, window.namespace
         common = shared_by(last, window.tokens[: window.offsets[1]].tobytes()) if before == namespace else 0
         self._last = namespace, window.tokens[window.offsets[-2] :].tobytes()
         self.windows.put(replace(window, common=common))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec.requests import Generated
+from ..spec.requests import Generated, Namespace
 from ..trie import Window
 from ..trie.live import Bucket, LiveWindow, WaitingRequest
 from ..trie.live_windows import window_of
@@ -258,8 +258,8 @@ class _Prompt:
         return next(iter(self.unanswered.values()))
 
     @property
-    def namespace(self) -> tuple[str | None, str]:
-        return (self.first.adapter or None, self.first.salt)
+    def namespace(self) -> Namespace:
+        return self.first.namespace
 
 
 class OnlineSource(Source):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from ..errors import InputError
-from ..spec.requests import Exits, Owner, Readout, Request, Sharing, Stats
+from ..spec.requests import NO_NAMESPACE, Asked, Namespace, Owner, Readout, Request, Sharing, Stats
 from ..text import Tokenizer
 from ..trie import LiveInput, LiveWindows, Window, token_bytes
 from ..trie.live_windows import watched
@@ -23,7 +23,7 @@ from .generate import Generator, check_sharing
 from .loop import EngineLoop
 from .meter import Meter, StepBudget, StepInfo
 from .protocol import EngineFacts, EngineOptions
-from .requests import LAST_ROW_KINDS, Answer, check_exits, joint_readout
+from .requests import LAST_ROW_KINDS, Answer, check_asked, joint_readout
 from .schedule.generate_step import NO_OWNER
 from .schedule.parts import engine_parts
 from .stream import run_stream
@@ -130,7 +130,7 @@ class ModelEngine(EngineLoop):
             if readout.kind == "tokens":
                 check_sharing(sharing)
             else:
-                check_exits(self.parts, readout.exits, sharing)
+                check_asked(self.parts, readout, sharing)
                 if not self._is_scheduled(readout, share, cache_prefill):
                     budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
                     options: dict[str, Any] = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
@@ -143,7 +143,7 @@ class ModelEngine(EngineLoop):
     def _is_scheduled(self, readout: Readout, share: bool, cache_prefill: bool | None) -> bool:
         """Return whether the scheduler reads values in the KV store, where earlier and later requests share their rows;
         else the planner reads them in a row stream."""
-        if any(part.in_slots(readout.exits) for part in self.parts):
+        if any(part.in_slots(readout) for part in self.parts):
             return True
         return share and (self.options.cache_prefill if cache_prefill is None else cache_prefill)
 
@@ -156,10 +156,9 @@ class ModelEngine(EngineLoop):
         share = (run["sharing"] or self.facts.sharing) == "full"
         in_slots = readout.kind == "tokens" or (share and readout.kind in (*LAST_ROW_KINDS, "logprobs"))
 
-        def is_held(namespace: Any, prefix: np.ndarray) -> bool:
+        def is_held(namespace: Namespace, prefix: np.ndarray) -> bool:
             """Returns whether the KV store holds a good part of a prefix."""
-            adapter, salt = namespace
-            return self.held_rows(prefix, adapter or None, salt, source.exits) >= max(1, _HELD * len(prefix))
+            return self.held_rows(prefix, namespace, source.asked) >= max(1, _HELD * len(prefix))
 
         live = LiveWindows(
             source.feed,
@@ -209,13 +208,11 @@ class ModelEngine(EngineLoop):
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
         return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
 
-    def held_rows(
-        self, tokens: np.ndarray, adapter: str | None = None, salt: str = "", exits: Exits | None = None
-    ) -> int:
+    def held_rows(self, tokens: np.ndarray, namespace: Namespace = NO_NAMESPACE, asked: Asked | None = None) -> int:
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests
-        with these exits. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
+        of which this is asked. Any thread may call it; steps go on meanwhile, so that the number may already be old."""
         scheduler = self.generator.scheduler
-        namespace = scheduler.namespace_of((adapter, salt), exits, tokens)
+        namespace = scheduler.namespace_of(namespace, asked, tokens)
         return sum(same for _, same in scheduler.tree.match(namespace, token_bytes(tokens)))
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from .messages import Change, InFlightStep, is_known, message_of
 from .meter import Meter, StepBudget, StepInfo
 from .pace import StepPace, StepPolicy
 from .protocol import EngineOptions
-from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_exits
+from .requests import Answer, OpenRequest, Reader, RequestBuilder, check_asked
 from .samples import OnText
 from .schedule.admission import InOrder
 from .schedule.generate_step import NO_OWNER, GenerateStep
@@ -59,7 +59,7 @@ class Generator:
         self._on_message = hooks(parts, "message")
         self.depth = worker.facts.slot_depth
         self._budget, self._meter = budget, meter
-        check = partial(check_exits, parts)
+        check = partial(check_asked, parts)
         self._builder = RequestBuilder(worker.facts, engine.eos_ids, reserve=options.reserve_output, check=check)
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()  # added by any thread, not yet submitted to the scheduler

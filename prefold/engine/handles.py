@@ -122,5 +122,4 @@ class ReadGroup:
 
 def _are_twins(before: Request, request: Request) -> bool:
     """Returns whether a request is a further read of the prompt before it (see `Window.twins`)."""
-    same_namespace = before.adapter == request.adapter and before.salt == request.salt
-    return same_namespace and np.array_equal(before.tokens, request.tokens)
+    return before.namespace == request.namespace and np.array_equal(before.tokens, request.tokens)

@@ -9,9 +9,9 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from ..spec.requests import Exits, GenerationStats, Readout, Result
+from ..spec.requests import GenerationStats, Namespace, Readout, Result
 from .cache import SCRATCH
-from .requests import Reader, ValueReader, adapter_number, kept_states_of
+from .requests import KeptStates, Reader, ValueReader, adapter_number
 from .sampling import drawing_of
 from .schedule.generate_step import GenerateStep
 from .schedule.steps import Reads, SlotResult, SlotStep
@@ -61,19 +61,19 @@ def is_known(step: GenerateStep, readers: Sequence[Reader]) -> bool:
     )
 
 
-def adapter_of(facts: Facts, namespace: Sequence[object]) -> int:
+def adapter_of(facts: Facts, namespace: Namespace) -> int:
     """Returns the number of a namespace's adapter; -1 if it has none."""
-    number = adapter_number(facts, namespace[0])  # type: ignore[arg-type]
+    number = adapter_number(facts, namespace.adapter)
     return -1 if number is None else number
 
 
-def kept_rows(step: GenerateStep) -> list[tuple[Exits | None, int]]:
-    """Returns (exits, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for its
-    result, is left out: its state is kept already."""
+def kept_rows(step: GenerateStep) -> list[tuple[Namespace, int]]:
+    """Returns (namespace, row) of each row of a step whose hidden state is to be kept. A row that only runs again, for
+    its result, is left out: its state is kept already."""
     return [
-        (states.exits, row)
+        (namespace, row)
         for namespace, first, stop in step.namespaces
-        if (states := kept_states_of(namespace)) is not None
+        if namespace.part(KeptStates, None) is not None
         for row in range(first, stop)
         if step.message.slots[row] != SCRATCH
     ]

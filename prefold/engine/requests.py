@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, no_lm_head
-from ..spec.requests import Exits, Generated, Owner, Readout, Request, Result, Sharing, TokenLogprobs, refuse_exits
+from ..spec.requests import Asked, Generated, Namespace, Owner, Readout, Request, Result, Sharing, TokenLogprobs
 from ..text import Tokenizer
 from ..text.detokenize import Detokenizer
 from ..text.grammar import GrammarCompiler
@@ -31,22 +31,22 @@ Answer = list[Generated] | Result | InputError
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """A KeptStates marks the namespace of rows whose hidden states are kept in their slots. All rows of a prompt can
-    then be read in the step of its last row, whichever request computed them. exits: after which visit they are
-    read."""
-
-    exits: Exits | None
+    """A KeptStates is the part of the namespace of rows whose hidden states are kept in their slots. All rows of a
+    prompt can then be read in the step of its last row, whichever request computed them."""
 
 
-def kept_states_of(namespace: Sequence[Hashable]) -> KeptStates | None:
-    """Returns the KeptStates of a namespace; None if hidden states are not kept in it."""
-    return namespace[2] if len(namespace) > 2 and isinstance(namespace[2], KeptStates) else None
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """An Alone is the part of the namespace of a request that shares no rows. key: of the request"""
+
+    key: int
 
 
 class ValueReader:
     """A ValueReader takes the numbers that are read of a prompt. It has the interface of a Sample that makes no
     tokens.
 
+    asked    the Readout
     targets  int32, with "logprobs": the tokens whose log-probabilities are wanted
     count    how many of the prompt's last rows are read, by their kept hidden states; None: only the last row is read
     """
@@ -56,7 +56,8 @@ class ValueReader:
     tokens: Sequence[int] = ()
 
     def __init__(self, readout: Readout, targets: np.ndarray, count: int | None):
-        self.readout, self.targets, self.count, self.exits = readout, targets, count, readout.exits
+        self.asked = self.readout = readout
+        self.targets, self.count = targets, count
         self.result: Result | None = None
 
     @property
@@ -84,15 +85,15 @@ Reader = Sample | ValueReader
 class OpenRequest:
     """An OpenRequest is a request that has no answer yet.
 
-    readers             a Sample for each sample; for a request that is not continued, one ValueReader
-    on_done             called with the answer
-    limit               the most tokens that each reader takes
-    reserve             whether room for all of these is set aside at admission
-    namespace           rows are shared only between requests of one namespace
-    owner               the tenant and the class that it runs for
-    again               whether it is a further read of a prompt that an earlier request counts
-    cached_tokens       how many of the prompt's rows were in the KV store when its first sample was admitted
-    approximate_tokens  how many of the prompt's rows were copied from other positions
+    readers        a Sample for each sample; for a request that is not continued, one ValueReader
+    on_done        called with the answer
+    limit          the most tokens that each reader takes
+    reserve        whether room for all of these is set aside at admission
+    namespace      rows are shared only between requests of one namespace
+    owner          the tenant and the class that it runs for
+    again          whether it is a further read of a prompt that an earlier request counts
+    cached_tokens  how many of the prompt's rows were in the KV store when its first sample was admitted
+    noted          further fields of the Generated of each sample, which features fill in
     """
 
     key: int
@@ -101,11 +102,11 @@ class OpenRequest:
     on_done: Callable[[Any], None]
     limit: int
     reserve: bool
-    namespace: tuple[Hashable, ...]
+    namespace: Namespace
     owner: Owner
     again: bool = False
     cached_tokens: int = 0
-    approximate_tokens: int = 0
+    noted: dict[str, int] = field(default_factory=dict)
 
     @property
     def rows(self) -> np.ndarray:
@@ -136,7 +137,7 @@ class OpenRequest:
             if reader.error is not None:
                 return reader.error
             samples.append(reader)
-        return [sample.result(self.cached_tokens, self.approximate_tokens) for sample in samples]
+        return [sample.result(self.cached_tokens, **self.noted) for sample in samples]
 
 
 def joint_readout(readout: Readout, num_targets: Iterable[int]) -> Readout:
@@ -158,13 +159,10 @@ def num_read_rows(readout: Readout, request: Request) -> int | None:
     return targets if readout.keeps or targets != 1 else None
 
 
-def check_exits(parts: Sequence[EnginePart], exits: Exits | None, sharing: Sharing = "full") -> None:
-    """Raise InputError for exits that no part of an engine can follow with this sharing."""
-    checks = hooks(parts, "check")
-    for check in checks:
-        check(exits, sharing)
-    if exits is not None and not checks:
-        refuse_exits(exits)
+def check_asked(parts: Sequence[EnginePart], asked: Asked, sharing: Sharing = "full") -> None:
+    """Raise InputError if an engine of these parts cannot do with this sharing what is asked."""
+    for check in hooks(parts, "check"):
+        check(asked, sharing)
 
 
 def reads_last_rows(readout: Readout, num_targets: Iterable[int]) -> bool:
@@ -180,10 +178,10 @@ class RequestBuilder:
     """A RequestBuilder turns a Request into an OpenRequest. Any thread may call it.
 
     reserve  whether room for the whole output is set aside when the request limits its length
-    check    takes the exits of a request, and raises InputError if the engine cannot follow them
+    check    takes what is asked of a request, and raises InputError if the engine cannot do it
     """
 
-    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, check: Callable[[Exits | None], None]):
+    def __init__(self, facts: Facts, eos_ids: Sequence[int], *, reserve: bool, check: Callable[[Asked], None]):
         self.facts, self.eos_ids, self._reserve = facts, tuple(eos_ids), reserve
         self._check = check
         self._texts: _TextMakers | None = None
@@ -206,17 +204,17 @@ class RequestBuilder:
         sharing  whether it shares rows with other requests
         owner    the tenant and the class that it runs for
         """
-        adapter_number(self.facts, request.adapter)
+        adapter_number(self.facts, request.namespace.adapter)
         check_logits(self.facts, "tokens" if readout is None else readout.kind)
-        with_exits = request.sampling or readout
-        self._check(None if with_exits is None else with_exits.exits)
-        # A request that shares no rows has a namespace of its own.
-        namespace = (request.adapter, request.salt, *(() if sharing else (key,)))
+        asked = request.sampling or readout
+        assert asked is not None
+        self._check(asked)
+        namespace = request.namespace if sharing else request.namespace.with_part(Alone(key))
         if request.sampling is None:
             assert readout is not None
             reader = self._reader(readout, request)
             if reader.count is not None:
-                namespace = (*namespace[:2], KeptStates(reader.exits), *namespace[2:])
+                namespace = namespace.with_part(KeptStates())
             return OpenRequest(key, request, [reader], on_done, 1, True, namespace, owner)
         room, most = self.facts.max_positions - len(request.tokens), request.sampling.max_tokens
         limit = room if most is None else min(most, room)
@@ -291,9 +289,9 @@ def check_logits(facts: Facts, kind: str) -> None:
         raise no_lm_head()
 
 
-def adapter_number(facts: Facts, name: str | None) -> int | None:
-    """Returns the number by which the worker knows an adapter; None for None. Raises InputError for an unknown one."""
-    if name is None or name in facts.adapters:
-        return None if name is None else facts.adapters.index(name)
+def adapter_number(facts: Facts, name: str) -> int | None:
+    """Returns the number by which the worker knows an adapter; None for "". Raises InputError for an unknown one."""
+    if not name or name in facts.adapters:
+        return facts.adapters.index(name) if name else None
     remedy = f"those loaded: {', '.join(facts.adapters) or 'none'}"
     raise InputError(f"there is no adapter {name!r}", field="adapter", remedy=remedy, code="unknown_adapter")

@@ -35,6 +35,7 @@ OnText = Callable[[TextPiece], None]
 class Sample:
     """A Sample takes the tokens that steps chose for it, one after the other, and makes its text of them.
 
+    asked          the Sampling
     number         the sample's number in its request
     tokens         the tokens that it has taken
     finish_reason  why it ended; None while it goes on
@@ -59,7 +60,7 @@ class Sample:
         sampling = request.sampling
         assert sampling is not None
         self.number = number
-        self.exits = sampling.exits
+        self.asked = sampling
         self.tokens: list[int] = []
         self.finish_reason: Literal["stop", "length", "cancelled"] | None = None
         self.error: InputError | None = None
@@ -122,8 +123,8 @@ class Sample:
         if not self.is_done:
             self._end("cancelled")
 
-    def result(self, cached_tokens: int, approximate_tokens: int = 0) -> Generated:
-        """Returns the result of a sample that has ended without an error."""
+    def result(self, cached_tokens: int, **noted: int) -> Generated:
+        """Returns the result of a sample that has ended without an error. noted: further fields of the Generated"""
         assert self.finish_reason is not None
         # Tokens behind a stop string are no part of the result.
         count = len(self.tokens) if self._text is None else self._text.num_tokens
@@ -137,8 +138,8 @@ class Sample:
             finish_reason=self.finish_reason,
             stop=self._stop,
             cached_tokens=cached_tokens,
-            approximate_tokens=approximate_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs[:count]),
+            **noted,
         )
 
     def _check_grammar(self) -> None:

@@ -120,7 +120,7 @@ class _StreamRun:
                 max_batch_rows=self.budget.rows,
                 follows=follows,
                 stream=self.number,
-                adapter=adapter_number(self.worker.facts, window.adapter),
+                adapter=adapter_number(self.worker.facts, window.namespace.adapter),
             )
             follows = self.sharing == "full"  # "off" and "mlp" leave no path behind
             results = _WindowResults(window, self.readout, lengths)

@@ -26,7 +26,7 @@ from ..engine.cache import CacheEvents
 from ..engine.cache.events import CacheEvent, EventLog, RowsRemoved, RowsStored
 from ..errors import InputError, JobError, MissingExtraError
 from ..spec.job import JobSpec
-from ..spec.requests import Generated, Request, Sampling, Stats, TokenLogprobs
+from ..spec.requests import Generated, Namespace, Request, Sampling, Stats, TokenLogprobs
 from ..spec.task import not_sent, sent_names
 from ..trie import MEDIA_BASE, shared_by
 
@@ -234,14 +234,14 @@ class VllmHost(AsyncHost):
 
     async def _ask(self, call: RunCall, requests: list[Request]) -> tuple[list[Any], Stats]:
         (request,) = requests
-        if request.adapter is not None:
+        if request.namespace.adapter:
             raise lacks("adapter")
         if int(request.tokens.max()) >= MEDIA_BASE:
             raise lacks("image")
         params = sampling_params(request.sampling or Sampling(), call.text, self._longest - len(request.tokens))
         prompt: dict[str, Any] = {"prompt_token_ids": request.tokens.tolist()}
-        if request.salt:
-            prompt["cache_salt"] = request.salt
+        if request.namespace.salt:
+            prompt["cache_salt"] = request.namespace.salt
         self._number += 1
         output = None
         try:
@@ -449,13 +449,13 @@ class BlockEvents:
         return events
 
 
-def _namespace(adapter: str | None, keys: Any) -> tuple[str | None, str]:
-    """Returns (adapter, salt) of a first block. The salt is the text among the keys that its hash has beside the
+def _namespace(adapter: str | None, keys: Any) -> Namespace:
+    """Returns the namespace of a first block. The salt is the text among the keys that its hash has beside the
     tokens."""
     texts = [key for key in keys or () if isinstance(key, str)]
     if adapter is not None and adapter in texts:
         texts.remove(adapter)
-    return adapter, texts[0] if texts else ""
+    return Namespace(adapter or "", texts[0] if texts else "")
 
 
 def _decoded(message: bytes) -> list[dict[str, Any]]:

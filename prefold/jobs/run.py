@@ -78,8 +78,8 @@ class Flow:
                 raise self.reader.error
             return spool.windows(max_tokens=window)
 
-        exits = task.sampling.exits if task.readout.kind == "tokens" else task.readout.exits
-        source = LiveInput(batch.feed, window, None if spool is None else rest, see, exits=exits)
+        asked = task.sampling if task.readout.kind == "tokens" else task.readout
+        source = LiveInput(batch.feed, window, None if spool is None else rest, see, asked=asked)
         return results_of(engine, task, source, **run)
 
     def check(self) -> None:

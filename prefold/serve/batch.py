@@ -231,7 +231,7 @@ class BatchWork:
     ) -> str | None:
         """Runs the job of a batch. Returns the status with which the batch ends; None if it goes on later."""
         owner, llm = Owner(batch.tenant or None, is_batch=True), self._handler.llm
-        tasks = _Tasks(self._handler, self._keys.namespace(Tenant(batch.tenant or None)), owner)
+        tasks = _Tasks(self._handler, self._keys.salt_prefix(Tenant(batch.tenant or None)), owner)
         seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
         job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
         total, room = body["request_counts"]["total"], self._store.bytes_left(batch.tenant)
@@ -324,14 +324,14 @@ class _Lines(OpenAIBatch):
 
 
 class _Tasks(dict[str, Any]):
-    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant's namespace only."""
+    """A _Tasks makes the tasks of a batch's lines, whose prompts are shared within a tenant only."""
 
-    def __init__(self, handler: RequestHandler, namespace: str, owner: Owner):
+    def __init__(self, handler: RequestHandler, salt_prefix: str, owner: Owner):
         super().__init__()
-        self._handler, self._namespace, self._owner = handler, namespace, owner
+        self._handler, self._salt_prefix, self._owner = handler, salt_prefix, owner
 
     def __missing__(self, name: str) -> Any:
-        order = TaskOrder(name, (), owner=self._owner, namespace=self._namespace)
+        order = TaskOrder(name, (), owner=self._owner, salt_prefix=self._salt_prefix)
         self[name] = task = self._handler.task(order)
         return task
 

@@ -63,15 +63,15 @@ class RequestContext:
         self.model, self.adapter = self.state.model_of(self.body.get("model"))
 
     def order(self, order: TaskOrder) -> TaskOrder:
-        """Returns an order with this request's tenant, adapter and namespace."""
+        """Returns an order with this request's tenant, adapter and prefix of salts."""
         check_texts(self.body, self.state.options.max_texts)
         check_samples(order.items, self.state.options.max_texts)
-        items, namespace = order.items, self.state.keys.namespace(self.tenant)
+        items, salt_prefix = order.items, self.state.keys.salt_prefix(self.tenant)
         if self.adapter is not None:
             items = [item | {"adapter": self.adapter} for item in items]
-        if order.task != "generate" and not order.share:  # numbers share nothing in a namespace of their own
-            namespace += new_id()
-        order.items, order.namespace = items, namespace
+        if order.task != "generate" and not order.share:  # numbers with a prefix of their own share nothing
+            salt_prefix += new_id()
+        order.items, order.salt_prefix = items, salt_prefix
         order.owner, order.num_bytes = self.tenant.owner, self.num_bytes
         return order
 

@@ -32,7 +32,7 @@ from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..engine.schedule.fair import FairAdmission
 from ..errors import InputError
-from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs, within
+from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs
 from ..spec.server import ServerSpec
 from ..spec.task import GenerationOptions
 from ..tasks import GenerateTask, Work
@@ -111,9 +111,9 @@ class RequestHandler:
         answer has the `prompt` of PromptTask. Raises InputError or Refusal."""
         if order.echo is None:
             return await self._results(order)
-        # A namespace of its own keeps scores from being shared with other requests.
-        namespace = order.namespace if order.share else order.namespace + uuid4().hex
-        prompts: list[Any] = (await self._results(replace(order, namespace=namespace)))[0]
+        # A prefix of its own keeps scores from being shared with other requests.
+        salt_prefix = order.salt_prefix if order.share else order.salt_prefix + uuid4().hex
+        prompts: list[Any] = (await self._results(replace(order, salt_prefix=salt_prefix)))[0]
         if all(prompt.choices for prompt in prompts):
             return prompts, False
         samples: list[Any] = (await self._results(replace(order, echo=None)))[0]
@@ -189,9 +189,9 @@ class RequestHandler:
             return function() if num_bytes <= SHORT_BYTES else await self.in_pool(owner, function)
 
     def task(self, order: TaskOrder) -> BoundedTask:
-        """Returns the task of an order, within the server's limits and the order's namespace. Its requests can read no
-        file of this machine but the tenant's uploads, and their images are in the namespace. For a model without logits
-        a conversation can be tokenised, but not continued."""
+        """Returns the task of an order, within the server's limits and the order's prefix of salts. Its requests can
+        read no file of this machine but the tenant's uploads, and their images have the prefix too. For a model without
+        logits a conversation can be tokenised, but not continued."""
         options = {**(self._of_texts if order.task == "generate" else {}), **order.options}
         if order.task == "generate" and not order.computes and not self.llm.config.lm_head:
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, options.pop("max_length", None))
@@ -204,13 +204,13 @@ class RequestHandler:
                 store, tenant = self._store, str(order.owner.tenant or "")
                 path_of = None if store is None else lambda id: store.path_of(tenant, id)
                 task = copy(task)
-                task.inputs = replace(task.inputs, images=images.for_clients(path_of, order.namespace))
+                task.inputs = replace(task.inputs, images=images.for_clients(path_of, order.salt_prefix))
         if order.echo is not None:
             task = PromptTask(task, order.echo, self.engine.facts.options.eos_ids)
         if order.readout is not None:
             task = copy(task)
             task.readout = order.readout
-        return BoundedTask(task, self.options, order.namespace)
+        return BoundedTask(task, self.options, order.salt_prefix)
 
     def public(self, text: str) -> str:
         """Returns a text for clients, with the model's name in place of its path on this machine."""
@@ -328,11 +328,11 @@ def fingerprint(llm: Any) -> str:
 
 
 class BoundedTask:
-    """A BoundedTask is a task whose requests share nothing outside a namespace, and whose items are checked against the
-    server's limits."""
+    """A BoundedTask is a task whose requests share rows only under one prefix of salts, and whose items are checked
+    against the server's limits."""
 
-    def __init__(self, task: Any, options: ServerSpec, namespace: str):
-        self._task, self._options, self._namespace = task, options, namespace
+    def __init__(self, task: Any, options: ServerSpec, salt_prefix: str):
+        self._task, self._options, self._salt_prefix = task, options, salt_prefix
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -344,9 +344,10 @@ class BoundedTask:
         prepared = iter(self._task.prepare([item for item, error in zip(items, errors, strict=True) if error is None]))
         works = [next(prepared) if error is None else error for error in errors]
         for work in works:
-            if self._namespace and not isinstance(work, InputError):
-                requests = [replace(request, salt=within(self._namespace, request.salt)) for request in work.requests]
-                work.requests[:] = requests
+            if self._salt_prefix and not isinstance(work, InputError):
+                work.requests[:] = [
+                    replace(request, namespace=request.namespace.within(self._salt_prefix)) for request in work.requests
+                ]
         return works
 
 

@@ -1,4 +1,4 @@
-"""Reads the file of keys, with their tenants, and gives each tenant a namespace in which its prompts are shared."""
+"""Reads the file of keys, with their tenants. Each tenant has a prefix of salts, under which its prompts are shared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import Meta, field
 
 from ..errors import InputError, JobError
 from ..spec.files import read_text
-from ..spec.requests import Owner, Share
+from ..spec.requests import Namespace, Owner, Share
 from ..wire.body import Body
 
 
@@ -125,7 +125,7 @@ class Keys:
 
     @property
     def names(self) -> Mapping[str, str | None]:
-        """Returns {namespace: name of its tenant}."""
+        """Returns {prefix of salts: name of its tenant}."""
         return self._names
 
     def reload(self) -> None:
@@ -133,13 +133,13 @@ class Keys:
         if self._path is not None:
             keys = read_keys(Path(self._path))
             self._tenants = {self._place(digest): (digest, tenant) for digest, tenant in keys}
-            self._names = {self.namespace(tenant): tenant.name for tenant in self.tenants}
+            self._names = {self.salt_prefix(tenant): tenant.name for tenant in self.tenants}
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
     def tenant_of(self, namespace: Hashable) -> Hashable:
-        """Returns the name of the tenant of an engine's namespace (adapter, salt), or None."""
-        salt = namespace[1] if isinstance(namespace, tuple) else ""
-        return self._names.get(str(salt).partition("/")[0])
+        """Returns the name of the tenant of an engine's namespace, or None."""
+        salt = namespace.salt if isinstance(namespace, Namespace) else ""
+        return self._names.get(salt.partition("/")[0])
 
     def limits_of(self, name: Hashable) -> Limits:
         """Returns the limits of a tenant."""
@@ -165,7 +165,7 @@ class Keys:
     def _place(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
 
-    def namespace(self, tenant: Tenant) -> str:
+    def salt_prefix(self, tenant: Tenant) -> str:
         """Returns the prefix of the salts of a tenant's requests, which keeps tenants from sharing rows."""
         if tenant.name is None:
             return ""

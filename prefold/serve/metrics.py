@@ -31,7 +31,7 @@ from .. import __version__
 from ..engine.handles import Handle
 from ..engine.meter import StepInfo
 from ..jobs.report.page import merged
-from ..spec.requests import Generated, GenerationStats
+from ..spec.requests import Generated, GenerationStats, shown
 from ..tasks.results import Generation
 
 # vLLM's buckets for the time of a request, for its first token, and between two tokens, in seconds. Buckets below
@@ -205,8 +205,8 @@ class Metrics:
             "unique_rows": ("Rows of the streams: unique tokens.", stats.unique_tokens),
             "rows_computed": ("Rows that went through the model.", stats.rows_computed),
             "steps": ("Forward passes.", stats.steps),
-            "tower_runs": ("Images that were encoded.", stats.tower_runs),
         }
+        counts |= {counter.name: (counter.metric, count) for counter, count in shown(stats) if counter.metric}
         if stats.generation is not None:
             texts = stats.generation
             counts |= {

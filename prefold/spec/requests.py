@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from ..errors import InputError
+from .plugins import load_plugins
 from .task import Grammar, LoopedOptions, SamplerOptions
 
 if TYPE_CHECKING:
     import numpy as np
+
+P = TypeVar("P")
+D = TypeVar("D")
 
 
 class Jsonable:
@@ -137,8 +142,7 @@ class Stats(Jsonable):
             f"{self.requests:,} prompts, {self.tokens:,} tokens",
             f"{self.rows_computed:,} rows computed ({self.saved:.1%} saved) in {self.steps:,} steps",
         ]
-        if self.tower_runs:
-            parts.append(f"{self.tower_runs:,} images encoded")
+        parts += [counter.text(count) for counter, count in shown(self) if count and counter.is_brief]
         if self.generation is not None:
             parts.append(f"{self.generation.generated_tokens:,} tokens generated")
         spent = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
@@ -149,6 +153,40 @@ def _added(first: object, second: object, name: str) -> int:
     """Returns two counters of this name as one."""
     counts = getattr(first, name), getattr(second, name)
     return max(counts) if name.endswith("_peak") else sum(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureCounter:
+    """How a counter of a feature is shown.
+
+    name      of the field of Stats or GenerationStats
+    title     of its line in the summary of a job, which has the line if the count is not 0
+    text      returns the text of this line, for a count
+    is_brief  whether the text is part of a Stats as a text, too
+    row       its name in the table of generation of a report; "": it has no row there
+    metric    what /metrics says that it counts; "": it is no metric
+    """
+
+    name: str
+    title: str
+    text: Callable[[int], str]
+    is_brief: bool = False
+    row: str = ""
+    metric: str = ""
+
+
+_COUNTERS: dict[str, FeatureCounter] = {}
+
+
+def add_counter(counter: FeatureCounter) -> None:
+    """Has summaries, reports and metrics show a counter of a feature."""
+    _COUNTERS[counter.name] = counter
+
+
+def shown(stats: Stats | GenerationStats) -> list[tuple[FeatureCounter, int]]:
+    """Returns the counters of features that are fields of these statistics, each with its count."""
+    load_plugins()  # a process that only adds up what others counted has loaded none
+    return [(counter, getattr(stats, name)) for name, counter in _COUNTERS.items() if hasattr(stats, name)]
 
 
 Sharing = Literal["full", "mlp", "off"]
@@ -273,10 +311,47 @@ class Sampling(LoopedOptions, SamplerOptions):
     exit_visits: tuple[int, ...] = ()
     route: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def exits(self) -> Exits | None:
         """Returns after which visits rows are read; None: as the checkpoint says."""
         return Exits.of(self, self.exit_visits)
+
+
+# What is wanted of a prompt beside its tokens: it is continued, or numbers are read. Features find their options in it.
+Asked = Sampling | Readout
+
+
+class Namespace(NamedTuple):
+    """What separates rows beside their tokens: requests share rows only within one namespace. Tries, caches and slots
+    compare namespaces as a whole.
+
+    adapter  the LoRA adapter that computes the rows; "": the base model
+    salt     a text that keeps requests from sharing rows with the requests of other customers
+    parts    what an engine and its features add, such as the route of a looped model: at most one value of each class
+    """
+
+    adapter: str = ""
+    salt: str = ""
+    parts: tuple[Hashable, ...] = ()
+
+    def part(self, kind: type[P], default: D) -> P | D:
+        """Returns the part of this class; the default if there is none."""
+        for part in self.parts:
+            if isinstance(part, kind):
+                return part
+        return default
+
+    def with_part(self, part: Hashable) -> Namespace:
+        """Returns the namespace with this part, in place of a part of the same class."""
+        others = (other for other in self.parts if type(other) is not type(part))
+        return self._replace(parts=(*others, part))
+
+    def within(self, salt_prefix: str) -> Namespace:
+        """Returns the namespace with a prefix before its salt, outside of which nothing is shared; "" is no limit."""
+        return self._replace(salt=within(salt_prefix, self.salt))
+
+
+NO_NAMESPACE = Namespace()
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,19 +379,17 @@ class Request:
     targets   int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose log-probability is wanted
               at the row of position n - m + t. A continuation's last token is a target and no row: score(P, C) is
               tokens = P + C[:-1], targets = C
-    adapter   the LoRA adapter it runs with, None: the base model
     sampling  how the tokens that continue the prompt are chosen; None: the prompt is not continued, and numbers are
               read as the run's Readout says
-    salt      requests share a prefix only where adapter and salt are equal
+    namespace requests share a prefix only within one namespace; it names the LoRA adapter too
     priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
-    media     the images that have rows among `tokens`, of the request's salt
+    media     the images that have rows among `tokens`, of the namespace's salt
     """
 
     tokens: np.ndarray
     targets: np.ndarray | None = None
-    adapter: str | None = None
     sampling: Sampling | None = None
-    salt: str = ""
+    namespace: Namespace = NO_NAMESPACE
     priority: int = 0
     media: tuple[Medium, ...] = ()
 
@@ -387,6 +460,6 @@ class Generated(Jsonable):
         return f"Generated({text}, {ending})"
 
 
-def within(namespace: str, salt: str) -> str:
-    """Returns the salt of requests that share nothing outside of a namespace; "" is none."""
-    return f"{namespace}/{salt}" if namespace else salt
+def within(salt_prefix: str, salt: str) -> str:
+    """Returns a salt with a prefix, outside of which nothing is shared; "" is no limit."""
+    return f"{salt_prefix}/{salt}" if salt_prefix else salt

@@ -173,7 +173,8 @@ class Inputs:
         work = make()
         if name is None:
             return work
-        return replace(work, requests=[replace(request, adapter=name) for request in work.requests])
+        requests = [replace(request, namespace=request.namespace._replace(adapter=name)) for request in work.requests]
+        return replace(work, requests=requests)
 
     def text(self, value: Any, field: str, pictures: list[Picture] | None = None) -> Text:
         """Returns a text as it is, token ids as int32 [n], or the ids of a text with images. Raises InputError for any

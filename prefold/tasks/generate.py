@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..spec.fields import checked
-from ..spec.requests import Generated, Readout, Request, Sampling, TokenLogprobs
+from ..spec.requests import Generated, Namespace, Readout, Request, Sampling, TokenLogprobs
 from ..spec.task import GenerationOptions
 from ..text import FilledTemplate
 from ..text.chat import THINK
@@ -94,14 +94,13 @@ class GenerateTask(Task):
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
         # A request's own max_tokens can make a prompt too long, but a default cannot.
         is_limited = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
-        fields = {
-            "salt": checked(str, self.salt if item.salt is None else item.salt, "salt"),
-            "priority": checked(int, self.priority if item.priority is None else item.priority, "priority"),
-        }
+        salt = checked(str, self.salt if item.salt is None else item.salt, "salt")
+        priority = checked(int, self.priority if item.priority is None else item.priority, "priority")
+        fields: dict[str, Any] = {"namespace": Namespace(salt=salt), "priority": priority}
         item = self._bounded(item)
         pictures = self._pictures(item)
-        before, get, field, text = self._prompt(item, batch, pictures, fields["salt"])
-        cut = partial(self._cut, item, batch, before.size, pictures, fields["salt"])
+        before, get, field, text = self._prompt(item, batch, pictures, salt)
+        cut = partial(self._cut, item, batch, before.size, pictures, salt)
         shorten = cut if self.truncate is True else None
 
         def make() -> Work:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..spec.requests import Exits, Request
+from ..spec.requests import Asked, Namespace, Request
 from .live import Bucket, LiveWindow
 from .order import SpooledRequest, encode
 from .radix import shared_by
@@ -31,7 +31,7 @@ class LiveInput(NamedTuple):
     rest        returns the windows of further requests, once the feed has ended; None: there are none
     see         is called with each window that is taken
     wants       wants(tag) -> whether a request is still to be sent; None: all are
-    exits       of the requests that do not say others: by them it is looked up what an engine holds
+    asked       what is asked of the requests that do not say otherwise: by it is looked up what an engine holds
     """
 
     feed: Feed
@@ -39,7 +39,7 @@ class LiveInput(NamedTuple):
     rest: Callable[[], Windows] | None = None
     see: See | None = None
     wants: Callable[[bytes], bool] | None = None
-    exits: Exits | None = None
+    asked: Asked | None = None
 
 
 class Feed:
@@ -71,11 +71,11 @@ class Feed:
         read of the prompt before it (see `Window.twins`) stays with that prompt."""
         prompts: list[Sequence[SpooledRequest]] = []
         is_new = []
-        last: tuple[str, str, bytes] | None = None
+        last: tuple[Namespace, bytes] | None = None
         for request, tag in requests:
             encoded = encode(request, tag, self._number)
-            is_new.append(request.sampling is not None or encoded[:3] != last)
-            last, self._number = encoded[:3], self._number + 1
+            is_new.append(request.sampling is not None or encoded[:2] != last)
+            last, self._number = encoded[:2], self._number + 1
             prompts.append((encoded,) if is_new[-1] else (*prompts.pop(), encoded))
             self._tokens_put += encoded.num_tokens if is_new[-1] else 0
         self.is_hungry = False
@@ -254,5 +254,5 @@ def watched(windows: Iterable[Window | None], see: See | None) -> Iterator[Windo
 
 
 def window_of(requests: Sequence[SpooledRequest], *, share: bool = True) -> Iterator[Window]:
-    """Yields the windows of sorted requests: one for each adapter and salt."""
+    """Yields the windows of sorted requests: one for each namespace."""
     return cut_into_windows(requests, max_tokens=1 << 62, is_sorted=share)

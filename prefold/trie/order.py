@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError
-from ..spec.requests import Grammar, Medium, Request, Sampling
+from ..spec.requests import Grammar, Medium, Namespace, Request, Sampling
 from .ragged import common_prefix_lengths
 from .tempfiles import TempFile
 
@@ -53,25 +53,38 @@ def decode_options(data: bytes) -> tuple[Sampling | None, int]:
     return Sampling(**{name: _tuples(value) for name, value in changed.items()}), priority
 
 
+@lru_cache(maxsize=64)
+def encode_namespace(namespace: Namespace) -> bytes:
+    """Returns the namespace of a request as JSON; b"" for the namespace of most requests. It has no parts: these come
+    when an engine opens the request."""
+    assert not namespace.parts
+    names = [namespace.adapter, namespace.salt]
+    return json.dumps(names, ensure_ascii=False).encode("utf-8", "surrogatepass") if any(names) else b""
+
+
+@lru_cache(maxsize=64)
+def decode_namespace(data: bytes) -> Namespace:
+    """Returns the namespace that `encode_namespace` wrote to `data`."""
+    return Namespace(*json.loads(data.decode("utf-8", "surrogatepass"))) if data else Namespace()
+
+
 def _tuples(value: Any) -> Any:
     """Returns a value of JSON with tuples in place of lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 # A request's header in a file: its number, its numbers of tokens and targets (-1: no targets), and the bytes of its
-# tag, options, adapter name and salt.
-_HEADER = struct.Struct("<QIiIIII")
+# tag, options and namespace.
+_HEADER = struct.Struct("<QIiIII")
 _INDEX = np.dtype([("offset", "<i8"), ("length", "<i4"), ("shared", "<i4")])
 _CHUNK_TOKENS = 1 << 16
 _BUFFER = 1 << 20
 
 
 class SpooledRequest(NamedTuple):
-    """A SpooledRequest is a request of a spool or a feed. It compares as (adapter, salt, tokens, arrival); requests
-    share a prefix only if adapter and salt are equal."""
+    """A SpooledRequest is a request of a spool or a feed. It compares as (namespace, tokens, arrival)."""
 
-    adapter: str  # "": none
-    salt: str
+    namespace: Namespace
     key: bytes  # the token ids as big-endian int32: byte order is token order
     number: int  # of arrival
     targets: bytes | None  # int32, native
@@ -87,10 +100,6 @@ class SpooledRequest(NamedTuple):
     def tokens(self) -> np.ndarray:
         return np.frombuffer(self.key, ">i4").astype(np.int32)
 
-    @property
-    def namespace(self) -> tuple[str, str]:
-        return self[:2]
-
 
 def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledRequest:
     """Returns a request as a SpooledRequest. Raises InputError if tokens or targets are not flat arrays of ids from 0
@@ -103,7 +112,7 @@ def encode(request: Request, tag: bytes = b"", number: int = 0) -> SpooledReques
     if targets is not None and len(targets) > len(key):
         message = f"{len(targets) // 4} targets for {len(key) // 4} tokens"
         raise InputError(message, field="targets", remedy="each target needs the row of a token")
-    return SpooledRequest(request.adapter or "", request.salt, key, number, targets, bytes(tag), options, request.media)
+    return SpooledRequest(request.namespace, key, number, targets, bytes(tag), options, request.media)
 
 
 def _ids(array: Any, name: str, dtype: str) -> bytes:
@@ -200,7 +209,7 @@ def _with_shared(requests: Iterable[SpooledRequest]) -> Iterator[tuple[list[Spoo
 
 def unique_tokens(orders: Iterable[Order]) -> int:
     """Returns the rows of the stream of all requests of some orders together. Reads each order once."""
-    merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:3])
+    merged = heapq.merge(*(order.read(0, len(order)) for order in orders), key=lambda request: request[:2])
     return sum(
         sum(request.num_tokens for request in chunk) - int(shared.sum()) for chunk, shared in _with_shared(merged)
     )
@@ -216,21 +225,19 @@ def join(requests: Sequence[SpooledRequest]) -> tuple[np.ndarray, np.ndarray]:
 
 def request_bytes(request: SpooledRequest) -> bytes:
     """Returns a request as bytes for a file."""
-    adapter, salt = request.adapter.encode("utf-8", "surrogatepass"), request.salt.encode("utf-8", "surrogatepass")
-    targets, key = request.targets, request.key
+    targets, key, namespace = request.targets, request.key, encode_namespace(request.namespace)
     num_targets = -1 if targets is None else len(targets) // 4
-    sizes = (len(request.tag), len(request.options), len(adapter), len(salt))
+    sizes = (len(request.tag), len(request.options), len(namespace))
     header = _HEADER.pack(request.number, len(key) // 4, num_targets, *sizes)
-    return b"".join((header, key, targets or b"", request.tag, request.options, adapter, salt))
+    return b"".join((header, key, targets or b"", request.tag, request.options, namespace))
 
 
 def read_requests(file: Any) -> Iterator[SpooledRequest]:
     """Yields the requests from a file's position on."""
     read = file.read
     while header := read(_HEADER.size):
-        number, num_tokens, num_targets, num_tag, num_options, num_adapter, num_salt = _HEADER.unpack(header)
+        number, num_tokens, num_targets, num_tag, num_options, num_namespace = _HEADER.unpack(header)
         key = read(4 * num_tokens)
         targets = None if num_targets < 0 else read(4 * num_targets)
         tag, options = read(num_tag), read(num_options)
-        adapter, salt = (read(size).decode("utf-8", "surrogatepass") for size in (num_adapter, num_salt))
-        yield SpooledRequest(adapter, salt, key, number, targets, tag, options)
+        yield SpooledRequest(decode_namespace(read(num_namespace)), key, number, targets, tag, options)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from ..errors import InputError
-from ..spec.requests import Medium, Request
+from ..spec.requests import NO_NAMESPACE, Medium, Namespace, Request
 from .order import FileOrder, MemoryOrder, Order, SpooledRequest, encode, read_requests, request_bytes
 from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
@@ -48,12 +48,12 @@ class Spool:
         self._requests: list[SpooledRequest] = []
         self._request_bytes = 0
         self._media: dict[int, Medium] = {}  # the images of all requests: referring to them keeps the ids of their rows
-        self._namespaces: set[tuple[str, str]] = set()  # adapters and salts
+        self._namespaces: set[Namespace] = set()
         self._file: TempFile | None = None  # of all runs
         self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[_Run] | None = None  # the same requests in at most _FAN_IN runs
         self._order: Order | None = None
-        self._last = ("", "", b"")  # adapter, salt and tokens of the request that was added last
+        self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the request that was added last
         self._state = "adding"
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class Spool:
             self._requests.append(new._replace(number=self.num_requests, media=()))
             self._namespaces.add(new.namespace)
             self._media.update((int(medium.ids[0]), medium) for medium in request.media)
-            before, self._last = self._last, new[:3]
+            before, self._last = self._last, new[:2]
             is_new = request.sampling is not None or self._last != before
             self.num_requests += 1
             self.num_tokens += new.num_tokens
@@ -109,7 +109,7 @@ class Spool:
     def windows(self, *, max_tokens: int, share: bool = True) -> Windows:
         """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
-        The requests of one LoRA adapter and salt come together, and no window holds requests of two. With share=True
+        The requests of one namespace come together, and no window holds requests of two. With share=True
         requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
         where little is shared with the next. With share=False they come in order of arrival. Raises InputError when
         max_tokens is below 1.
@@ -139,7 +139,7 @@ class Spool:
 
     def _sort(self) -> None:
         # Stable: equal requests stay in order of arrival.
-        names = ("adapter", "salt", "key") if len(self._namespaces) > 1 else ("key",)
+        names = ("namespace", "key") if len(self._namespaces) > 1 else ("key",)
         self._requests.sort(key=attrgetter(*names))
 
     def _spill(self) -> None:
@@ -199,7 +199,7 @@ class _Run(NamedTuple):
             yield from read_requests(file)
 
 
-def _parts(number: int, run: _Run) -> Iterator[tuple[tuple[str, str], int, Iterator[SpooledRequest]]]:
+def _parts(number: int, run: _Run) -> Iterator[tuple[Namespace, int, Iterator[SpooledRequest]]]:
     """Yields (namespace, number, the requests of this namespace) of a run; each part is read before the next."""
     for namespace, part in groupby(run.requests(_MIN_BUFFER), key=attrgetter("namespace")):
         yield namespace, number, part

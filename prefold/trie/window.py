@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..spec.requests import Medium, Request
+from ..spec.requests import NO_NAMESPACE, Medium, Namespace, Request
 from .order import Order, SpooledRequest, decode_options, join
 from .radix import shared_by
 from .ragged import common_prefix_lengths, ragged_ranges
@@ -30,7 +30,7 @@ class Window:
     common                         how many leading tokens the first request shares with the last request of the
                                    window before; 0 in the first window, and in all windows when not sorted
     options         [B]            the options of each request (see `encode_options`)
-    adapter, salt                  of all requests
+    namespace                      of all requests
     numbers         int64 [B]      each request's place in the order of arrival
     media                          the images of the requests, unless the spool holds them
     """
@@ -43,8 +43,7 @@ class Window:
     is_sorted: bool
     common: int
     options: list[bytes] = field(default_factory=list)
-    adapter: str | None = None
-    salt: str = ""
+    namespace: Namespace = NO_NAMESPACE
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     media: tuple[Medium, ...] = ()
 
@@ -55,7 +54,7 @@ class Window:
         sampling, priority = decode_options(self.options[number] if self.options else b"")
         rows = set(tokens[tokens >= MEDIA_BASE].tolist()) if self.media else ()
         media = tuple(medium for medium in self.media if int(medium.ids[0]) in rows)
-        return Request(tokens, targets if len(targets) else None, self.adapter, sampling, self.salt, priority, media)
+        return Request(tokens, targets if len(targets) else None, sampling, self.namespace, priority, media)
 
     def take(self, numbers: np.ndarray) -> Window:
         """Returns a window of the requests at these places, given in ascending order."""
@@ -64,7 +63,7 @@ class Window:
         options = [self.options[i] for i in numbers] if self.options else []
         tags = [self.tags[i] for i in numbers]
         places = self.numbers[numbers] if len(self.numbers) else self.numbers
-        further = (options, self.adapter, self.salt, places, self.media)
+        further = (options, self.namespace, places, self.media)
         return Window(tokens, offsets, targets, target_offsets, tags, self.is_sorted, 0, *further)
 
     def without_twins(self) -> Window:
@@ -124,7 +123,7 @@ def _selected(values: np.ndarray, offsets: np.ndarray, numbers: np.ndarray) -> t
 
 
 def cut_into_windows(requests: Iterable[SpooledRequest], *, max_tokens: int, is_sorted: bool) -> Iterator[Window]:
-    """Yields windows of at most `max_tokens` tokens, or of one longer request, each of one adapter and salt. Sorted
+    """Yields windows of at most `max_tokens` tokens, or of one longer request, each of one namespace. Sorted
     requests are cut in the last quarter of a window, at the place across which the fewest leading tokens are shared.
     Other requests are cut as late as possible."""
     pending: list[SpooledRequest] = []
@@ -171,8 +170,7 @@ def _make_window(requests: Sequence[SpooledRequest], last: bytes | None, is_sort
         is_sorted=is_sorted,
         common=0 if last is None else shared_by(last, requests[0].key),
         options=[r.options for r in requests],
-        adapter=requests[0].adapter or None,
-        salt=requests[0].salt,
+        namespace=requests[0].namespace,
         numbers=np.array([r.number for r in requests], np.int64),
         media=tuple({int(medium.ids[0]): medium for r in requests for medium in r.media}.values()),
     )

@@ -156,7 +156,7 @@ class TaskOrder:
     readout    replaces the task's read-out; None: the task's
     events     makes the events of a streamed response; None: it is sent whole
 
-    A server adds the `owner`, the size of the body in `num_bytes`, the `namespace` outside of which no prefix is
+    A server adds the `owner`, the size of the body in `num_bytes`, the `salt_prefix` outside of which no prefix is
     shared, and whether the engine `computes` the order, or only its prompts are needed.
     """
 
@@ -171,7 +171,7 @@ class TaskOrder:
     events: Any = None
     owner: Owner = NO_OWNER
     num_bytes: int = 0
-    namespace: str = ""
+    salt_prefix: str = ""
     computes: bool = True
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from prefold.cluster.router import Router
 from prefold.integrations.vllm import BlockEvents
+from prefold.spec.requests import Namespace
 from tests.cluster.checks import check_blocks, rows_in
 
 from .fakes import held_by
@@ -42,7 +43,7 @@ class Pool:
     def submit(self):
         adapter, salt = (None, "fine")[self.rng.integers(2)], ("", "mine")[self.rng.integers(2)]
         tokens = tuple(self.rng.integers(0, 2, BLOCK * self.rng.integers(1, 6)).tolist())
-        wanted = [((adapter, salt), tokens[: (i + 1) * BLOCK]) for i in range(len(tokens) // BLOCK)]
+        wanted = [(Namespace(adapter or "", salt), tokens[: (i + 1) * BLOCK]) for i in range(len(tokens) // BLOCK)]
         found = []
         if self.rng.random() < 0.8:  # else at once with an equal one, so that both compute it
             for key in wanted:

@@ -19,7 +19,7 @@ from prefold.cluster.fleet import Fleet, FleetRun
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
-from prefold.spec.requests import GenerationStats, Readout, Request, Sampling, Stats
+from prefold.spec.requests import GenerationStats, Namespace, Readout, Request, Sampling, Stats
 from prefold.trie import Feed, LiveInput, Spool
 from prefold.trie.order import encode
 from prefold.trie.window import cut_into_windows
@@ -144,7 +144,9 @@ def test_a_replica_goes_on_with_no_other_prompts_path():
         host.begin(RunCall(Readout("last")))
         prompts = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 9, 9, 9], [9, 9, 8], [9, 9, 8]]
         for number, tokens in enumerate(prompts):
-            one = encode(Request(np.array(tokens), adapter="fr" if number == 4 else None), bytes(15) + bytes([number]))
+            one = encode(
+                Request(np.array(tokens), namespace=Namespace("fr" if number == 4 else "")), bytes(15) + bytes([number])
+            )
             (window,) = cut_into_windows([one], max_tokens=99, is_sorted=True)
             host.give([replace(window, common=3 if number else 0)])
         deadline = time.monotonic() + 60

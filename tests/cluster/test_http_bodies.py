@@ -9,7 +9,7 @@ import pytest
 
 from prefold.cluster.http_bodies import MESSAGES, embedding_bodies, generated_of, generation_body
 from prefold.errors import InputError
-from prefold.spec.requests import Readout, Request, Sampling
+from prefold.spec.requests import Namespace, Readout, Request, Sampling
 from prefold.spec.task import Grammar
 from prefold.wire.answers import calls_in
 from prefold.wire.completions import Completion
@@ -89,7 +89,7 @@ def test_what_a_server_does_not_say_of_its_cache_is_not_nothing(usage, cached):
 
 
 def test_a_server_without_adapters_is_not_asked_in_their_place():
-    request = Request(np.array([1], np.int32), adapter="fr")
+    request = Request(np.array([1], np.int32), namespace=Namespace("fr"))
     ((path, body),) = embedding_bodies([request], Readout("last"), "m", lambda tokens: "text")
     assert (path, body.model) == ("/v1/embeddings", "fr")
 
@@ -99,7 +99,7 @@ def test_a_server_of_prefold_reads_what_was_asked():
     asked = {"temperature": 0.5, "top_k": 7, "seed": 2**64 - 1, "n": 2, "min_tokens": 1, "max_tokens": 3}
     grammar = Grammar("json_schema", '{"type": "object"}')
     more = {"stop": ("a",), "stop_ids": (5,), "logit_bias": ((7, -1.5),), "grammar": grammar}
-    request = Request(np.array([5], np.int32), sampling=Sampling(**asked, **more), salt="s")
+    request = Request(np.array([5], np.int32), sampling=Sampling(**asked, **more), namespace=Namespace(salt="s"))
     _, body = generation_body(request, "m", None, True, knows_all=False)
     (item,), _ = Completion.of(json.loads(json.dumps(body.sent))).read({})
     assert (item["prompt"], item["salt"]) == ([5], "s")

@@ -16,7 +16,7 @@ from prefold.cluster.fleet import Fleet
 from prefold.cluster.http_host import HttpHost, HttpReplicas, ServedModel
 from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, ReplicaReady
 from prefold.errors import FleetError, InputError
-from prefold.spec.requests import Readout, Request, Sampling
+from prefold.spec.requests import Namespace, Readout, Request, Sampling
 from prefold.trie import Spool
 
 from .fakes import count_patience
@@ -175,8 +175,8 @@ def test_what_is_refused_is_asked_once():
 def test_embeddings_of_one_body_are_of_one_adapter():
     with serving(models=("m", "fr", "de")) as server, Spool() as spool:
         for number in range(60):
-            adapter = (None, "fr", "de")[number % 3]
-            spool.add(Request(np.array([65 + number], np.int32), adapter=adapter), b"%d" % number)
+            adapter = ("", "fr", "de")[number % 3]
+            spool.add(Request(np.array([65 + number], np.int32), namespace=Namespace(adapter)), b"%d" % number)
         with closing(Fleet(HttpReplicas([server.url], "m", None))) as fleet:
             assert len(dict(fleet.run(spool.windows(max_tokens=1000), Readout("last")))) == 60
     of = {"m": 0, "fr": 1, "de": 2}

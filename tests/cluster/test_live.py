@@ -25,7 +25,7 @@ from prefold.engine.cache import CacheOptions
 from prefold.engine.cache.events import CacheCleared, CacheEvents, RowsRemoved, RowsStored
 from prefold.engine.meter import StepInfo
 from prefold.errors import FleetError, InputError
-from prefold.spec.requests import Generated, Readout, Request, Result, Sampling
+from prefold.spec.requests import Generated, Namespace, Readout, Request, Result, Sampling
 from prefold.trie import Feed, LiveInput, RowCost, Spool, StreamCost
 from prefold.trie.order import encode
 from tests.cluster.checks import check_book
@@ -139,7 +139,7 @@ def test_the_books_balance_in_long_random_runs(seed, kind, both):
         elif there:
             name = list(there)[rng.integers(len(there))]
             told = there[name]
-            events = told.change(prompt_of(rng), (None, ""))
+            events = told.change(prompt_of(rng), Namespace())
             fate = rng.random()
             if fate < 0.1:
                 continue  # lost

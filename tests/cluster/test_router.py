@@ -14,6 +14,7 @@ from prefold.engine.cache.events import CacheCleared, Cut, RowsRemoved, RowsStor
 from prefold.engine.schedule.admission import StepLimits
 from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.errors import InputError
+from prefold.spec.requests import NO_NAMESPACE
 from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router
 
 from .fakes import held_by
@@ -373,7 +374,7 @@ def test_rows_that_are_kept_below_rows_to_come(computed):
         compare()
     (running,) = scheduler.running
     assert sum(node.num_computed for node in running.leaf.path()) == 2 + computed
-    assert ((), tuple(range(9))) in held_in(scheduler)
+    assert (NO_NAMESPACE, tuple(range(9))) in held_in(scheduler)
     while scheduler.has_work:
         replica.step()
         compare()

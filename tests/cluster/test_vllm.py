@@ -23,7 +23,7 @@ from prefold.cli import main
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.replicas import Replicas
 from prefold.errors import FleetError, InputError, JobError
-from prefold.spec.requests import Grammar, Readout, Request, Sampling
+from prefold.spec.requests import Grammar, Namespace, Readout, Request, Sampling
 from prefold.trie import Spool
 from tests.cluster.checks import check_blocks, rows_in
 
@@ -167,7 +167,9 @@ def test_numbers_are_not_asked_of_it(engines):
 )
 def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):
     with closing(Fleet(Replicas({"this machine": host}))) as fleet, filled([40], 3, **given) as spool:
-        spool.add(Request(np.array([40], np.int32), adapter="mine", sampling=Sampling(max_tokens=5)), b"adapter")
+        spool.add(
+            Request(np.array([40], np.int32), namespace=Namespace("mine"), sampling=Sampling(max_tokens=5)), b"adapter"
+        )
         spool.add(Request(np.array([40, 1 << 30], np.int32), sampling=Sampling(max_tokens=5)), b"image")
         text = field == "grammar"
         found = dict(fleet.run(spool.windows(max_tokens=500), Readout("tokens"), object() if text else None))
@@ -276,7 +278,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         router.join("vllm")
         blocks.tell_anew()
         assert router.take("vllm", blocks.drain())
-        held = [router.matched_rows(Prompt(one, namespace=(None, ""))).get("vllm", 0) for one in prompts]
+        held = [router.matched_rows(Prompt(one, namespace=Namespace())).get("vllm", 0) for one in prompts]
         assert max(held) >= 64 and all(rows % 32 == 0 or rows > 64 for rows in held) and rows_in(blocks) <= 60 * 32
     assert told and all(events.first >= 0 for events in told)
 

@@ -19,7 +19,7 @@ from prefold.engine import EngineOptions, ModelEngine
 from prefold.engine.schedule.steps import StepResult, StreamStep
 from prefold.engine.worker import Facts, Worker
 from prefold.errors import OutOfMemoryError
-from prefold.spec.requests import Readout, Request
+from prefold.spec.requests import Namespace, Readout, Request
 from prefold.trie import Spool
 
 WIDTH = 3
@@ -34,7 +34,7 @@ def given(path: tuple[int, ...], salt: str = "") -> np.ndarray:
 
 def expected(readout: Readout, request: Request) -> tuple[np.ndarray, np.ndarray | None]:
     path, targets = tuple(request.tokens.tolist()), [] if request.targets is None else request.targets.tolist()
-    adapter = "" if request.adapter is None else request.adapter
+    adapter = request.namespace.adapter
     if readout.kind == "mean":
         return mean(path, adapter), None
     if readout.kind == "logprobs":
@@ -136,7 +136,7 @@ def run(step: StreamStep, path: list[tuple[int, ...]]) -> tuple[list[tuple[int, 
 def random_requests(rng: random.Random, readout: Readout) -> list[Request]:
     found: list[list[int]] = []
     requests = []
-    adapters = [None, None, *ADAPTERS] if rng.random() < 0.3 else [None]
+    adapters = ["", "", *ADAPTERS] if rng.random() < 0.3 else [""]
     for _ in range(rng.randint(1, 25)):
         stem = rng.choice(found) if found and rng.random() < 0.8 else []
         tokens = stem[: rng.randint(0, len(stem))] + [rng.randrange(4) for _ in range(rng.randint(0, 7))]
@@ -145,7 +145,7 @@ def random_requests(rng: random.Random, readout: Readout) -> list[Request]:
         targets = None
         if readout.kind == "logprobs" and rng.random() < 0.9:
             targets = np.array([rng.randrange(9) for _ in range(rng.randint(1, len(tokens)))], np.int32)
-        requests.append(Request(np.array(tokens, np.int32), targets, rng.choice(adapters)))
+        requests.append(Request(np.array(tokens, np.int32), targets, namespace=Namespace(rng.choice(adapters))))
     return requests
 
 
@@ -228,7 +228,7 @@ def alone(engine: ModelEngine, worker: HashWorker, rng: random.Random) -> None:
     while run.advance():
         pass
     stats, steps = engine.stats, worker.steps[steps:]
-    prompts = [(request.adapter, *request.tokens.tolist()) for request in run.requests]
+    prompts = [(request.namespace, *request.tokens.tolist()) for request in run.requests]
     # A prompt that comes twice in a row is read twice, and counts once where both reads are in one window.
     once = [prompt for before, prompt in pairwise([(), *prompts]) if prompt != before]
     assert len(once) <= stats.requests <= len(prompts)

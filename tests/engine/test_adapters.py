@@ -12,9 +12,9 @@ from running import prompts, run
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM, InputError
-from prefold.spec.requests import Readout, Request
+from prefold.spec.requests import Namespace, Readout, Request
 
-NAMES = [None, "one", "two"]
+NAMES = ["", "one", "two"]
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,24 @@ def llm(folders) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def oracles(folders) -> dict[str | None, torch.nn.Module]:
+def oracles(folders) -> dict[str, torch.nn.Module]:
     base, adapters = folders
-    return {None: reference(base), **{name: merged(base, Path(path)) for name, path in adapters.items()}}
+    return {"": reference(base), **{name: merged(base, Path(path)) for name, path in adapters.items()}}
 
 
 def requests(targets: bool = False) -> list[Request]:
     """Every prompt with every adapter, so that all of them begin alike."""
     some = [np.array(prompt, np.int32) for prompt in prompts(6, count=8)]
-    return [Request(p, np.array([3, 5], np.int32)[: len(p)] if targets else None, name) for p in some for name in NAMES]
+    return [
+        Request(p, np.array([3, 5], np.int32)[: len(p)] if targets else None, namespace=Namespace(name))
+        for p in some
+        for name in NAMES
+    ]
 
 
 @torch.inference_mode()
 def expected(oracles, readout: Readout, request: Request) -> np.ndarray:
-    model, ids = oracles[request.adapter], torch.tensor(request.tokens[None].astype(np.int64))
+    model, ids = oracles[request.namespace.adapter], torch.tensor(request.tokens[None].astype(np.int64))
     hidden = model.base_model(ids).last_hidden_state[0]
     if readout.kind == "mean":
         return hidden.mean(0).numpy()
@@ -73,7 +77,7 @@ def test_prompts_share_only_with_those_of_their_adapter(llm):
     llm.engine.reset_stats()
     some = requests()
     run(llm, some, Readout("last"), sharing="full", rows=4096)
-    unique = {(r.adapter, *r.tokens[: i + 1].tolist()) for r in some for i in range(len(r.tokens))}
+    unique = {(r.namespace, *r.tokens[: i + 1].tolist()) for r in some for i in range(len(r.tokens))}
     assert llm.engine.stats.rows_computed == len(unique)
 
 
@@ -87,6 +91,6 @@ def test_prompts_kept_for_later_calls_have_adapters_too(folders, oracles):
 
 
 def test_an_adapter_that_is_not_there(llm):
-    request = Request(np.array([5, 6], np.int32), adapter="three")
+    request = Request(np.array([5, 6], np.int32), namespace=Namespace("three"))
     with pytest.raises(InputError, match="no adapter 'three'; those loaded: one, two"):
         run(llm, [request], Readout("last"), sharing="full", rows=4096)

@@ -178,7 +178,7 @@ def test_tasks_are_made_without_the_weights(tmp_path, sees):
     make, media = shared.tasks_of(str(folder), {"adapters": {"fr": "nowhere"}, "dtype": "float32"})
     task = make("generate", {"max_tokens": 3})
     good, other = task.prepare([{"prompt": "a", "adapter": "fr"}, {"prompt": "a", "adapter": "de"}])
-    assert good.requests[0].adapter == "fr" and isinstance(other, InputError)
+    assert good.requests[0].namespace.adapter == "fr" and isinstance(other, InputError)
     assert (media is not None) == (task.inputs.images is not None) == sees
 
 

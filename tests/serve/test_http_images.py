@@ -164,12 +164,12 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
                 files.append((name, client.post("/v1/files", **form).json()["id"]))
             item = {"messages": [{"role": "user", "content": [{"type": "input_image", "file_id": files[-1][1]}]}]}
             tenant = server.state.keys.tenant({"x-api-key": f"k-{name}"})
-            namespace = f"{server.state.keys.namespace(tenant)}/mine"
-            _, works = handler._prepare(TaskOrder("generate", [item], namespace=namespace, owner=tenant.owner))
+            salt_prefix = f"{server.state.keys.salt_prefix(tenant)}/mine"
+            _, works = handler._prepare(TaskOrder("generate", [item], salt_prefix=salt_prefix, owner=tenant.owner))
             (request,) = works[0].requests
-            assert request.media[0].salt == request.salt == f"{namespace}/"
+            assert request.media[0].salt == request.namespace.salt == f"{salt_prefix}/"
             media.append(request.media[0])
-            assert image_scheduler(llm.engine)._tenant_of((None, request.salt)) == name
+            assert image_scheduler(llm.engine)._tenant_of(request.namespace) == name
         handler._store.drop_content(files[0][1])
         assert media[1].load().shape[1] == 3
         with pytest.raises(InputError, match=files[0][1]):

@@ -20,6 +20,7 @@ from prefold.engine.cache.listing import paths_of
 from prefold.engine.cache.tree import RowTrie
 from prefold.jobs.report.icicle import icicle, walk
 from prefold.jobs.report.page import TreeShape
+from prefold.spec.requests import Namespace
 from prefold.trie import token_bytes
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=40)
@@ -188,7 +189,7 @@ def test_two_thousand_nodes_are_drawn_in_few_calls(browser, server):
     rng = np.random.default_rng(1)
     tree = RowTrie()
     for _ in range(1700):
-        tree.insert((None, ""), token_bytes(rng.integers(0, 3, rng.integers(5, 40))))
+        tree.insert(Namespace(), token_bytes(rng.integers(0, 3, rng.integers(5, 40))))
     shape = TreeShape(paths_of(tree, {}, most=5000), lambda _: "", most=5000)
     made = shape.data(lambda tokens: "word " * len(tokens), max_nodes=2000)
     assert len(made["nodes"]) == 2000

@@ -8,7 +8,7 @@ from task_inputs import CHAT, FakeCheckpoint, FakeGguf, chatty, ids, tokenizer
 
 from prefold.engine.protocol import EngineFacts
 from prefold.errors import InputError, UnsupportedModelError
-from prefold.spec.requests import Generated, Grammar, Request, Sampling, Stats, TokenLogprobs
+from prefold.spec.requests import Generated, Grammar, Namespace, Request, Sampling, Stats, TokenLogprobs
 from prefold.tasks import GenerateItem, end_ids, make_task, recommended_sampling
 from prefold.tasks.run import run_items, run_works, with_seed
 from prefold.text import Tokenizer as PrefoldTokenizer
@@ -149,10 +149,10 @@ def test_white_space_of_json():
 def test_adapter_salt_and_priority():
     made = task(adapter="fr", adapters=["fr", "de"], salt="s", priority=2)
     found = request(made, "a")
-    assert (found.adapter, found.salt, found.priority) == ("fr", "s", 2)
+    assert (found.namespace, found.priority) == (Namespace("fr", "s"), 2)
     found = request(made, {"prompt": "a", "adapter": "de", "salt": "t", "priority": 0})
-    assert (found.adapter, found.salt, found.priority) == ("de", "t", 0)
-    assert request(task(), "a").adapter is None
+    assert (found.namespace, found.priority) == (Namespace("de", "t"), 0)
+    assert request(task(), "a").namespace == Namespace()
     with pytest.raises(InputError, match=r"no adapter 'xx'; the adapters that are loaded: de, fr"):
         request(made, {"prompt": "a", "adapter": "xx"})
     for field, value in (("salt", 5), ("priority", "high"), ("priority", True)):

@@ -241,5 +241,5 @@ def test_what_is_no_items_fault_is_raised(error):
 def test_an_adapter_is_refused_where_none_is_loaded():
     task = make_task("embed", FakeCheckpoint(), TOK)
     good, bad = task.prepare([{"text": "a", "adapter": None}, {"text": "a", "adapter": "xx"}])
-    assert good.requests[0].adapter is None
+    assert good.requests[0].namespace.adapter == ""
     assert isinstance(bad, InputError) and bad.code == "unknown_adapter" and bad.field == "adapter"

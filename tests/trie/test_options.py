@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefold.spec.requests import Grammar, Request, Sampling
+from prefold.spec.requests import Grammar, Namespace, Request, Sampling
 from prefold.trie import Spool
 from prefold.trie.order import decode_options, encode_options
 
@@ -37,14 +37,13 @@ requests = st.builds(
     Request,
     st.lists(st.integers(0, 3), min_size=1, max_size=6).map(np.array),
     sampling=st.none() | st.just(Sampling()) | samplings,
-    adapter=st.none() | st.text(min_size=1, max_size=5),
-    salt=texts,
+    namespace=st.tuples(st.text(max_size=5), texts).map(lambda names: Namespace(*names)),
     priority=st.integers(-5, 5),
 )
 
 
 def plain(request):
-    return request.tokens.tolist(), request.sampling, request.adapter, request.salt, request.priority
+    return request.tokens.tolist(), request.sampling, request.namespace, request.priority
 
 
 @given(requests)
@@ -88,12 +87,14 @@ def test_a_request_that_is_not_continued_comes_back_as_one(memory_bytes):
 def test_no_window_holds_two_adapters_or_salts(memory_bytes, share):
     with Spool(memory_bytes=memory_bytes) as spool:
         for i in range(12):
-            spool.add(Request(np.array([1, 2]), adapter=[None, "a"][i % 2], salt=["", "x", "y"][i % 3]), b"%d" % i)
+            spool.add(
+                Request(np.array([1, 2]), namespace=Namespace(["", "a"][i % 2], ["", "x", "y"][i % 3])), b"%d" % i
+            )
         windows = list(spool.windows(max_tokens=100, share=share))
     assert len(windows) == 6
     for window in windows:
         places = [int(tag) for tag in window.tags]
         assert places == sorted(places)
         assert {(i % 2, i % 3) for i in places} == {(places[0] % 2, places[0] % 3)}
-        assert (window.adapter, window.salt) == ([None, "a"][places[0] % 2], ["", "x", "y"][places[0] % 3])
+        assert window.namespace == Namespace(["", "a"][places[0] % 2], ["", "x", "y"][places[0] % 3])
         assert window.common == 0

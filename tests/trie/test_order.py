@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefold.spec.requests import Request, Sampling
+from prefold.spec.requests import Namespace, Request, Sampling
 from prefold.trie import Spool
 from prefold.trie.window import cut_into_windows
 
 JOBS = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), min_size=1, max_size=6),
-        st.sampled_from([None, "a", "b"]),
+        st.sampled_from(["", "a", "b"]),
         st.sampled_from(["", "s", "ä"]),
     ),
     max_size=40,
@@ -30,9 +30,9 @@ def fill(job, memory_bytes, generate=True) -> Spool:
     for number, (tokens, adapter, salt) in enumerate(job):
         ids, tag = np.array(tokens), str(number).encode()
         if generate:
-            spool.add(Request(ids, None, adapter, Sampling(seed=number), salt), tag)
+            spool.add(Request(ids, None, Sampling(seed=number), Namespace(adapter, salt)), tag)
         else:
-            spool.add(Request(ids, None, adapter), tag)
+            spool.add(Request(ids, namespace=Namespace(adapter)), tag)
     return spool
 
 
@@ -71,7 +71,7 @@ def test_windows_of_ranges_make_up_the_stream(job, memory_bytes, data):
         unique = tags = 0
         for start, stop in zip([0, *cuts], [*cuts, len(job)], strict=True):
             for window in cut_into_windows(order.read(start, stop), max_tokens=12, is_sorted=True):
-                names = {(r.adapter, r.salt) for r in map(window.request, range(window.num_requests))}
+                names = {r.namespace for r in map(window.request, range(window.num_requests))}
                 assert len(names) == 1
                 unique, tags = unique + window.unique_tokens, tags + window.num_requests
         assert tags == len(job)

@@ -23,7 +23,7 @@ from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.worker import Worker
 from prefold.model import load_adapter, load_model
 from prefold.model.parallel import ALONE, CollectiveError
-from prefold.spec.requests import Readout
+from prefold.spec.requests import Namespace, Readout
 from prefold.trie import Spool
 from prefold.worker import tensor_parallel
 from prefold.worker.local import LocalWorker
@@ -164,7 +164,7 @@ def read(engine: ModelEngine, requests, readout: Readout) -> list:
     return results
 
 
-def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=(None,)) -> None:
+def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=("",)) -> None:
     """Hidden states, log-probabilities and tokens, greedy and drawn, of many ranks against those of one."""
     for kind in ("last", "mean"):
         found, expected = (read(e, [as_request(t) for t in prompts(seed)], Readout(kind)) for e in (split, alone))
@@ -176,7 +176,7 @@ def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=
         np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-4)
     for options in ({}, {"temperature": 1.0, "seed": 3, "logprobs": 2}):
         asked = [ask(tokens, max_tokens=5, ignore_eos=True, **options) for tokens in prompts(seed)]
-        asked = [replace(request, adapter=name) for request in asked for name in adapters]
+        asked = [replace(request, namespace=Namespace(name)) for request in asked for name in adapters]
         assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
 
 
@@ -210,7 +210,7 @@ def test_odd_shapes(data, tmp_path_factory):
 def test_adapters(tmp_path, size):
     folder = tiny_checkpoint(tmp_path, "qwen3", **WIDTH)
     paths = [write_adapter(tmp_path / name, folder, seed=ord(name)) for name in "ab"]
-    check_equal(*engines(folder, size, adapters=paths, slots=900), adapters=(None, "a", "b"))
+    check_equal(*engines(folder, size, adapters=paths, slots=900), adapters=("", "a", "b"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,7 +20,7 @@ from prefold import LLM, kernels
 from prefold.model import CausalLM, MediaRows, RowAdapters
 from prefold.model.layers import Linear
 from prefold.model.products import Panels, Product
-from prefold.spec.requests import Request
+from prefold.spec.requests import Namespace, Request
 from prefold.worker.program import Program, program_of
 from prefold.worker.readouts import greedy as likeliest_of_slots
 from prefold.worker.rows import forward_stream
@@ -291,7 +291,7 @@ def test_rows_with_adapters_are_those_of_the_modules(tmp_path, monkeypatch, fami
         return found
 
     monkeypatch.setattr(Program, "over_slots", both)
-    asked = [replace(request, adapter=name) for request in requests(4) for name in (None, "a", "b", "c")]
+    asked = [replace(request, namespace=Namespace(name)) for request in requests(4) for name in ("", "a", "b", "c")]
     tokens_of(generate(engine, asked))
     assert any(len(some) == 4 for some in kinds)
 
@@ -317,7 +317,7 @@ def test_a_row_has_the_same_bits_whatever_adapters_other_rows_have(tmp_path, mon
         return found
 
     monkeypatch.setattr(Program, "over_slots", again)
-    asked = [replace(request, adapter=name) for request in requests(4) for name in (None, "a", "b", "c")]
+    asked = [replace(request, namespace=Namespace(name)) for request in requests(4) for name in ("", "a", "b", "c")]
     generate(engine_of(llm, slots=800, rows=40), asked)
     assert sum(compared) > 40
 

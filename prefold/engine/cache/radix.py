@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...spec.model import CacheOptions
-from ...spec.requests import Request, Share
+from ...spec.requests import Namespace, Request, Share
 from ...trie import clear_of_span, token_bytes
 from .accounts import Account, Accounts
 from .slots import SlotPool
@@ -31,7 +31,8 @@ class RadixCache:
     accounts  an account for each tenant
     clock     returns the time in seconds; tests pass their own
 
-    namespace_of  returns the namespace of the rows of a prompt with a namespace and exits; the scheduler sets it
+    namespace_of  returns the namespace of a prompt's rows, by its request's namespace, what is asked, and its tokens;
+                  the scheduler sets it
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RadixCache:
         # entry with an old place is skipped when it comes to the head.
         self.accounts = Accounts()
         self._tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None
-        self.namespace_of: Callable[..., tuple[Hashable, ...]] = lambda namespace, exits, tokens: namespace
+        self.namespace_of: Callable[..., Namespace] = lambda namespace, asked, tokens: namespace
         self._most_accounts = 1024  # above that, accounts without rows are forgotten
         tree.account_of = self._account_of
         self._by_age: list[tuple[float, int, Node]] = []  # such a heap by age, for a time to live
@@ -180,10 +181,9 @@ class RadixCache:
         evicted: int = self._tree.owner(lambda: self.evict(self.rows))
         return evicted
 
-    def place_of(self, request: Request) -> tuple[tuple[Hashable, ...], np.ndarray]:
+    def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
         """Returns (namespace, tokens) of the rows of a request that generates, as `pin` takes them."""
-        exits = None if request.sampling is None else request.sampling.exits
-        return self.namespace_of((request.adapter, request.salt), exits, request.tokens), request.tokens
+        return self.namespace_of(request.namespace, request.sampling, request.tokens), request.tokens
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Pins the computed rows of these tokens: they are not evicted until `unpin`. Returns how many leading tokens

@@ -126,7 +126,7 @@ class Node(RadixNode):
 
 
 class RowTrie(RadixTrie[Node]):
-    """The trie of all rows that a scheduler or a cache has: one for each namespace (adapter and salt).
+    """The trie of all rows that a scheduler or a cache has: one for each namespace.
 
     Args:
         kind: The class of the nodes.

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from ...spec.requests import Owner
+from ...spec.requests import Namespace, Owner
 from ...trie import MEDIA_BASE, SPAN_BASE, clear_of_span, span_starts
 from ..cache import SCRATCH
 from ..cache.tree import Node
@@ -132,7 +132,7 @@ class GenerateStep:
 
     message: SlotStep
     consumers: list[SequenceState]
-    namespaces: list[tuple[tuple[Hashable, ...], int, int]]
+    namespaces: list[tuple[Namespace, int, int]]
     computed_rows: list[tuple[Node, int]]
     last_row: Mapping[Node, int]
     decode_rows: int
@@ -222,8 +222,8 @@ class StepPlan:
         assert self.holds_rows is not None
         tokens = np.asarray(node.tokens[first:])
         ids = tokens[:rows]
-        images = np.flatnonzero(ids >= MEDIA_BASE)
-        missing = images[~self.holds_rows(ids[images])] if len(images) else images
+        media = np.flatnonzero(ids >= MEDIA_BASE)
+        missing = media[~self.holds_rows(ids[media])] if len(media) else media
         return clear_of_span(tokens, int(missing[0]) if len(missing) else rows)
 
     def _add_tail(self, sequence: SequenceState) -> None:

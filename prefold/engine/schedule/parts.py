@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...spec.plugins import load_plugins
-from ...spec.requests import Exits, Sharing
+from ...spec.requests import Asked, Sharing
 from ..cache import SlotPool
 from .generate import GenerateScheduler
 from .generate_step import HoldsRows
@@ -35,11 +35,11 @@ class EnginePart:
     holds_rows: HoldsRows | None = None
     is_waiting = False
 
-    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
-        """Raise InputError for exits that the engine cannot follow with this sharing."""
+    def check(self, asked: Asked, sharing: Sharing = "full") -> None:
+        """Raise InputError if the engine cannot do with this sharing what is asked of a request."""
 
-    def in_slots(self, exits: Exits | None) -> bool:
-        """Return whether read-outs with these exits run in the slots of the KV store, in jobs too."""
+    def in_slots(self, asked: Asked) -> bool:
+        """Return whether numbers that are asked for run in the slots of the KV store, in jobs too."""
         return False
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
@@ -50,7 +50,7 @@ class EnginePart:
         PrefillScheduler; None: the feature has none of its own."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
-        """Sets the function that returns the tenant of a namespace (adapter, salt)."""
+        """Sets the function that returns the tenant of a namespace."""
 
     def submit(self, request: Any) -> Mapping[str, Any]:
         """Return arguments of the scheduler's `submit` that replace fields of the OpenRequest."""

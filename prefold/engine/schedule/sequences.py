@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 import numpy as np
 
 from ...errors import InputError
-from ...spec.requests import Exits, GenerationStats, Owner
+from ...spec.requests import NO_NAMESPACE, Asked, GenerationStats, Namespace, Owner
 from ...trie import token_bytes
 from ..cache import RadixCache, SlotPool
 from ..cache.tree import Node, RowTrie
@@ -60,7 +60,7 @@ class SequenceScheduler:
         limit: int,
         samples: int = 1,
         reserve: bool = True,
-        namespace: tuple[Hashable, ...] = (),
+        namespace: Namespace = NO_NAMESPACE,
         priority: int = 0,
         outputs: Mapping[int, Sequence[int]] | None = None,
         owner: Owner = NO_OWNER,
@@ -94,7 +94,7 @@ class SequenceScheduler:
     def _enter(
         self,
         key: Hashable,
-        namespace: tuple[Hashable, ...],
+        namespace: Namespace,
         tokens: np.ndarray,
         outputs: Mapping[int, Sequence[int]],
         priority: int,
@@ -118,10 +118,8 @@ class SequenceScheduler:
         self._requests[key] = dict.fromkeys(sequences)
         self.waiting.add(sequences)
 
-    def namespace_of(
-        self, namespace: tuple[Hashable, ...], exits: Exits | None, tokens: np.ndarray
-    ) -> tuple[Hashable, ...]:
-        """Return the namespace of the rows of a prompt with this adapter, salt and these exits."""
+    def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
+        """Return the namespace of a prompt's rows, by the namespace of its request and what is asked of it."""
         return namespace
 
     def cancel(self, key: Hashable) -> None:

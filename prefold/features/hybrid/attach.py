@@ -11,6 +11,7 @@ from ...engine.schedule.parts import EnginePart, add_engine_part
 from ...errors import UnsupportedModelError
 from ...model.families import add_families, with_heads
 from ...model.names import GGUF, GGUF_OF
+from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
 from .config import HybridConfig, granite4, lfm2, qwen3_5, qwen3_5_with_images
 
@@ -107,6 +108,14 @@ _WITH_STATES = {
     "zamba2": "Zamba2",
 }
 
+
+def _held(count: int) -> str:
+    from ...jobs.report.progress import format_bytes
+
+    return f"{format_bytes(count)} held at peak"
+
+
+add_counter(FeatureCounter("state_bytes_peak", title="states", text=_held))
 add_families(
     with_heads("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4, classified=False)
     | {

@@ -25,6 +25,7 @@ from ...engine.schedule.admission import StepLimits
 from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan, lay_out
 from ...engine.schedule.steps import SlotStep
+from ...spec.requests import Namespace
 from ...trie import token_bytes
 from .steps import ZERO, StateRuns, StateSlotStep
 
@@ -155,7 +156,7 @@ class StateScheduler(GenerateScheduler):
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
-    def _enter(self, key: Hashable, namespace: tuple[Hashable, ...], tokens: np.ndarray, *arguments: Any) -> None:
+    def _enter(self, key: Hashable, namespace: Namespace, tokens: np.ndarray, *arguments: Any) -> None:
         if len(tokens) > 1:
             self.tree.insert(namespace, token_bytes(tokens[:-1]))
         super()._enter(key, namespace, tokens, *arguments)

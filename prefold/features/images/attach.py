@@ -7,6 +7,7 @@ from typing import Any
 from ...checkpoint.checkpoint import TOWERS
 from ...engine.schedule.parts import EnginePart, add_engine_part
 from ...model.families import add_families
+from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
 from .config import config_with_tower
 from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
@@ -28,6 +29,15 @@ add_families(
     refused=REFUSED,
 )
 TOWERS["clip"] = config_with_tower
+add_counter(
+    FeatureCounter(
+        "tower_runs",
+        title="images",
+        text=lambda count: f"{count:,} images encoded",
+        is_brief=True,
+        metric="Images that were encoded.",
+    )
+)
 
 
 @add_part

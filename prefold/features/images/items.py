@@ -142,14 +142,14 @@ def image_inputs(
 class ImageInputs:
     """An ImageInputs reads the images of items, and gives them their place in prompts.
 
-    table    knows images by the ids of their rows
-    most     images that one item may have
-    recent   the images that were decoded last
-    files    summaries of the files that were decoded last, so that a file which comes again, as in each prompt of a
-             record or each record of a job, is not decoded again
-    blobs    holds the files of images that came within items
-    seconds  that decoding all images of an item may take; None: each may take what the decoder allows
-    namespace  nothing of these images is shared outside of it, not even where they are read from; "": none
+    table        knows images by the ids of their rows
+    most         images that one item may have
+    recent       the images that were decoded last
+    files        summaries of the files that were decoded last, so that a file which comes again, as in each prompt of a
+                 record or each record of a job, is not decoded again
+    blobs        holds the files of images that came within items
+    seconds      that decoding all images of an item may take; None: each may take what the decoder allows
+    salt_prefix  nothing of these images is shared outside of it, not even where they are read from; "": none
     """
 
     processor: Processor
@@ -161,18 +161,18 @@ class ImageInputs:
     files: LRUCache[ImageSummary] = field(default_factory=lambda: LRUCache(FILES))
     blobs: BlobStore = field(default_factory=BlobStore)
     seconds: float | None = None
-    namespace: str = ""
+    salt_prefix: str = ""
 
     def with_reader(self, **options: Any) -> ImageInputs:
         """Returns these inputs with another reader, as of `reader_of`."""
         return replace(self, reader=reader_of(**options))
 
-    def for_clients(self, files: Callable[[str], Path | None] | None = None, namespace: str = "") -> ImageInputs:
+    def for_clients(self, files: Callable[[str], Path | None] | None = None, salt_prefix: str = "") -> ImageInputs:
         """Returns these inputs for clients of a server: they cannot read this machine's files by path, nor occupy the
         decoder for longer with many images than with one. files: returns the path of an uploaded file by its id;
-        namespace: that of the clients"""
+        salt_prefix: of the clients' requests"""
         reader = replace(self.reader, paths=False, folder=None, files=files)
-        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, namespace=namespace)
+        return replace(self, reader=reader, seconds=reader.decoder.limits.seconds, salt_prefix=salt_prefix)
 
     def replica_images(self) -> ReplicaImages:
         """Returns the ReplicaImages for what the driver of a fleet sends to this replica."""
@@ -205,8 +205,8 @@ class ImageInputs:
 
     def _summary(self, data: bytes, field: str, budget: DecodeBudget | None) -> ImageSummary:
         """Returns the summary of the image in a file, which is decoded unless it was among the last files."""
-        # The namespace is hashed too, or the time that this takes would tell one tenant what another has sent.
-        digest = hashlib.blake2b(f"{self.namespace}\0".encode("utf-8", "surrogatepass"), digest_size=16)
+        # The prefix is hashed too, or the time that this takes would tell one tenant what another has sent.
+        digest = hashlib.blake2b(f"{self.salt_prefix}\0".encode("utf-8", "surrogatepass"), digest_size=16)
         digest.update(data)
         summary = self.files.get(key := digest.digest())
         if summary is None:
@@ -224,7 +224,7 @@ class ImageInputs:
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])
         ids = (escaping or self.escaping).encode(expanded)
-        salt = within(self.namespace, salt)
+        salt = within(self.salt_prefix, salt)
         media = tuple(self._medium(picture, salt) for picture in pictures)
         at = np.flatnonzero(ids == processor.image_token_id)
         rows = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])

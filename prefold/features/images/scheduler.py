@@ -20,7 +20,7 @@ from ...engine.schedule.generate_step import SequenceState
 from ...engine.schedule.parts import EnginePart
 from ...engine.worker import Worker
 from ...errors import InputError
-from ...spec.requests import Medium
+from ...spec.requests import Medium, Namespace
 from ...trie import MEDIA_BASE
 from .steps import DropImages, EncodeImage, ImageFacts, first_id
 from .table import MediaTable
@@ -377,7 +377,7 @@ class ImageScheduler(EnginePart):
         """Drops rows that no request waits for until there is room for so many more bytes, or none are left to drop."""
         needed = self._all_needed()
         # By tenant, not by salt: a client that chooses a new salt for each image has few bytes under each.
-        tenants = {first: self._tenant_of((None, rows.salt)) for first, rows in self._encoded.items()}
+        tenants = {first: self._tenant_of(Namespace(salt=rows.salt)) for first, rows in self._encoded.items()}
         by_tenant: Counter[Hashable] = Counter()
         for first, rows in self._encoded.items():
             by_tenant[tenants[first]] += rows.size

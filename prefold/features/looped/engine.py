@@ -15,13 +15,26 @@ import numpy as np
 
 from ...engine.messages import kept_rows
 from ...engine.protocol import EngineOptions, GenerateOptions
+from ...engine.requests import KeptStates
 from ...engine.schedule.generate_step import HoldsRows
 from ...engine.schedule.parts import EnginePart, over_store
 from ...engine.worker import Worker
 from ...errors import InputError
-from ...spec.requests import Exits, Sharing
-from .scheduler import LoopedScheduler, Namespace
-from .steps import MODEL_ORDER, NO_EXITS, Asker, Keys, LoopedFacts, Passage, Way, exits_row, may_leave, way_of
+from ...spec.requests import Asked, Exits, Namespace, Sharing, refuse_exits
+from .scheduler import LoopedScheduler
+from .steps import (
+    AS_THE_MODEL,
+    MODEL_ORDER,
+    NO_EXITS,
+    Asker,
+    Keys,
+    LoopedFacts,
+    Passage,
+    ReadAfter,
+    Way,
+    exits_row,
+    may_leave,
+)
 
 NEVER = float("nan")
 Rule = tuple[float, float, float, float]
@@ -29,14 +42,21 @@ STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after`: the r
 MOST_ROUTES = 1 << 16  # of prompts that were routed, for twins of these prompts
 
 
-def engine_part(worker: Worker, options: EngineOptions) -> LoopedPart | None:
-    """Return the EnginePart for a worker's model; None: the model is not looped. Raise InputError if rows are to leave
-    and cannot."""
+def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
+    """Return the EnginePart for a worker's model. Raise InputError if rows are to leave and cannot."""
     facts, exits = worker.facts.of(LoopedFacts), options.generation.looped.exits
     if exits != "read" and (facts is None or not facts.is_whole):
         message = f"exits is {exits!r}, which is for looped models in one piece"
         raise InputError(message, field="exits", remedy='use exits "read", and tensor_parallel=1', code="not_looped")
-    return None if facts is None else LoopedPart(worker, options.generation, facts)
+    return NotLooped() if facts is None else LoopedPart(worker, options.generation, facts)
+
+
+class NotLooped(EnginePart):
+    """The EnginePart for a model that is not looped: it refuses exits."""
+
+    def check(self, asked: Asked, sharing: Sharing = "full") -> None:
+        if asked.exits is not None:
+            refuse_exits(asked.exits)
 
 
 class LoopedPart(EnginePart):
@@ -53,8 +73,9 @@ class LoopedPart(EnginePart):
         self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # that the router chose, by prompt
         self._leaving: tuple[object, np.ndarray] | None = None  # computed rows of the last step, and their exits
 
-    def check(self, exits: Exits | None, sharing: Sharing = "full") -> None:
-        if sharing == "mlp" and self.in_slots(exits):
+    def check(self, asked: Asked, sharing: Sharing = "full") -> None:
+        exits = asked.exits
+        if sharing == "mlp" and self.in_slots(asked):
             remedy = 'use full or off, or give the LLM looped={"exits": "read"}'
             raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
         if exits is None:
@@ -73,7 +94,8 @@ class LoopedPart(EnginePart):
                 remedy = 'leave it out, or give the LLM looped={"exits": "save"}'
                 raise InputError(message, field=name, remedy=remedy, code="no_gate")
 
-    def in_slots(self, exits: Exits | None) -> bool:
+    def in_slots(self, asked: Asked) -> bool:
+        exits = asked.exits
         # A row stream shares rows by their tokens alone, and its rows make all visits.
         return self._asks(exits) or (self.leaves and may_leave(self._filled(exits)))
 
@@ -95,13 +117,16 @@ class LoopedPart(EnginePart):
     # ------------------------------------------------------------------------------------------- namespaces
 
     def submit(self, request: Any) -> Mapping[str, Any]:
-        namespace = self._namespace_of(request.namespace, request.readers[0].exits, request.rows, request.key)
+        namespace = self._namespace_of(request.namespace, request.readers[0].asked, request.rows, request.key)
         return {"namespace": namespace}
 
     def _namespace_of(
-        self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray, key: Hashable = None
+        self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray, key: Hashable = None
     ) -> Namespace:
         """Return the namespace of a prompt's rows. key: of its request, which may ask the router"""
+        exits = None if asked is None else asked.exits
+        if exits is not None and namespace.part(KeptStates, None) is not None:
+            namespace = namespace.with_part(ReadAfter(exits))
         filled, asker = self._filled(exits), None
         route, rule = filled.route, replace(filled, route=None)
         if self._asks(exits):
@@ -111,18 +136,18 @@ class LoopedPart(EnginePart):
         way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
         if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
             way = replace(way, route=route, asker=None)
-        return namespace if way == MODEL_ORDER else (*namespace, way)
+        return namespace if way == MODEL_ORDER else namespace.with_part(way)
 
     def _remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
         """Keep the route that the router chose for a prompt, for later requests with the prompt."""
-        self._routes[_place(namespace[:-1], way_of(namespace), tokens)] = route
+        self._routes[_place(namespace, namespace.part(Way, MODEL_ORDER), tokens)] = route
         if len(self._routes) > MOST_ROUTES:
             self._routes.popitem(last=False)
 
     # ------------------------------------------------------------------------------------------- messages
 
     def message(self, step: Any, readers: Sequence[Any]) -> Mapping[str, Any]:
-        ways = [(way_of(namespace), first, stop) for namespace, first, stop in step.namespaces]
+        ways = [(namespace.part(Way, MODEL_ORDER), first, stop) for namespace, first, stop in step.namespaces]
         numbers: dict[tuple[int, ...], int] = {}
         route = [numbers.setdefault(way.route or self._facts.order, len(numbers)) for way, _, _ in ways]
         own: dict[str, Any] = {"routes": tuple(numbers)}
@@ -138,7 +163,8 @@ class LoopedPart(EnginePart):
         return {"feature": Passage(**own)}
 
     def _read_after(self, step: Any, readers: Sequence[Any]) -> np.ndarray | None:
-        exits = [*(reader.exits for reader in readers), *(exits for exits, _ in kept_rows(step))]
+        kept = (namespace.part(ReadAfter, AS_THE_MODEL).exits for namespace, _ in kept_rows(step))
+        exits = [*(reader.asked.exits for reader in readers), *kept]
         rows = [exits_row(one) for one in exits]
         if self._facts.threshold == 1 and all(row == NO_EXITS for row in rows):
             return None
@@ -181,8 +207,7 @@ def _place(namespace: Namespace, way: Way, tokens: np.ndarray) -> Hashable:
     """Return the name of a prompt whose route the router chooses, whichever request it is of."""
     assert way.asker is not None
     return (
-        namespace,
-        way.exits,
+        namespace.with_part(replace(way, asker=None)),
         way.asker.fewest,
         way.asker.most,
         blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=16).digest(),

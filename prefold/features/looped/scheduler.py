@@ -3,7 +3,7 @@ chose for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,12 @@ from ...engine.schedule.admission import NO_LIMITS, StepLimits
 from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan
 from ...engine.schedule.steps import SlotResult
-from ...spec.requests import Exits
+from ...spec.requests import Asked, Namespace
 from ...trie import token_bytes
-from .steps import PassResult, way_of
+from .steps import MODEL_ORDER, PassResult, Way
 
-Namespace = tuple[Hashable, ...]
-# Returns the namespace of a prompt's rows, by the namespace of its adapter and salt, its exits and its tokens.
-NamespaceOf = Callable[[Namespace, Exits | None, np.ndarray], Namespace]
+# Returns the namespace of a prompt's rows, by the request's namespace, what is asked, and its tokens.
+NamespaceOf = Callable[[Namespace, Asked | None, np.ndarray], Namespace]
 # Called with the namespace of a prompt whose router was asked, its tokens, and the route.
 OnRoute = Callable[[Namespace, np.ndarray, tuple[int, ...]], None]
 
@@ -42,7 +41,7 @@ class RoutedPlan(StepPlan):
 
     def _add_prompt(self, sequence: SequenceState) -> None:
         leaf = sequence.leaf
-        if way_of(namespace_at(leaf)).asker is None:
+        if namespace_at(leaf).part(Way, MODEL_ORDER).asker is None:
             StepPlan._add_prompt(self, sequence)
             return
         missing = leaf.num_pending - self.computed_rows.get(leaf, 0)
@@ -66,8 +65,8 @@ class LoopedScheduler(GenerateScheduler):
         self._namespace_of, self._on_route, self._routed = namespace_of, on_route, routed
         super().__init__(pool, **options)
 
-    def namespace_of(self, namespace: Namespace, exits: Exits | None, tokens: np.ndarray) -> Namespace:
-        return self._namespace_of(namespace, exits, tokens)
+    def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
+        return self._namespace_of(namespace, asked, tokens)
 
     def plan(self, limits: StepLimits = NO_LIMITS) -> GenerateStep | None:
         if self._routed and any(_asks(step) for step in self._in_flight):
@@ -89,7 +88,7 @@ class LoopedScheduler(GenerateScheduler):
 
     def _settle(self, namespace: Namespace, route: tuple[int, ...]) -> None:
         """Move the rows of a prompt to its route, where later prompts find them."""
-        way = way_of(namespace)
+        way = namespace.part(Way, MODEL_ORDER)
         assert way.asker is not None
         sequences = list(self._requests.get(way.asker.key, ()))
         # The request has ended, or waits again after it was on hold, or ends because its numbers are not finite.
@@ -100,7 +99,7 @@ class LoopedScheduler(GenerateScheduler):
         self._on_route(namespace, tokens, route)
         old.users = 0
         self.tree.remove(old)
-        leaf = self.tree.insert((*namespace[:-1], replace(way, route=route, asker=None)), token_bytes(tokens))
+        leaf = self.tree.insert(namespace.with_part(replace(way, route=route, asker=None)), token_bytes(tokens))
         path = leaf.path()
         if self.cache is not None:
             self.cache.take(path)
@@ -127,17 +126,17 @@ class LoopedScheduler(GenerateScheduler):
         self.pool.free(spare)
 
     def _let_go(self, node: Node) -> None:
-        if way_of(namespace_at(node)).asker is None:
+        if namespace_at(node).part(Way, MODEL_ORDER).asker is None:
             super()._let_go(node)
         else:  # no other request finds these rows
             self.pool.free(self.tree.drop(node))
             self.tree.remove(node)
 
     def _is_prompt_like(self, sequence: SequenceState) -> bool:
-        exits = way_of(namespace_at(sequence.leaf)).exits
+        exits = namespace_at(sequence.leaf).part(Way, MODEL_ORDER).exits
         return exits is None or (exits.prompts and not exits.visits)
 
 
 def _asks(step: GenerateStep) -> list[Namespace]:
     """Return the namespaces of a step's prompts whose router is asked, in the order of their rows."""
-    return [namespace for namespace, _, _ in step.namespaces if way_of(namespace).asker is not None]
+    return [namespace for namespace, _, _ in step.namespaces if namespace.part(Way, MODEL_ORDER).asker is not None]

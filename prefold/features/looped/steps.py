@@ -36,7 +36,7 @@ class LoopedFacts:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What the K/V of a looped model's rows depend on beside their tokens: the last part of their namespace.
+    """What the K/V of a looped model's rows depend on beside their tokens: a part of their namespace.
 
     route  the blocks that the rows visit; None: the model's order, or the route that the router will choose
     exits  when rows leave for good; None: they make all visits
@@ -46,6 +46,14 @@ class Way:
     route: tuple[int, ...] | None = None
     exits: Exits | None = None
     asker: Asker | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAfter:
+    """After which visit the kept hidden states of rows are read: a part of their namespace, unless it is as the
+    checkpoint says."""
+
+    exits: Exits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +69,7 @@ class Asker:
     most: int
 
 
-MODEL_ORDER = Way()
-
-
-def way_of(namespace: Sequence[Hashable]) -> Way:
-    """Return the Way of a namespace."""
-    return namespace[-1] if namespace and isinstance(namespace[-1], Way) else MODEL_ORDER
+MODEL_ORDER, AS_THE_MODEL = Way(), ReadAfter()
 
 
 def may_leave(exits: Exits) -> bool:

@@ -7,7 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.schedule.parts import SETTLERS, EnginePart, add_engine_part
+from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
+
+add_counter(
+    FeatureCounter(
+        "copied_rows",
+        title="copied",
+        text=lambda count: f"{count:,} rows of prompts, from other positions: approximate answers",
+        row="rows of prompts copied from other positions",
+    )
+)
 
 
 @SETTLERS.append

@@ -180,7 +180,7 @@ class Shifting(EnginePart):
         exact rows only; an answer that was begun goes on from rows that are computed."""
         if any(isinstance(reader, ValueReader) or reader.tokens for reader in request.readers):
             return {"shifts": False}
-        request.approximate_tokens = 0
+        request.noted.pop("approximate_tokens", None)
         return {"shifts": True}
 
     def before_plan(self, scheduler: ShiftingScheduler, requests: Mapping[Any, Any]) -> Mapping[Hashable, Exception]:
@@ -189,7 +189,7 @@ class Shifting(EnginePart):
         for moved in scheduler.moves:
             self._worker.start(moved.message).result()
             if moved.key in requests:
-                requests[moved.key].approximate_tokens = len(moved)
+                requests[moved.key].noted["approximate_tokens"] = len(moved)
             self._meter.add(unique_tokens=len(moved))  # they would have been computed
         scheduler.moves.clear()
         return {}

@@ -22,7 +22,7 @@ from prefold.cli import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from prefold.features.hf import fused
 from prefold.model import config_from, load_model
-from prefold.spec.requests import Readout, Request
+from prefold.spec.requests import Namespace, Readout, Request
 
 
 @pytest.fixture
@@ -70,14 +70,16 @@ def test_rows_of_several_adapters_and_of_none(tmp_path, forced, name):
     assert len(linears) >= 8
     adapters = {one: write_lora(tmp_path / one, bare, linears[i::2], i) for i, one in enumerate(("x", "y"))}
     llm = model_of(folder, adapters=adapters)
-    oracles = {None: reference(folder)} | {one: merged(folder, path) for one, path in adapters.items()}
-    some = [Request(np.array(p, np.int32), None, one) for p in prompts(6, count=6) for one in (None, "x", "y")]
+    oracles = {"": reference(folder)} | {one: merged(folder, path) for one, path in adapters.items()}
+    some = [
+        Request(np.array(p, np.int32), namespace=Namespace(one)) for p in prompts(6, count=6) for one in ("", "x", "y")
+    ]
     for rows in (3, 100):
         results = run(llm, some, Readout("last"), sharing="full", rows=rows)
         for request, result in zip(some, results, strict=True):
             with torch.inference_mode():
                 ids = torch.from_numpy(request.tokens[None].astype(np.int64))
-                expected = oracles[request.adapter].base_model(input_ids=ids)[0][0, -1].numpy()
+                expected = oracles[request.namespace.adapter].base_model(input_ids=ids)[0][0, -1].numpy()
             np.testing.assert_allclose(result.values, expected, rtol=0, atol=2e-4)
     tokens = [llm.generate([[5, 6, 7, 8]], adapter=one, max_tokens=6, ignore_eos=True)[0].tokens for one in oracles]
     for given, model in zip(tokens, oracles.values(), strict=True):

@@ -19,7 +19,7 @@ from prefold import LLM
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
 from prefold.features.hybrid.worker import HybridLM
-from prefold.spec.requests import Owner, Readout
+from prefold.spec.requests import Namespace, Owner, Readout
 from prefold.trie import Spool
 
 CACHE = CacheOptions(min_overlap=1)
@@ -132,7 +132,7 @@ def test_salts_share_nothing(llm):
     asked = ask(list(range(3, 33)), max_tokens=1, temperature=0)
     for salt in ("a", "b"):
         before = engine.stats.rows_computed
-        generate(engine, [replace(asked, salt=salt)])
+        generate(engine, [replace(asked, namespace=Namespace(salt=salt))])
         assert engine.stats.rows_computed - before == 30
 
 

@@ -23,7 +23,7 @@ from prefold.features.hybrid.layers import gated_delta, state_space
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.model import config_from, families
 from prefold.spec import environment, plugins
-from prefold.spec.requests import Readout
+from prefold.spec.requests import Namespace, Readout
 
 PAGE = Path(__file__).parents[3] / "docs" / "hybrids.md"
 MODULES = {
@@ -104,7 +104,7 @@ def test_adapters_are_added_to_rows_of_any_layer(folder, tmp_path):
     llm = LLM(str(folder), dtype="float32", adapters={"a": str(adapter)})
     texts = prompts(2)
     requests = list(map(as_request, texts))
-    adapted = [replace(request, adapter="a") for request in requests]
+    adapted = [replace(request, namespace=Namespace("a")) for request in requests]
     results = run(llm, adapted, Readout("last"), sharing="full", rows=11)
     for result, states in zip(
         results, hidden_states(merged(folder, adapter, lambda module: 1 / 4), texts), strict=True
@@ -116,7 +116,7 @@ def test_adapters_are_added_to_rows_of_any_layer(folder, tmp_path):
     # Beside each other in one step, too.
     engine = llm.engine
     asked = [ask(text, max_tokens=4, temperature=0, ignore_eos=True) for text in texts]
-    mixed = [replace(one, adapter="a") if i % 2 else one for i, one in enumerate(asked)]
+    mixed = [replace(one, namespace=Namespace("a")) if i % 2 else one for i, one in enumerate(asked)]
     alone = [tokens_of(generate(engine, [one]))[0] for one in mixed]
     assert tokens_of(generate(engine, mixed)) == alone
 

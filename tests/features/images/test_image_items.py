@@ -379,7 +379,7 @@ def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, ki
     keys = [[medium.key for medium in work.requests[0].media] for work in works]
     assert keys == [keys[0]] * 4 and len(set(keys[0])) == 3
     theirs = copy(task)
-    theirs.inputs = replace(task.inputs, images=replace(images, namespace="tenant"))
+    theirs.inputs = replace(task.inputs, images=replace(images, salt_prefix="tenant"))
     theirs.prepare([{"prompt": prompt, "continuation": " yes"}])
     assert len(decoded) == 6
     works = task.prepare([{"prompt": TextWithImages("what?", [PICTURES[0]]), "continuation": " yes"}])
@@ -437,7 +437,7 @@ def test_a_text_with_images_is_a_prompt_wherever_it_stands(made):
     items = [long, {"prompt": long}, {"prompt": long.text, "images": long.images}, {"prompt": long, "salt": "s"}]
     (one, *others, salted) = [work.requests[0] for work in task.prepare(items)]
     assert all(other.tokens.tolist() == one.tokens.tolist() for other in others)
-    assert salted.salt == salted.media[0].salt == "s"
+    assert salted.namespace.salt == salted.media[0].salt == "s"
 
 
 def test_places_of_images_in_tables(made):
@@ -460,7 +460,7 @@ def test_images_of_another_namespace_have_ids_of_their_own(made, family):
     item = {"messages": [{"role": "user", "content": content}], "salt": "s"}
     (request,) = task.prepare([item])[0].requests
     theirs = copy(task)
-    theirs.inputs = replace(task.inputs, images=images.for_clients(namespace="tenant"))
+    theirs.inputs = replace(task.inputs, images=images.for_clients(salt_prefix="tenant"))
     (other,) = theirs.prepare([item])[0].requests
     assert {medium.salt for medium in request.media} == {"s"} and {m.salt for m in other.media} == {"tenant/s"}
     assert with_tokens(other.tokens, images) == with_tokens(request.tokens, images)

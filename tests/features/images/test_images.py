@@ -20,7 +20,7 @@ from prefold.errors import InputError
 from prefold.features.images.decode import Image
 from prefold.features.images.processor import Processor, load_processor
 from prefold.features.images.steps import ImageFacts
-from prefold.spec.requests import Generated, Readout, Request, Sampling
+from prefold.spec.requests import Generated, Namespace, Readout, Request, Sampling
 
 FAMILIES = ("gemma3", "smolvlm")
 MAX_TOKENS = 8
@@ -86,7 +86,7 @@ class Case:
         at = np.flatnonzero(tokens == processor.image_token_id)
         assert len(at) == sum(len(medium.ids) for medium in media)
         tokens[at] = np.concatenate([np.empty(0, np.int32), *(medium.ids for medium in media)])
-        return Request(tokens, media=tuple(media), salt=salt, **options)
+        return Request(tokens, media=tuple(media), namespace=Namespace(salt=salt), **options)
 
     def asked(self, engine: ModelEngine, prompts: list[Prompt], **sampling) -> list[Request]:
         options = Sampling(**{"max_tokens": MAX_TOKENS, "ignore_eos": True, **sampling})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from running import as_request, prompts, run
 from prefold import LLM, InputError
 from prefold.api.streams import ResponseStream
 from prefold.cli.specs import job_spec
-from prefold.engine.requests import check_exits
-from prefold.spec.requests import Exits, Readout
+from prefold.engine.protocol import EngineOptions
+from prefold.engine.requests import check_asked
+from prefold.engine.worker import Facts
+from prefold.features.looped.engine import engine_part
+from prefold.spec.requests import Exits, Readout, Sampling
 
 GATED = LOOPED["loop"] | {"gate": True}
 ASKED = [
@@ -138,9 +142,11 @@ def test_exits_that_cannot_be(model, tmp_path):
 
 def test_an_engine_refuses_exits_of_a_model_that_does_not_loop():
     """Also where a request comes with no task that has looked at it."""
+    part = engine_part(SimpleNamespace(facts=Facts(depth=1, max_rows=8)), EngineOptions())
     with pytest.raises(InputError, match="exit_threshold is given, and the model is not looped"):
-        check_exits((), Exits(threshold=0.5))
-    check_exits((), Exits())
+        check_asked([part], Readout("last", exits=Exits(threshold=0.5)))
+    check_asked([part], Readout("last", exits=Exits()))
+    check_asked([part], Sampling())
 
 
 def test_rows_that_are_kept_are_read_after_the_visit_that_is_asked_for(model):

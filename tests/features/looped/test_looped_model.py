@@ -20,7 +20,7 @@ from prefold.features.looped.gates import RowExits
 from prefold.features.looped.model import LoopedLM, position_noise
 from prefold.features.looped.train import visit_logprobs
 from prefold.model import config_from, load_model
-from prefold.spec.requests import Readout
+from prefold.spec.requests import Namespace, Readout
 from prefold.train import TrainBatch, logprobs, save_model
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
@@ -144,8 +144,9 @@ def test_lora_in_every_visit(tmp_path, family):
     merged = looped_adapter(folder, place)
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for tokens in prompts(8, count=4):
-        for name, dense in ((None, Dense(folder)), ("one", Dense(folder, merged))):
-            found = run(llm, [replace(as_request(tokens), adapter=name)], Readout("last"), sharing="full", rows=3)
+        for name, dense in (("", Dense(folder)), ("one", Dense(folder, merged))):
+            asked = [replace(as_request(tokens), namespace=Namespace(name))]
+            found = run(llm, asked, Readout("last"), sharing="full", rows=3)
             np.testing.assert_allclose(found[0].values, dense.hidden(tokens)[-1], rtol=1e-3, atol=1e-3)
 
 

@@ -13,8 +13,8 @@ from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.fair import FairAdmission
 from prefold.features.looped.engine import LoopedPart
 from prefold.features.looped.scheduler import LoopedScheduler
-from prefold.features.looped.steps import LoopedFacts, PassResult, way_of
-from prefold.spec.requests import Exits, Owner
+from prefold.features.looped.steps import MODEL_ORDER, LoopedFacts, PassResult, Way
+from prefold.spec.requests import Exits, Namespace, Owner, Readout
 from tests.engine.schedule.traces import CheckedStore, expected, next_token, prompts_of
 
 FACTS = LoopedFacts((0, 1, 0), gate=True, threshold=1.0, routed=True, is_whole=True)
@@ -35,13 +35,19 @@ def scheduler_of(part: LoopedPart, rng: np.random.Generator) -> LoopedScheduler:
     return scheduler
 
 
+def with_exits(exits: Exits | None) -> Readout:
+    return Readout("last", exits=exits)
+
+
 def submit(scheduler, part, key, prompt, exits, **options) -> None:
-    request = SimpleNamespace(namespace=(None, ""), readers=[SimpleNamespace(exits=exits)], rows=prompt, key=key)
+    request = SimpleNamespace(
+        namespace=Namespace(), readers=[SimpleNamespace(asked=with_exits(exits))], rows=prompt, key=key
+    )
     scheduler.submit(key, prompt, **{"limit": 3, **part.submit(request), **options})
 
 
 def land(scheduler, store: CheckedStore, step, tokens) -> list:
-    asked = [namespace for namespace, _, _ in step.namespaces if way_of(namespace).asker is not None]
+    asked = [namespace for namespace, _, _ in step.namespaces if namespace.part(Way, MODEL_ORDER).asker is not None]
     prompts = {namespace: tuple(path) for namespace, path in store.content.values() if namespace in asked}
     for namespace, path in store.content.values():
         if namespace in asked and len(path) > len(prompts[namespace]):
@@ -52,8 +58,8 @@ def land(scheduler, store: CheckedStore, step, tokens) -> list:
     done = scheduler.commit(step, tokens, [False] * len(tokens), result)
     for slot, (namespace, path) in store.content.items():
         if namespace in moves:
-            way = way_of(namespace)
-            moved = (*namespace[:-1], type(way)(moves[namespace], way.exits))
+            way = namespace.part(Way, MODEL_ORDER)
+            moved = namespace.with_part(Way(moves[namespace], way.exits))
             store.content[slot] = (moved, path)
     check_books(scheduler)
     return done
@@ -97,7 +103,7 @@ def test_rows_of_routed_prompts_are_shared_by_route_alone(seed):
         store.run(step, [] if flight is None else flight[1])
         tokens = [next_token(path, one.sample) for path, one in zip(store.paths, step.consumers, strict=True)]
         for namespace, first, stop in step.namespaces:
-            if (asker := way_of(namespace).asker) is not None:  # the router is asked about whole prompts
+            if (asker := namespace.part(Way, MODEL_ORDER).asker) is not None:  # the router is asked about whole prompts
                 assert step.message.tokens[first:stop].tolist() == asked[asker.key][0].tolist()
         before, flight = flight, (step, tokens)
         scheduler.begin(step)
@@ -115,12 +121,12 @@ def test_a_prompt_is_asked_about_once():
     part = LoopedPart(None, GenerateOptions(), FACTS)
     prompt = np.array([1, 2, 0, 1], np.int32)
     first = part.submit(
-        SimpleNamespace(namespace=(None, ""), readers=[SimpleNamespace(exits=None)], rows=prompt, key=1)
+        SimpleNamespace(namespace=Namespace(), readers=[SimpleNamespace(asked=with_exits(None))], rows=prompt, key=1)
     )
-    assert way_of(first["namespace"]).asker.key == 1
+    assert first["namespace"].part(Way, MODEL_ORDER).asker.key == 1
     part._remember(first["namespace"], prompt, (0, 1))
     for exits, tokens, route in ((None, prompt, (0, 1)), (Exits(min_visits=2), prompt, None), (None, prompt[:3], None)):
-        assert way_of(part._namespace_of((None, ""), exits, tokens, 2)).route == route
+        assert part._namespace_of(Namespace(), with_exits(exits), tokens, 2).part(Way, MODEL_ORDER).route == route
 
 
 def test_a_request_that_was_on_hold_is_asked_about_with_all_of_its_rows():

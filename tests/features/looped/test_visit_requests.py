@@ -61,7 +61,7 @@ def test_pins_of_rows_that_leave_or_take_a_route(tmp_path, exits):
         llm.generate([tokens], max_tokens=1, **given)
         assert llm.pin(tokens, **given) == len(tokens) == llm.unpin(tokens, **given)
         held = Exits(given.get("exit_threshold"), route=given.get("route"))
-        assert llm.engine.held_rows(np.array(tokens, np.int32), exits=held) == len(tokens)
+        assert llm.engine.held_rows(np.array(tokens, np.int32), asked=Readout("last", exits=held)) == len(tokens)
 
 
 def test_progress_counts_a_row_once(gated):

@@ -19,7 +19,7 @@ from prefold.cli.specs import job_spec
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.cache import CacheOptions
 from prefold.errors import UnsupportedModelError
-from prefold.spec.requests import Exits
+from prefold.spec.requests import Exits, Namespace
 
 PARTS = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
 MODELS = {
@@ -194,13 +194,13 @@ def test_samples_and_penalties_and_logprobs(gated):
 def test_adapters(tmp_path):
     """Rows of several adapters and of none leave in one step, and those that left are projected with their own."""
     folder, place = looped_checkpoint(tmp_path, "looped", loop=GATED), tmp_path / "adapter"
-    models = {None: Dense(folder), "one": Dense(folder, looped_adapter(folder, place))}
+    models = {"": Dense(folder), "one": Dense(folder, looped_adapter(folder, place))}
     llm = LLM(str(folder), dtype="float32", device="cpu", adapters={"one": str(place)})
     for keys in ("save", "project"):
         engine = ModelEngine(llm.engine.worker, EngineOptions(generation=GenerateOptions(looped={"exits": keys})))
         cases = [(tokens, name) for tokens in prompts(3, count=3)[:3] for name in models]
         for exits in (Exits(0.5), Exits(0.4, prompts=True), Exits(max_visits=1)):
-            asked = [replace(request_of(tokens, exits), adapter=name) for tokens, name in cases]
+            asked = [replace(request_of(tokens, exits), namespace=Namespace(name)) for tokens, name in cases]
             found = tokens_of(generate(engine, asked))
             for (tokens, name), made in zip(cases, found, strict=True):
                 check(models[name], "last" if keys == "save" else "project", tokens, made, exits)
