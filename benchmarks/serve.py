@@ -49,7 +49,7 @@ from servers import KV_GIB, Clients, ServedModel, p, prefold_server, vllm_server
 
 from prefold import LLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 # `vllm bench serve`. The command of the CPU build does not start it, because the package has another name.
 BENCH = """

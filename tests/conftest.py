@@ -25,7 +25,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Helpers shared by the tests (`tiny`, `running`, `nests`).
+# Helpers of more than one folder of tests (`from tiny import ...`). Those of one folder lie beside its tests; pytest
+# puts the folder of each test on the path. `tests/record` alone is a package, because it is run by `python -m`.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A process that was begun in the background ignores these signals, and so would those that tests begin and stop.

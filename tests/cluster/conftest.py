@@ -1,6 +1,5 @@
 import pytest
-
-from .vllm_engines import engines  # noqa: F401
+from vllm_engines import engines  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

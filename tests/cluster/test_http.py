@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_servers import logprob_of, serving
 from tiny import tiny_checkpoint, write_tokenizer
 
 from prefold.cli import main
@@ -27,8 +28,6 @@ from prefold.cluster.replicas import requests_of
 from prefold.errors import CheckpointError, InputError
 from prefold.spec.requests import Exits, Grammar, Readout, Request, Sampling
 from prefold.trie import Spool
-
-from .servers import logprob_of, serving
 
 NUM = 80
 

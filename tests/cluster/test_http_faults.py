@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_replicas import count_patience
+from fake_servers import _Handler, serving
 
 from prefold.cluster import http_host
 from prefold.cluster.fleet import Fleet
@@ -18,9 +20,6 @@ from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, Replica
 from prefold.errors import FleetError, InputError
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import Spool
-
-from .fakes import count_patience
-from .servers import _Handler, serving
 
 
 def requests_of(texts, **sampling) -> Spool:

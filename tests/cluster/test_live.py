@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_jobs import digest
+from fake_replicas import ThreadReplicas
+from fleet_books import check_book
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_checkpoint
@@ -28,10 +31,6 @@ from prefold.errors import FleetError, InputError
 from prefold.spec.requests import Generated, Readout, Request, Result, Sampling
 from prefold.trie import Feed, LiveInput, RowCost, Spool, StreamCost
 from prefold.trie.order import encode
-from tests.cluster.checks import check_book
-from tests.jobs.fakes import digest
-
-from .fakes import ThreadReplicas
 
 
 def prompt_of(rng) -> np.ndarray:

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_jobs import digest
+from fake_replicas import SlowEngine, ThreadReplicas
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -28,9 +30,6 @@ from prefold.errors import FleetError, InputError, PrefoldError
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
 from prefold.trie import Spool
-from tests.jobs.fakes import digest
-
-from .fakes import SlowEngine, ThreadReplicas
 
 LAST, TEXT = Readout("last"), Readout("tokens")
 FACTS = ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4)

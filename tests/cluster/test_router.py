@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from books import check_books
+from fake_replicas import held_by
+from fleet_books import check_policy_keeps_to_those_allowed, check_router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +16,6 @@ from prefold.engine.cache.events import CacheCleared, Cut, RowsRemoved, RowsStor
 from prefold.engine.schedule.admission import StepLimits
 from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.errors import InputError
-from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router
-
-from .fakes import held_by
 
 
 def held_in(scheduler: GenerateScheduler) -> set[tuple]:

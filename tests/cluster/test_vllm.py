@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fleet_books import check_blocks, rows_in
 from tiny import tiny_checkpoint
 
 from prefold.cli import main
@@ -25,7 +26,6 @@ from prefold.cluster.replicas import Replicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.spec.requests import Grammar, Readout, Request, Sampling
 from prefold.trie import Spool
-from tests.cluster.checks import check_blocks, rows_in
 
 
 def host(**options):

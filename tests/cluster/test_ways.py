@@ -14,16 +14,15 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
+import vllm_engines
 from click.testing import CliRunner
+from fake_servers import Server, serving
+from serving import serving as serving_prefold
+from serving import until
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cli import main
-from tests.serve.serving import serving as serving_prefold
-from tests.serve.serving import until
-
-from . import vllm_engines
-from .servers import Server, serving
 
 CONTEXT = 320
 # What a server such as vLLM takes for that which a request leaves out, where generation_config.json says so.

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_jobs import FakeGenerateTask, FakeTask, digest, fake_llm
+from forked import begin
+from job_tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
 
 from prefold.errors import CheckpointError, JobError, UnsupportedModelError
 from prefold.jobs.batch import OpenAIBatch
@@ -29,10 +32,6 @@ from prefold.jobs.run import WAITING, Interrupted, Job, run_job
 from prefold.jobs.source import check_grown, file_identity, open_source, open_sources
 from prefold.jobs.tables import Columns, TableAdapter
 from prefold.trie import Spool
-from tests.record.forked import begin
-
-from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm
-from .tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 500, "streaming": True}, {"window": 1}])
@@ -310,8 +309,8 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
 SIGNALS_TOGETHER = """
 import signal, sys
 from pathlib import Path
-from jobs.fakes import fake_llm
-from jobs.tables import table_job
+from fake_jobs import fake_llm
+from job_tables import table_job
 from prefold.jobs.run import Interrupted, run_job
 from prefold.jobs.report.progress import Progress
 
@@ -344,8 +343,7 @@ except Interrupted:
 def test_a_second_signal_while_the_first_is_handled(tmp_path):
     source = tmp_path / "in.jsonl"
     write_records(source, 40)
-    tests = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for place in range(1, 100):
         out = tmp_path / f"{place}.jsonl"
         command = [sys.executable, "-c", SIGNALS_TOGETHER, str(source), str(out), str(place)]
@@ -455,8 +453,8 @@ import time
 from pathlib import Path
 from prefold.jobs.run import run_job
 from prefold.jobs.report.progress import Progress
-from tests.jobs.fakes import fake_llm
-from tests.jobs.tables import table_job
+from fake_jobs import fake_llm
+from job_tables import table_job
 llm = fake_llm(before=lambda i: time.sleep(0.001))
 import prefold.jobs.output as output
 output.COMMIT_SECONDS = 0.02

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from serving import serving
 from tiny import tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.cli import main
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import make_task
-from tests.serve.serving import serving
 
 
 @pytest.fixture(scope="module", params=[False, None])

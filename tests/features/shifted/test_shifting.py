@@ -9,13 +9,13 @@ from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shifted_traces import IMAGES, ShiftedStore, Trace
+from traces import expected, next_token
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.fair import FairAdmission
 from prefold.features.shifted.chunks import MAX_FAILED_STEPS
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.features.shifted.scheduler import RowMove, ShiftingScheduler
-from tests.engine.schedule.traces import expected, next_token
 
 
 def test_random_traces():

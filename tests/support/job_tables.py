@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from fake_jobs import FakeTask, digest, fake_llm
 
 from prefold.jobs.fields import Template
 from prefold.jobs.output import OutputOptions, open_output
 from prefold.jobs.run import Job
 from prefold.jobs.source import open_source
 from prefold.jobs.tables import Columns, TableAdapter
-
-from .fakes import FakeTask, digest, fake_llm
 
 FINGERPRINT = {"task": "embed"}
 

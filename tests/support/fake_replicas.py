@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fake_jobs import FakeEngine
+from fleet_books import places_of
 
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas
 from prefold.cluster.router import Router
-from tests.cluster.checks import places_of
-from tests.jobs.fakes import FakeEngine
 
 
 class SlowEngine(FakeEngine):
