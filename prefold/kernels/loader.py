@@ -36,6 +36,7 @@ class Kernels(
     def __init__(self, path: Path):
         """Load the library. Raise OSError if it is none, and InterfaceError if it is one of another version."""
         _check_whole(path)
+        self.path = path
         self._calls = bind(ctypes.CDLL(str(path)))
         # Those of PyTorch, which is loaded by now.
         self._calls["calm_openmp"]()
