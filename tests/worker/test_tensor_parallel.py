@@ -72,7 +72,7 @@ def test_two_processes_are_one_model(folder):
 def test_ranks_that_share_no_memory(folder, monkeypatch):
     """Without a compiler they meet by torch.distributed, and one split model at a time."""
     monkeypatch.setenv("PREFOLD_KERNELS", "0")  # of the other rank
-    monkeypatch.setattr(kernels.loader, "_loaded", None)
+    monkeypatch.setattr(kernels.loader, "process", kernels.loader.KernelLoader())
     with LLM(folder, **PLACE) as alone, LLM(folder, **PLACE, tensor_parallel=2) as split:
         assert split.model.ranks.view is None
         np.testing.assert_allclose(split.embed(["some text"]), alone.embed(["some text"]), rtol=1e-5, atol=1e-5)
