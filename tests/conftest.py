@@ -7,6 +7,7 @@ import re
 import signal
 import ssl
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,71 @@ def same_draws(request):
         yield
         if not before and "torch" in sys.modules:
             pytest.fail("This unit test imports torch: give its file another layer in tests/conftest.py.")
+
+
+@pytest.fixture
+def no_kernels():
+    """A process without compiled kernels."""
+    from machines import kernels_in_use
+
+    with kernels_in_use(None):
+        yield
+
+
+@pytest.fixture
+def compiled(request):
+    """Whether the process has compiled kernels: a parameter of the test (`indirect=True`)."""
+    from machines import kernels_in_use
+
+    from prefold import kernels
+
+    with kernels_in_use(kernels.load() if request.param else None):
+        yield request.param
+
+
+@pytest.fixture
+def control_groups(tmp_path, monkeypatch):
+    """A folder that stands for the control groups of the system: without limits, until a test writes some there. The
+    file `own` names those of this process."""
+    from prefold.spec import container
+
+    folder = tmp_path / "control-groups"
+    folder.mkdir()
+    monkeypatch.setattr(container, "CGROUP", folder)
+    monkeypatch.setattr(container, "OWN_GROUPS", folder / "own")
+    return folder
+
+
+@pytest.fixture
+def free_memory(control_groups):
+    """Lets the system have so many bytes of memory free, which must not be more than are free."""
+
+    def free(size):
+        for name, text in (("memory.max", str(size)), ("memory.current", "0"), ("memory.stat", "")):
+            (control_groups / name).write_text(text)
+
+    return free
+
+
+@pytest.fixture
+def start_by(monkeypatch):
+    """Lets a function start the steps of a worker until the test ends. It is called with the worker's own `start`, the
+    message, and what was prepared."""
+
+    def put(worker, function):
+        monkeypatch.setattr(worker, "start", functools.partial(function, worker.start))
+
+    return put
+
+
+@pytest.fixture
+def slow_steps(start_by):
+    """Lets every step of a worker take these seconds more."""
+
+    def slow(worker, seconds):
+        start_by(worker, lambda start, *given: time.sleep(seconds) or start(*given))
+
+    return slow
 
 
 @pytest.fixture

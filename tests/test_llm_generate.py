@@ -232,5 +232,5 @@ def test_a_failed_step_leaves_nothing_of_who_waited(llm, monkeypatch):
             await asyncio.sleep(0.01)
 
     asyncio.run(ask())
-    assert not generator.has_work and not generator._open
+    assert not generator.has_work and not generator.open
     assert llm.generate("yes no", max_tokens=2).text is not None

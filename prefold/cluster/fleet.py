@@ -79,7 +79,7 @@ class Fleet:
         self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
         # One run at a time. None in place of an event: the run looks for new requests.
-        self._lanes = Lanes(self._run_lane, lambda: self._events.put(None))
+        self.lanes = Lanes(self._run_lane, lambda: self._events.put(None))
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
@@ -109,7 +109,7 @@ class Fleet:
 
     def close(self) -> None:
         """Ends all replicas. Requests that have no answer yet are answered with an error."""
-        self._lanes.close()
+        self.lanes.close()
         self.replicas.close()
 
     def snapshot(
@@ -139,12 +139,12 @@ class Fleet:
         the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
         sharing: Sharing = self.facts.sharing if share is None else "full" if share else "off"
         lane = Lane(readout, sharing, readout.kind == "tokens" and tokenizer is not None)
-        self._lanes.submit(lane, requests, handle, pieces=text and lane.text)
+        self.lanes.submit(lane, requests, handle, pieces=text and lane.text)
 
     def cancel(self, *handles: Handle) -> None:
         """Gives the requests of handles up: those that no replica has are not computed, and the answers of others are
         dropped."""
-        self._lanes.cancel(*handles)
+        self.lanes.cancel(*handles)
 
     def run(
         self,
@@ -163,7 +163,7 @@ class Fleet:
         difference for a fleet."""
         text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.facts.sharing, max_batch_rows, text)
-        with self._lanes.waiting():
+        with self.lanes.waiting():
             yield from self._answers(windows, call, on_step, stopping or (lambda: False))
 
     def _run_lane(self, lane: Lane, source: LiveInput, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:

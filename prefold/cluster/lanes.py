@@ -81,8 +81,8 @@ class Lanes:
     ):
         self._run, self._wake = run, wake
         self._feeds: dict[Lane, Feed] = {}
-        self._groups: dict[Handle, _Group] = {}
-        self._open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
+        self.groups: dict[Handle, _Group] = {}
+        self.open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
         self._numbers = itertools.count()
         self._failure: Exception | None = None  # with which requests are answered that come from now on
         self._thread: threading.Thread | None = None
@@ -100,8 +100,8 @@ class Lanes:
             if failure is None:
                 tags = [next(self._numbers).to_bytes(8, "little") for _ in requests]
                 group = _Group(handle, lane, pieces, tags, [None] * len(tags), len(tags))
-                self._groups[handle] = group
-                self._open.update((tag, (group, number)) for number, tag in enumerate(tags))
+                self.groups[handle] = group
+                self.open.update((tag, (group, number)) for number, tag in enumerate(tags))
                 if lane not in self._feeds:
                     self._feeds[lane] = Feed(is_urgent=partial(self._is_over, lane))
                 feed = self._feeds[lane]
@@ -127,8 +127,8 @@ class Lanes:
         with self._changed:
             for handle in handles:
                 handle.is_cancelled = True
-                if handle in self._groups:
-                    self._forget(self._groups[handle])
+                if handle in self.groups:
+                    self._forget(self.groups[handle])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -155,9 +155,9 @@ class Lanes:
             self._thread.join(_CLOSING_SECONDS)
 
     def _forget(self, group: _Group) -> None:
-        del self._groups[group.handle]
+        del self.groups[group.handle]
         for tag in group.tags:
-            self._open.pop(tag, None)
+            self.open.pop(tag, None)
 
     def _fail(self, error: Exception, lane: Lane | None = None, *, for_ever: bool = False) -> None:
         """Answers the requests of a lane with an error; None: those of all lanes. Nobody wants those that wait in feeds
@@ -165,7 +165,7 @@ class Lanes:
         with self._changed:
             if for_ever and self._failure is None:
                 self._failure = error
-            groups = [group for group in self._groups.values() if lane in (None, group.lane)]
+            groups = [group for group in self.groups.values() if lane in (None, group.lane)]
             for group in groups:
                 self._forget(group)
             self._changed.notify_all()
@@ -179,7 +179,7 @@ class Lanes:
             try:
                 with self._turn:
                     self._began = time.monotonic()
-                    source = LiveInput(self._feeds[lane], _WINDOW, wants=self._open.__contains__)
+                    source = LiveInput(self._feeds[lane], _WINDOW, wants=self.open.__contains__)
                     for tag, answer in self._run(lane, source, self._has_ended):
                         self._take(tag, answer)
             except FleetError as error:  # no replica is left
@@ -213,7 +213,7 @@ class Lanes:
 
     def _take(self, tag: bytes, answer: Any) -> None:
         with self._changed:
-            entry = self._open.pop(tag, None)
+            entry = self.open.pop(tag, None)
             if entry is None:  # it was cancelled
                 return
             group, number = entry

@@ -105,6 +105,7 @@ class BatchWork:
 
     is_stopping  returns whether the server is to end
     gives_way    gives_way(batch, lines answered in its turn, all its lines) -> whether its turn is over
+    look_seconds  lines reach the disk after this time, and a batch that is full ends
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class BatchWork:
     ):
         self._store, self._handler, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
+        self.look_seconds = LOOK_SECONDS
 
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError if the file is at fault."""
@@ -257,7 +259,7 @@ class BatchWork:
         end = threading.Event()
 
         def tick() -> None:
-            while not end.wait(LOOK_SECONDS):
+            while not end.wait(self.look_seconds):
                 try:
                     look()
                 except JobError:

@@ -29,10 +29,18 @@ LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
-    """A Batches runs the batches of a store. log: is called with errors of the server"""
+    """A Batches runs the batches of a store.
+
+    log            is called with errors of the server
+    look_seconds   a thread looks for work after this time at the latest
+    retry_seconds  a batch that failed is tried again after this time
+    lines_a_turn   lines of a batch that are answered before it gives way to another tenant's
+    work           what the threads do for a batch, once `start` was called
+    """
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
+        self.look_seconds, self.retry_seconds, self.lines_a_turn = LOOK_SECONDS, RETRY_SECONDS, LINES_A_TURN
         self._open: dict[str, OpenBatch] = {}
         self._num_readers: Counter[str] = Counter()  # by file: how many of `_open` read it
         self._lock = threading.Lock()  # guards `_open`, `_num_readers` and `is_taken`
@@ -50,7 +58,7 @@ class Batches:
 
     def start(self, handler: RequestHandler, keys: Keys) -> None:
         """Starts the threads."""
-        self._work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
+        self.work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -140,17 +148,17 @@ class Batches:
         while not self._is_stopping:
             batch = self._take(lambda entry: entry.status in RUNNING)
             if batch is None:
-                self._can_run.wait(LOOK_SECONDS)
+                self._can_run.wait(self.look_seconds)
                 self._can_run.clear()
             else:
-                self._attempt(self._work.finish, batch)
+                self._attempt(self.work.finish, batch)
 
     def _keep(self) -> None:
         """Validates new batches, ends cancelled and expired ones, deletes expired files, and probes a failed store."""
         batch = None
         while not self._is_stopping:
             if batch is None:
-                self._wake.wait(LOOK_SECONDS)
+                self._wake.wait(self.look_seconds)
                 self._wake.clear()
             if self._store.troubles:
                 self._store.probe()
@@ -158,7 +166,7 @@ class Batches:
             batch = self._take(lambda entry: entry.status == "validating" or entry.ending is not None)
             if batch is not None:
                 validate = batch.status == "validating" and batch.ending is None
-                self._attempt(self._work.validate if validate else self._work.finish, batch)
+                self._attempt(self.work.validate if validate else self.work.finish, batch)
 
     def _take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
         """Returns the batch that this thread works for next: of those that `can` accepts, the oldest one of the tenant
@@ -176,7 +184,7 @@ class Batches:
     def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
         """Returns whether a batch lets another tenant's run before it goes on, which is rare because it then reads its
         input again. num_answered, total: its lines that were answered in this turn, and all of its lines"""
-        if num_answered < max(LINES_A_TURN, total // MOST_TURNS):
+        if num_answered < max(self.lines_a_turn, total // MOST_TURNS):
             return False
         others = (other for other in list(self._open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
@@ -192,11 +200,11 @@ class Batches:
             if trouble not in troubles:
                 self._log(error)
             troubles[trouble] = f"a batch waits: {_public_reason(error)}"
-            batch.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.retry_at = time.monotonic() + self.retry_seconds
         except Exception as error:
             self._log(error)
             batch.failures += 1
-            batch.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.retry_at = time.monotonic() + self.retry_seconds
         finally:
             batch.output, batch.is_taken = None, False
             self._can_run.set()

@@ -195,14 +195,14 @@ class TensorParallelWorker(Worker):
             )
             for rank in range(size)
         ]  # fmt: skip
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._pipes, memory is None)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pipes: list[Connection] = []
+        self._end = weakref.finalize(self, _end, self.processes, self.pipes, memory is None)
         try:
             for start in starts[1:]:
                 self._launch(start)
             self._hear("up")
-            self.ranks = starts[0].join(self._pipes, store)
+            self.ranks = starts[0].join(self.pipes, store)
         except BaseException as error:
             self.fail(error)
         finally:
@@ -252,7 +252,7 @@ class TensorParallelWorker(Worker):
 
     def _tell(self, message: Message) -> None:
         data = ForkingPickler.dumps(message)
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send_bytes(data)
 
     def close(self) -> None:
@@ -275,13 +275,13 @@ class TensorParallelWorker(Worker):
             process = subprocess.Popen(
                 command, pass_fds=descriptors, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
-        self._processes.append(process)
-        self._pipes.append(host_end)
+        self.processes.append(process)
+        self.pipes.append(host_end)
         host_end.send(start)
 
     def _hear(self, word: Literal["up", "ready"]) -> None:
         """Waits for the word of every rank; raises RankError where one says something else, or nothing."""
-        for rank, pipe in enumerate(self._pipes, 1):
+        for rank, pipe in enumerate(self.pipes, 1):
             if not pipe.poll(START_SECONDS):
                 raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
             answer = pipe.recv()
@@ -294,7 +294,7 @@ class TensorParallelWorker(Worker):
         if isinstance(error, (OSError, EOFError, CollectiveError)):
             failure = self._blame(error)
         self._failure = failure or error
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
         self._end()
         if failure is not None:
@@ -308,14 +308,14 @@ class TensorParallelWorker(Worker):
         """
         until = time.monotonic() + LAST_WORD_SECONDS
         while time.monotonic() < until:
-            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
+            for rank, (process, pipe) in enumerate(zip(self.processes, self.pipes, strict=True), 1):
                 exit_code = process.poll()  # before it is listened to: what it word last is there then
                 if word := _last_word(pipe):
                     return RankError(f"rank {rank} failed: {word}")
                 if exit_code not in (None, LEFT_ALONE):
                     return RankError(f"rank {rank} {_ending(exit_code)}")
             time.sleep(0.05)
-        silent = [rank for rank, process in enumerate(self._processes, 1) if process.poll() is None]
+        silent = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
         if silent and (isinstance(error, BlockingIOError) or "timed out" in str(error).lower()):
             return RankError(f"rank {silent[0]} has not answered for {TIMEOUT_SECONDS} s")
         return RankError(f"the ranks cannot reach each other: {error}")

@@ -110,7 +110,7 @@ class FakeFleet:
         self.send()
 
     def kill(self, name: str, place: int | None = None, died: bool = True) -> None:
-        if name in self.dead or name not in self.leases._replicas:
+        if name in self.dead or name not in self.leases.replicas:
             return
         if place is not None:
             self.killers[place] = self.killers.get(place, 0) + 1

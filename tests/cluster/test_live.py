@@ -494,7 +494,7 @@ def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
     book.join("a", facts, 0.0)
     put(live, kind, numbers)
     list(book.send(0.0))
-    assert book.lose("a") == [] and not live.num_waiting and len(book._suspects) == 4
+    assert book.lose("a") == [] and not live.num_waiting and len(book.suspects) == 4
     book.join("a", facts, 0.0)
     while live.num_unanswered:
         leases += book.send(0.0)
@@ -536,7 +536,7 @@ def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
                 leases.append(lease)
             check_book(book)
             for name in "bc":
-                own = list(book._replicas[name].open.values())
+                own = list(book.replicas[name].open.values())
                 assert len(own) < 2 or not any(one.lease.is_suspect for one in own)
                 for one in own[:1]:
                     answers = dict.fromkeys(one.lease.places, answer_of("last"))

@@ -273,7 +273,7 @@ def test_cancels_and_lost_replicas_leave_nobody_waiting(events):
                     spool.add(prompt("in a job"), b"job")
                     assert [is_right([one], "in a job") for _, one in fleet.run(spool.windows(max_tokens=200), LAST)]
         assert not wrong, wrong[:3]
-        assert not fleet._lanes._groups and not fleet._lanes._open
+        assert not fleet.lanes.groups and not fleet.lanes.open
 
 
 LEFT: dict[str, int] = {}  # how many more times a method of a FailingHost may be called, until it raises an error once
@@ -305,7 +305,7 @@ def test_a_host_that_raises_at_any_call_leaves_no_caller_waiting(method):
             again = Kept()
             fleet.submit([prompt("after it")], LAST, again)
             assert is_right(again.answer(), "after it")
-            assert not fleet._lanes._groups
+            assert not fleet.lanes.groups
         if left > 0:  # it was not called so often
             break
     assert number > 1

@@ -268,7 +268,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         assert fleet.stats.generation.first_admission_hits > 50 * 64
         again = answers_of(fleet, prompts)  # a second run begins with a picture of what is held
         assert again.keys() == found.keys()
-        blocks = made[0]._events._blocks
+        blocks = made[0]._events.blocks
         while made[0]._events.drain() is not None:
             pass
         check_blocks(blocks)

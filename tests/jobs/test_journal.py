@@ -209,10 +209,9 @@ def test_a_second_line_for_a_record_is_a_bug_that_shows(tmp_path):
         out.commit()
 
 
-def test_lines_wait_to_be_written_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_module, "COMMIT_SECONDS", 60)
+def test_lines_wait_to_be_written_together(tmp_path):
     path = tmp_path / "out.jsonl"
-    out = open_file(path)
+    out = open_file(path, commit_seconds=60)
     write(out, range(1, 1001))
     out.commit(due_only=True)
     assert not path.exists()

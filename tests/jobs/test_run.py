@@ -228,8 +228,7 @@ def test_interrupted_generation_resumes(tmp_path):
     assert sorted(read_lines(out), key=key) == sorted(read_lines(tmp_path / "whole.jsonl"), key=key)
 
 
-def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.output.COMMIT_SECONDS", 0.1)
+def test_a_pipe_that_pauses_gets_its_results(tmp_path):
     read, write = os.pipe()
     pipe = os.fdopen(write, "w")
     pipe.write('{"text": "a", "k": "id1"}\n{"text": "b", "k": "id2"}\n')
@@ -237,7 +236,7 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
     out = tmp_path / "out.jsonl"
     source = open_source("-", stdin=os.fdopen(read, "rb"))
-    output = open_output(OutputOptions(out), FINGERPRINT)
+    output = open_output(OutputOptions(out, commit_seconds=0.1), FINGERPRINT)
     llm = fake_llm()
     job = Job(source, adapter, {"embed": FakeTask()}, lambda: llm, output, window=10_000, streaming=True)
     summaries = []
@@ -254,8 +253,7 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
     assert [line["score"] for line in read_lines(out)] == [digest(b"a"), digest(b"b"), digest(b"c")]
 
 
-def test_results_are_written_as_they_come(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.output.COMMIT_SECONDS", 0.1)
+def test_results_are_written_as_they_come(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 30)
     seen = []
@@ -264,7 +262,7 @@ def test_results_are_written_as_they_come(tmp_path, monkeypatch):
         time.sleep(0.01)
         seen.append(len(out.read_text().splitlines()) if out.exists() else 0)
 
-    run_job(table_job(source, out, llm=fake_llm(before=watch)), Progress())
+    run_job(table_job(source, out, llm=fake_llm(before=watch), commit_seconds=0.1), Progress())
     assert any(0 < n < 30 for n in seen)
 
 

@@ -47,6 +47,15 @@ def llm(tmp_path_factory):
     return made
 
 
+@pytest.fixture
+def few_rows(llm):
+    """Lets steps of the engine that tests share have at most 32 rows."""
+    budget, before = llm.engine.budget, llm.engine.budget.rows
+    budget.rows = 32
+    yield
+    budget.rows = before
+
+
 @pytest.fixture(scope="session")
 def server(llm):
     with serving(llm, served_names=("tiny", "other")) as made:

@@ -29,7 +29,7 @@ def test_a_cancel_before_what_was_validated_is_noted_is_kept(kept, client, monke
 
 def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, client, monkeypatch):
     batches, store, read = kept.state.batches, kept.state.store, []
-    add, validate = store.add, batches._work.validate
+    add, validate = store.add, batches.work.validate
 
     def cancelled(kind, tenant, body, **rest):
         add(kind, tenant, body, **rest)
@@ -37,19 +37,19 @@ def test_a_batch_that_is_cancelled_as_soon_as_it_is_stored_is_not_read(kept, cli
             assert batches.cancel(body["id"])["status"] == "cancelling"
 
     monkeypatch.setattr(store, "add", cancelled)
-    monkeypatch.setattr(batches._work, "validate", lambda one: read.append(one.id) or validate(one))
+    monkeypatch.setattr(batches.work, "validate", lambda one: read.append(one.id) or validate(one))
     assert ended(client, batch_of(client, LINES)).status == "cancelled" and not read
 
 
 def test_what_the_store_knows_of_a_cancel_is_taken_from_it(kept, client, monkeypatch):
     batches, store = kept.state.batches, kept.state.store
-    validate = batches._work.validate
+    validate = batches.work.validate
 
     def behind(one):
         store.change("batch", one.id, {"status": "cancelling"})
         return validate(one)
 
-    monkeypatch.setattr(batches._work, "validate", behind)
+    monkeypatch.setattr(batches.work, "validate", behind)
     assert ended(client, batch_of(client, LINES)).status == "cancelled"
 
 

@@ -17,7 +17,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
     idle = not server.state.handler.backpressure.replies and not scheduler.has_work and not server.state.open
-    return idle and not llm.engine.generator._open
+    return idle and not llm.engine.generator.open
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -95,11 +95,11 @@ def test_pages_of_other_origins_get_nothing(locked):
             assert "unsafe" not in found["content-security-policy"] and found["x-content-type-options"] == "nosniff"
 
 
-def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, capfd):
+def test_neither_keys_nor_prompts_are_logged(locked, llm, start_by, caplog, capfd):
     """Not when all goes well, and not when a request is wrong, or a step fails."""
     secret = "hidden thought"
 
-    def fails(message, prepared=None):
+    def fails(*given):
         raise RuntimeError("the step failed")
 
     with httpx.Client(base_url=locked.url, timeout=60) as client, caplog.at_level(0):
@@ -113,9 +113,8 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, c
         ):
             client.post(path, json=body, headers=OTHER)
         client.get("/v1/models", headers={"authorization": "Bearer sk-wrong"})
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.worker, "start", fails)
-            assert client.post("/v1/embeddings", json={"input": secret + "s"}, headers=OTHER).status_code == 500
+        start_by(llm.engine.worker, fails)
+        assert client.post("/v1/embeddings", json={"input": secret + "s"}, headers=OTHER).status_code == 500
         locked.reload_keys()
         metrics = client.get("/metrics", headers=ADMIN).text
     said = capfd.readouterr()
@@ -129,8 +128,8 @@ def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_ma
     path.write_text(KEYS)
     keys, others = Keys(str(path)), Keys(str(path))
     assert "sk-" not in repr(vars(keys))
-    assert len(keys._tenants) == 2 and not keys._tenants.keys() & others._tenants.keys()
-    assert not keys._tenants.keys() & {digest for digest, _ in keys._tenants.values()}
+    assert len(keys.by_digest) == 2 and not keys.by_digest.keys() & others.by_digest.keys()
+    assert not keys.by_digest.keys() & {digest for digest, _ in keys.by_digest.values()}
     compared, real = [], hmac.compare_digest
 
     def compare(a, b):
@@ -150,7 +149,7 @@ def test_many_keys_cost_no_more_than_few(tmp_path, monkeypatch):
     keys, compared = Keys(str(path)), []
     monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
     assert [keys.tenant({"x-api-key": f"sk-{i}"}).name for i in range(500)] == [str(i) for i in range(500)]
-    assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.tenants) == 500
+    assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.by_digest) == 500
 
 
 def test_a_key_need_not_be_ascii(tmp_path):

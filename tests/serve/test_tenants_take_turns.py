@@ -11,7 +11,6 @@ from batching import client_of, upload
 from serving import serving, until
 
 from prefold.errors import InputError
-from prefold.serve import batches as module
 from prefold.serve import handler
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
@@ -112,12 +111,11 @@ def test_batches_are_taken_in_turn(tmp_path):
     store.close()
 
 
-def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LINES_A_TURN", 4)
-    start, ended = llm.engine.worker.start, {}
+def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, monkeypatch, slow_steps):
+    ended = {}
     # Few answers at a time, so that there is a look whether the turn is over behind each.
     monkeypatch.setattr(llm.engine.generator.scheduler, "max_running", 2)
-    monkeypatch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
+    slow_steps(llm.engine.worker, 0.01)
     note = Batches._note
 
     def noted(self, one, body):
@@ -129,6 +127,7 @@ def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, 
     monkeypatch.setattr(Batches, "_note", noted)
     url, sizes = "/v1/embeddings", {"a": 160, "b": 12}
     with serving(llm, api_keys=keys, served_names=("tiny",), data_dir=str(tmp_path / "data")) as server:
+        server.state.batches.lines_a_turn = 4
         for key, size in sizes.items():
             body = lambda i: {"custom_id": str(i), "method": "POST", "url": url, "body": {"input": f"yes {i}"}}  # noqa: E731
             client = client_of(server, key)

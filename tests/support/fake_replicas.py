@@ -152,7 +152,7 @@ def count_patience(monkeypatch, fleet: Fleet, hangs: Callable[[], bool]) -> Call
 
 def held_by(router: Router, name) -> set[tuple]:
     """The rows that the router thinks a replica holds."""
-    bit = 1 << router._members[name].number
+    bit = 1 << router.members[name].number
     found = set()
     for place in places_of(router.index):
         if place.holders & bit:

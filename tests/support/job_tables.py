@@ -25,9 +25,9 @@ def write_records(path, count, bad=()):
             file.write(json.dumps(record) + "\n")
 
 
-def table_job(source, out, *, limit=None, llm=None, load=None, **options):
+def table_job(source, out, *, limit=None, llm=None, load=None, commit_seconds=1.0, **options):
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
-    output = open_output(OutputOptions(out, limit=limit), FINGERPRINT)
+    output = open_output(OutputOptions(out, limit=limit, commit_seconds=commit_seconds), FINGERPRINT)
     load = load or (lambda: llm or fake_llm())
     return Job(open_source(str(source)), adapter, {"embed": FakeTask()}, load, output, limit=limit, **options)
 

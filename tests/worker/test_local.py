@@ -65,12 +65,12 @@ def test_a_path_is_held_until_its_stream_is_forgotten(llm):
             found.append(worker.start(step.message).result().values)
             scheduler.commit(step)
     np.testing.assert_array_equal(np.concatenate(results[0]), np.concatenate(results[1]))
-    assert set(worker._paths) == {7, 8}
+    assert set(worker.paths) == {7, 8}
     worker.forget(7)
-    assert set(worker._paths) == {8}
+    assert set(worker.paths) == {8}
     with worker._lock:  # as the garbage collector may, in the middle of a step
         worker.forget(8)
-    assert not worker._paths
+    assert not worker.paths
 
 
 def slot_step(tokens: list[int], first: int) -> SlotStep:

@@ -62,7 +62,7 @@ def check_same(folder: str, ranks: int, **options):
         assert [one.tokens for one in split.generate(texts, max_tokens=12)] == [one.tokens for one in expected]
     finally:
         split.close()
-    assert all(process.returncode is not None for process in split._team._processes)
+    assert all(process.returncode is not None for process in split.engine.worker.processes)
 
 
 def test_two_processes_are_one_model(folder):
@@ -133,13 +133,13 @@ def embed_until_it_fails(llm) -> RankError:
 
 def test_a_killed_rank_is_named(split):
     assert np.isfinite(split.embed(["at first it goes on"])).all()
-    (victim,) = split._team._processes
+    (victim,) = split.engine.worker.processes
     threading.Timer(0.3, os.kill, (victim.pid, signal.SIGKILL)).start()
     error = embed_until_it_fails(split)
     assert "rank 1 was ended by SIGKILL" in str(error)
     with pytest.raises(RankError, match="have ended: rank 1 was ended"):
         split.generate("more", max_tokens=2)
-    assert all(process.poll() is not None for process in split._team._processes)
+    assert all(process.poll() is not None for process in split.engine.worker.processes)
 
 
 @needs_memory
@@ -148,13 +148,13 @@ def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 1)
     monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.2)
     split.model.ranks.view.patience = 1
-    os.kill(split._team._processes[0].pid, signal.SIGSTOP)
+    os.kill(split.engine.worker.processes[0].pid, signal.SIGSTOP)
     assert "rank 1 has not answered for 1 s" in str(embed_until_it_fails(split))
 
 
 def test_what_a_rank_says_last_is_heard(split):
     """A step that this process could run and another cannot: the rank and its error are named."""
-    split._team._pipes[0].send("nonsense")
+    split.engine.worker.pipes[0].send("nonsense")
     assert "rank 1 failed: TypeError: str is no message" in str(embed_until_it_fails(split))
 
 

@@ -408,14 +408,14 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     finally:
         tracemalloc.stop()
     blobs = images.blobs
-    assert 18 <= blobs._end // (2 << 20) <= 20 and not any(blobs._free.values()), "each takes a power of two"
+    assert 18 <= blobs.size // (2 << 20) <= 20 and not any(blobs.free.values()), "each takes a power of two"
     (window,) = spool.windows(max_tokens=1 << 20)
     media = images.table.find(window.tokens[window.tokens >= MEDIA_BASE])
     assert len(media) == 20 and all(medium.load().shape[1] == 3 for medium in media)
     spool.close()
     del media, window
     gc.collect()
-    assert len(blobs._free[2 << 20]) == blobs._end // (2 << 20)
+    assert len(blobs.free[2 << 20]) == blobs.size // (2 << 20)
 
 
 def test_what_is_held_of_recent_images():

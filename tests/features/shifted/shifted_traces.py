@@ -136,7 +136,7 @@ class Trace:
 
     def check(self) -> None:
         check_books(self.scheduler)
-        apart = self.scheduler._apart
+        apart = self.scheduler.apart
         for node in self.scheduler.tree.nodes():
             assert node not in apart
             for slot in node.slots[: node.num_computed].tolist():
