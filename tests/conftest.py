@@ -1,3 +1,4 @@
+import copy
 import functools
 import gc
 import itertools
@@ -210,6 +211,21 @@ def same_draws(request):
 
 
 @pytest.fixture
+def keep(request):
+    """Lets tables of prefold (dictionaries, sets or lists) have at the end of the test what they have now."""
+
+    def one(table, before):
+        table.clear()
+        (table.extend if isinstance(table, list) else table.update)(before)
+
+    def all_of(*tables):
+        for table in tables:
+            request.addfinalizer(functools.partial(one, table, copy.copy(table)))
+
+    return all_of
+
+
+@pytest.fixture
 def no_kernels():
     """A process without compiled kernels."""
     from machines import kernels_in_use
@@ -275,13 +291,45 @@ def slow_steps(start_by):
 
 
 @pytest.fixture
-def own_products(monkeypatch):
+def own_products(multiply_by):
     """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
     from prefold import kernels
 
     if kernels.load() is None:
         pytest.skip("there is no compiler")
-    monkeypatch.setattr(
-        "prefold.model.products.product_kernels",
-        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
-    )
+    multiply_by(lambda weight: kernels.load() if kernels.can_pack_words(weight) else None)
+
+
+@pytest.fixture
+def multiply_by(monkeypatch):
+    """Lets a function choose the kernels that multiply by a weight, in place of what is faster here."""
+
+    def choose(function):
+        for module in ("products", "stored"):
+            monkeypatch.setattr(f"prefold.model.{module}.product_kernels", function)
+
+    return choose
+
+
+@pytest.fixture
+def rows_of_logits(monkeypatch):
+    """Lets a model note of how many rows it makes logits, in the list that is returned."""
+
+    def noted(model):
+        rows, logits = [], model.logits
+        monkeypatch.setattr(model, "logits", lambda hidden, *more: rows.append(len(hidden)) or logits(hidden, *more))
+        return rows
+
+    return noted
+
+
+@pytest.fixture
+def fsync_by(monkeypatch):
+    """Lets a function put files to disk. It is called with the system's `fsync`, and the descriptor."""
+    return lambda function: monkeypatch.setattr(os, "fsync", functools.partial(function, os.fsync))
+
+
+@pytest.fixture
+def argv(monkeypatch):
+    """Lets the process have these words as its command line."""
+    return lambda *words: monkeypatch.setattr(sys, "argv", [str(word) for word in words])

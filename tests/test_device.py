@@ -11,6 +11,12 @@ from prefold.model import device
 from prefold.spec import container
 
 
+@pytest.fixture
+def cores_of_process(monkeypatch):
+    """Lets the process run on so many cores."""
+    return lambda count: monkeypatch.setattr("os.sched_getaffinity", lambda _: range(count), raising=False)
+
+
 def test_available_memory_respects_the_container(control_groups):
     cpu = torch.device("cpu")
     assert 0 < device.available_memory(cpu) <= psutil.virtual_memory().total
@@ -63,8 +69,8 @@ def test_available_memory_respects_groups_of_the_first_version(control_groups, o
         (None, {}, 64),
     ],
 )  # fmt: skip
-def test_the_cpu_quota_of_a_container_bounds_the_cores(control_groups, monkeypatch, of_process, files, cores):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+def test_the_cpu_quota_of_a_container_bounds_the_cores(control_groups, cores_of_process, of_process, files, cores):
+    cores_of_process(64)
     if of_process is not None:
         (control_groups / "own").write_text(of_process)
     for name, text in files.items():
@@ -73,9 +79,9 @@ def test_the_cpu_quota_of_a_container_bounds_the_cores(control_groups, monkeypat
     assert container.usable_cores() == cores
 
 
-def test_cores_are_those_that_the_process_may_run_on(control_groups, monkeypatch):
+def test_cores_are_those_that_the_process_may_run_on(control_groups, cores_of_process):
     (control_groups / "cpu.max").write_text("400000 100000\n")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
+    cores_of_process(3)
     assert container.usable_cores() == 3
 
 
@@ -90,10 +96,12 @@ def test_cores_are_those_that_the_process_may_run_on(control_groups, monkeypatch
         (64, None, 64, 64),
     ],
 )
-def test_threads_are_at_most_the_cores_unless_they_are_chosen(monkeypatch, given, variable, now, expected):
+def test_threads_are_at_most_the_cores_unless_they_are_chosen(
+    monkeypatch, control_groups, cores_of_process, given, variable, now, expected
+):
     torchs = [now]
     monkeypatch.setattr(device, "FIRST_THREADS", 64)
-    monkeypatch.setattr(device, "usable_cores", lambda: 4)
+    cores_of_process(4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs[-1])
     monkeypatch.setattr(torch, "set_num_threads", torchs.append)
     for name in device.THREAD_VARIABLES:

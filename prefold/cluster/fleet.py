@@ -46,6 +46,7 @@ class Fleet:
     patience  a replica that has work, and makes no progress for so many seconds, is killed
     notify    called with messages for a person: replicas that were lost, or refused
     media     the table of the requests' images; None: the requests have no images
+    clock     returns the time in seconds, by which runs wait for replicas
 
     Raises FleetError with the reasons when no replica is left.
     """
@@ -61,8 +62,10 @@ class Fleet:
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
         media: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.media = media
+        self.media, self.clock = media, clock
+        self.online_tick = _ONLINE_TICK  # seconds for which new requests are taken at a time
         self.facts = EngineFacts(sharing, divides=True)
         self.replicas = replicas
         self.row_cost = row_cost
@@ -277,7 +280,7 @@ class FleetRun:
 
     def _divide(self, windows: Windows) -> None:
         self.offline = offline_source(windows, self.call, self.fleet.row_cost, self.fleet.expected)
-        self.book.add(self.offline, time.monotonic())
+        self.book.add(self.offline, self.fleet.clock())
 
     def answers(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
         """Yields (tag, answer) of every request, once."""
@@ -301,7 +304,7 @@ class FleetRun:
         """Returns the seconds after which leases are sent even if no event comes."""
         if self._input is None or self.online is None:
             return _TICK
-        return _ONLINE_TICK if self._input.feed.since is None or self.online.is_full else 0.0
+        return self.fleet.online_tick if self._input.feed.since is None or self.online.is_full else 0.0
 
     def end(self) -> None:
         """Ends the run on its replicas, and adds its counts to the fleet's."""
@@ -332,7 +335,7 @@ class FleetRun:
         if self._input is not None:
             self._take_in(self._input)
         order = self.fleet.replicas.order
-        for lease in self.book.send(time.monotonic()):
+        for lease in self.book.send(self.fleet.clock()):
             windows = lease.source.windows(lease)
             if self._pictures is not None:
                 windows, fresh, dropped = self._pictures.send(lease.replica, windows)
@@ -346,9 +349,9 @@ class FleetRun:
         assert online is not None
         if source.rest is not None:
             feed.bound = online.room()
-        now = time.monotonic()
-        until = now + _ONLINE_TICK  # no longer, because events of replicas wait meanwhile
-        while not online.is_full and not feed.is_over and time.monotonic() < until:
+        now = self.fleet.clock()
+        until = now + self.fleet.online_tick  # no longer, because events of replicas wait meanwhile
+        while not online.is_full and not feed.is_over and self.fleet.clock() < until:
             if (prompts := feed.take()) is None:
                 break
             for reads in prompts:
@@ -383,7 +386,7 @@ class FleetRun:
                 fleet.replicas.kill(name)
 
     def _take_report(self, name: str, report: ReplicaReport) -> Iterator[tuple[bytes, Any]]:
-        now = time.monotonic()
+        now = self.fleet.clock()
         self._count(name, report)
         started = time.perf_counter()
         for step in report.steps if self.on_step is not None else ():
@@ -420,7 +423,7 @@ class FleetRun:
         self.online.router.worked(name, max(0, rows - decode), decode, seconds)
 
     def _join(self, name: str) -> None:
-        fleet, now = self.fleet, time.monotonic()
+        fleet, now = self.fleet, self.fleet.clock()
         self._work[name] = _Work(measured_at=now)
         fleet.replicas.order(name, "begin", self.call)
         self.book.join(name, fleet.ready[name], now)
@@ -438,7 +441,7 @@ class FleetRun:
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
-        for name in self.book.hung(time.monotonic()):
+        for name in self.book.hung(self.fleet.clock()):
             if name not in self._killed:
                 self._killed.add(name)
                 self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")

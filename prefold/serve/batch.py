@@ -36,6 +36,7 @@ from ..errors import InputError, JobError
 from ..jobs import Job, OutputOptions, open_output, run_beside
 from ..jobs.batch import OpenAIBatch, add_usage
 from ..jobs.formats import LineSource, TableOptions
+from ..jobs.output import COMMIT_SECONDS
 from ..jobs.record import Source, error_text
 from ..jobs.source import file_identity, is_gzip
 from ..spec.requests import Owner
@@ -105,7 +106,8 @@ class BatchWork:
 
     is_stopping  returns whether the server is to end
     gives_way    gives_way(batch, lines answered in its turn, all its lines) -> whether its turn is over
-    look_seconds  lines reach the disk after this time, and a batch that is full ends
+    look_seconds    lines are written, and a batch that is full ends, after this time at the latest
+    commit_seconds  as of OutputOptions
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class BatchWork:
     ):
         self._store, self._handler, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
-        self.look_seconds = LOOK_SECONDS
+        self.look_seconds, self.commit_seconds = LOOK_SECONDS, COMMIT_SECONDS
 
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError if the file is at fault."""
@@ -207,7 +209,7 @@ class BatchWork:
             reason = str(error)
         model = self._handler.llm.checkpoint.name
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
-        output = batch.output = open_output(OutputOptions(path), identity)
+        output = batch.output = open_output(OutputOptions(path, commit_seconds=self.commit_seconds), identity)
         adapter = self._adapter(body)
         ending: str | None = "failed" if batch.failures >= ATTEMPTS else body.get("_ending") or batch.ending
         if body["_model"] != model:

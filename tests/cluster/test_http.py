@@ -32,10 +32,7 @@ from prefold.trie import Spool
 NUM = 80
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    """Between the tries of a request."""
-    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture

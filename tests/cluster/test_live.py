@@ -301,12 +301,12 @@ def test_the_first_answers_come_before_the_last_requests():
     assert before_the_last == [True]
 
 
-def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
-    monkeypatch.setattr(fleet_module, "_ONLINE_TICK", 5.0)  # a slow machine
+def test_all_that_has_come_is_there_when_the_first_requests_leave():
     feed = Feed(1 << 20)
     for number in range(300):
         feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
     fleet = Fleet(ThreadReplicas("a"))
+    fleet.online_tick = 5.0  # a slow machine
     for max_tokens, there in ((1 << 20, 300), (1000, 50)):
         source = LiveInput(feed, max_tokens)
         run = FleetRun(fleet, source, RunCall(Readout("last")), None)

@@ -217,10 +217,9 @@ def answer_of(line, counts):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, short_pauses):
     """In a folder of its own, with short pauses between the tries of a request."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
 
 
 @pytest.mark.parametrize("way", [ids_to_prefold, to_prefold, ids_to_vllm, to_vllm, in_vllm, RAY])

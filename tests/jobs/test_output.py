@@ -144,17 +144,17 @@ def test_places_that_cannot_be_written_are_one_error(tmp_path, what):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, monkeypatch):
+def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, fsync_by):
     path = tmp_path / "out.jsonl"
     finished(path)
     kept = contents(tmp_path)
     out = open_output(OutputOptions(path, overwrite=True), {"task": "new"})
     write(out, [1])
 
-    def full(fd):
+    def full(fsync, fd):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    fsync_by(full)
     for _ in range(2):
         with pytest.raises(JobError, match=r"No space left on device.*make room"):
             out.commit()

@@ -531,8 +531,14 @@ def test_what_an_input_gets_while_it_is_read_belongs_to_the_next_run(tmp_path, z
     assert sorted(json.loads(line)["record"] for line in out.read_text().splitlines()) == list(range(1, 21))
 
 
-def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", 1 << 17)
+@pytest.fixture
+def whole_digests_of(monkeypatch):
+    """Lets files of at most so many bytes be digested as a whole."""
+    return lambda most: monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", most)
+
+
+def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch, whole_digests_of):
+    whole_digests_of(1 << 17)
     monkeypatch.setattr("prefold.jobs.source._DIGEST_BLOCKS", 2)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     padding = b" " * (1 << 16) + b"\n"
@@ -556,9 +562,9 @@ def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path
 
 
 @pytest.fixture
-def large(monkeypatch):
+def large(monkeypatch, whole_digests_of):
     """All files are too large to be digested as a whole."""
-    monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", 0)
+    whole_digests_of(0)
     monkeypatch.setattr("prefold.spec.files._BLOCK", 16)
 
 

@@ -105,9 +105,9 @@ def test_all_tasks_of_the_built_in_model():
     np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-4)
 
 
-def test_who_has_no_code_for_it(tmp_path, monkeypatch):
+def test_who_has_no_code_for_it(tmp_path, multiply_by):
     path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"])
-    monkeypatch.setattr("prefold.model.stored.product_kernels", lambda weight: None)
+    multiply_by(lambda weight: None)
     with pytest.raises(InputError, match=r"no code for that on this CPU.*leave --weights out") as error:
         load(path, "file")
     assert error.value.field == "weights"

@@ -86,10 +86,10 @@ def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch)
         assert len(list((tmp_path / "files").iterdir())) == 2
 
 
-def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
-    full, fsync, batch_failures = threading.Event(), os.fsync, []
+def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, fsync_by):
+    full, batch_failures = threading.Event(), []
 
-    def failing(number):
+    def failing(fsync, number):
         path = os.readlink(f"/proc/self/fd/{number}")
         if "/batches/" in path and os.fstat(number).st_size and not batch_failures:
             full.set()  # once there are lines, and before the batch can have ended
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
-    monkeypatch.setattr(os, "fsync", failing)
+    fsync_by(failing)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
         server.state.batches.retry_seconds, server.state.batches.look_seconds = 0.05, 0.02
         batch = batch_of(client, [completion(i) for i in range(50)])

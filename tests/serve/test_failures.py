@@ -12,7 +12,6 @@ from generating import until_idle
 from serving import serving, until
 
 from prefold.errors import OutOfMemoryError, RankError
-from prefold.serve.batch import BatchWork
 
 BODY = {"prompt": "yes the no", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
@@ -67,15 +66,15 @@ def test_memory_that_is_too_small(llm, broken):
 
 @pytest.mark.parametrize("error", [RankError("rank 1 has died"), OutOfMemoryError("not even one row fits")])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error, monkeypatch):
+def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error, work_by):
     """None of its lines is answered with an error that is the engine's."""
-    lines, tries, finish = [], [], BatchWork.finish
-    monkeypatch.setattr(BatchWork, "finish", lambda work, one: tries.append(one) or finish(work, one))
+    lines, tries = [], []
     for i in range(12):
         body = BODY | {"prompt": f"{i} yes", "max_tokens": 12} if path == "/v1/completions" else {"input": f"{i} yes"}
         lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body | {"model": "tiny"}}))
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server:
         server.state.batches.retry_seconds, server.state.batches.look_seconds = 0.05, 0.02
+        work_by(server, finish=lambda finish, one: tries.append(one) or finish(one))
         broken.append(error)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")

@@ -10,7 +10,6 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
-from prefold.serve import keys as keys_module
 from prefold.serve.app import make_app
 from prefold.serve.keys import Keys
 
@@ -123,31 +122,31 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, start_by, caplog, capf
     assert secret not in written and "sk-" not in written
 
 
-def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_makes_of_them(tmp_path, monkeypatch):
+@pytest.fixture
+def compared(monkeypatch):
+    """What is compared in constant time."""
+    found, real = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: found.append((a, b)) or real(a, b))
+    return found
+
+
+def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_makes_of_them(tmp_path, compared):
     path = tmp_path / "keys.toml"
     path.write_text(KEYS)
     keys, others = Keys(str(path)), Keys(str(path))
     assert "sk-" not in repr(vars(keys))
     assert len(keys.by_digest) == 2 and not keys.by_digest.keys() & others.by_digest.keys()
     assert not keys.by_digest.keys() & {digest for digest, _ in keys.by_digest.values()}
-    compared, real = [], hmac.compare_digest
-
-    def compare(a, b):
-        compared.append((a, b))
-        return real(a, b)
-
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
     for key in ("sk-admin-of-first", "sk-of-second", "sk-none", ""):
         compared.clear()
         keys.tenant({"x-api-key": key})
         assert len(compared) == 1 and all(len(a) == len(b) == 32 for a, b in compared)
 
 
-def test_many_keys_cost_no_more_than_few(tmp_path, monkeypatch):
+def test_many_keys_cost_no_more_than_few(tmp_path, compared):
     path = tmp_path / "keys.toml"
     path.write_text("".join(f'[[key]]\nkey = "sk-{i}"\ntenant = "{i}"\n' for i in range(500)))
-    keys, compared = Keys(str(path)), []
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
+    keys = Keys(str(path))
     assert [keys.tenant({"x-api-key": f"sk-{i}"}).name for i in range(500)] == [str(i) for i in range(500)]
     assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.by_digest) == 500
 

@@ -145,8 +145,7 @@ def count_patience(monkeypatch, fleet: Fleet, hangs: Callable[[], bool]) -> Call
         return seconds[0] + 1e-3 * time.monotonic()
 
     monkeypatch.setattr(fleet, "next_event", counted)
-    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
-    monkeypatch.setattr("prefold.cluster.fleet.time", clock)
+    fleet.clock = now
     return now
 
 

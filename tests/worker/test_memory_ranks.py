@@ -36,14 +36,15 @@ from prefold.worker.tensor_parallel import MemoryRanks, memory_file
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
 CPU = torch.device("cpu")
+SMALL = 4096  # bytes that a rank gives at once
 
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
 
-def ranks_of(size: int, patience: float = 60.0) -> list[MemoryRanks]:
-    file = memory_file(size)
-    ranks = [MemoryRanks(rank, size, file, [], patience) for rank in range(size)]
+def ranks_of(size: int, patience: float = 60.0, part: int = tensor_parallel.PART) -> list[MemoryRanks]:
+    file = memory_file(size, part)
+    ranks = [MemoryRanks(rank, size, file, [], patience, part) for rank in range(size)]
     os.close(file)
     return ranks
 
@@ -54,12 +55,6 @@ def each(ranks: list, work) -> list:
         return [one.result() for one in [pool.submit(torch.inference_mode()(work), rank) for rank in ranks]]
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "PART", 4096)
-
-
-@pytest.mark.usefixtures("small_parts")
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(2, 5), counts=st.lists(st.integers(1, 5000), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, counts, seed):
@@ -74,7 +69,7 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
     def work(ranks):
         return [(ranks.sum(parts[ranks.rank].clone()), ranks.collect(parts[ranks.rank])) for parts in given_]
 
-    found = each(ranks_of(size), work)
+    found = each(ranks_of(size, part=SMALL), work)
     for number, parts in enumerate(given_):
         total = parts[0].float()
         for part in parts[1:]:
@@ -85,18 +80,16 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
         assert all(torch.equal(*pair) for pair in zip(found[0][number][1], parts, strict=True))
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_what_all_ranks_agree_on():
-    assert each(ranks_of(3), lambda ranks: ranks.agree(True)) == [True] * 3
-    assert each(ranks_of(3), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
+    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(True)) == [True] * 3
+    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_a_rank_that_does_not_come_and_one_that_does_something_else():
-    alone, *_ = ranks_of(2, patience=0.05)
+    alone, *_ = ranks_of(2, patience=0.05, part=SMALL)
     with pytest.raises(CollectiveError, match="timed out"):
         alone.sum(torch.ones(3))
-    ranks = ranks_of(2)
+    ranks = ranks_of(2, part=SMALL)
 
     def differs(rank):
         with pytest.raises(CollectiveError, match="at different steps"):
@@ -246,14 +239,12 @@ def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, family, d
     assert seen.count("slots") > 8 and seen.count("rows") > 4
 
 
-def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, monkeypatch):
-    folder, calls = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
+def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, rows_of_logits):
+    folder = tiny_checkpoint(tmp_path, "llama", **WIDTH)
     for packs in (True, False):
         alone, split = engines(folder, 3)
         split.worker.workers[1].model.may_pack = packs
-        model = split.worker.workers[0].model
-        logits = model.logits
-        monkeypatch.setattr(model, "logits", lambda *some, logits=logits: calls.append(1) or logits(*some))
+        calls = rows_of_logits(split.worker.workers[0].model)
         asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
         assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
         assert bool(calls) != packs

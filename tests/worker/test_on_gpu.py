@@ -262,22 +262,23 @@ def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
 # Memory
 
 
+def memory_for(rows: int):
+    """A hook of a model that has memory for passes of so many rows."""
+
+    def check(model, arguments):
+        if len(arguments[0]) > rows:
+            raise torch.OutOfMemoryError("no more")
+
+    return check
+
+
 def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
     if DEVICE != "cpu":
         pytest.skip("on a CPU")
     requests = [as_request(prompt) for prompt in prompts(6)]
     for mode in ("full", "mlp", "off"):
         wanted = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
-        most = 20
-        forward = CausalLM.forward
-
-        def small(self, tokens, *rest, most=most, forward=forward):
-            if len(tokens) > most:
-                raise torch.OutOfMemoryError("no more")
-            return forward(self, tokens, *rest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CausalLM, "forward", small)
+        with llm.model.register_forward_pre_hook(memory_for(20)):
             other = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
             found = run(other, requests, Readout("last"), sharing=mode, rows=None)
         assert other.engine.max_batch_rows < 1000
@@ -285,28 +286,18 @@ def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
             np.testing.assert_allclose(a.values, b.values, atol=2e-4)
 
 
-def test_what_never_fits_is_an_error(llm, monkeypatch):
-    def never(self, *rest):
-        raise torch.OutOfMemoryError("no more")
-
-    monkeypatch.setattr(CausalLM, "forward", never)
+def test_what_never_fits_is_an_error(llm):
+    llm.model.register_forward_pre_hook(memory_for(0))
     with pytest.raises(OutOfMemoryError, match="no more"):
         run(llm, [as_request([5, 6, 7])], Readout("last"), sharing="full", rows=10)
     with pytest.raises(OutOfMemoryError):
         greedy(llm, [[5, 6, 7]])
 
 
-def test_generation_goes_on_with_smaller_steps(llm, monkeypatch):
+def test_generation_goes_on_with_smaller_steps(llm):
     some = prompts(7, count=6)
     wanted = greedy(llm, some)
-    forward = CausalLM.forward
-
-    def small(self, tokens, *rest):
-        if len(tokens) > 5:
-            raise torch.OutOfMemoryError("no more")
-        return forward(self, tokens, *rest)
-
-    monkeypatch.setattr(CausalLM, "forward", small)
+    llm.model.register_forward_pre_hook(memory_for(5))
     assert greedy(llm, some) == wanted
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from looped_dense import looped_checkpoint
+from machines import kernels_in_use
 from running import as_request, prompts, run
 from tiny import EVERY, tiny_checkpoint
 
@@ -72,8 +73,7 @@ def test_two_processes_are_one_model(folder):
 def test_ranks_that_share_no_memory(folder, monkeypatch):
     """Without a compiler they meet by torch.distributed, and one split model at a time."""
     monkeypatch.setenv("PREFOLD_KERNELS", "0")  # of the other rank
-    monkeypatch.setattr(kernels.loader, "process", kernels.loader.KernelLoader())
-    with LLM(folder, **PLACE) as alone, LLM(folder, **PLACE, tensor_parallel=2) as split:
+    with kernels_in_use(None), LLM(folder, **PLACE) as alone, LLM(folder, **PLACE, tensor_parallel=2) as split:
         assert split.model.ranks.view is None
         np.testing.assert_allclose(split.embed(["some text"]), alone.embed(["some text"]), rtol=1e-5, atol=1e-5)
         assert split.generate("some text", max_tokens=5).text == alone.generate("some text", max_tokens=5).text
@@ -143,10 +143,10 @@ def test_a_killed_rank_is_named(split):
 
 
 @needs_memory
-def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
+def test_a_hung_rank_is_not_waited_for_for_ever(split):
     """The ranks came up under a limit that a busy machine keeps; then rank 0 waits for the others for less."""
-    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 1)
-    monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.2)
+    worker = split.engine.worker
+    worker.patience, worker.last_word_seconds = 1, 0.2
     split.model.ranks.view.patience = 1
     os.kill(split.engine.worker.processes[0].pid, signal.SIGSTOP)
     assert "rank 1 has not answered for 1 s" in str(embed_until_it_fails(split))

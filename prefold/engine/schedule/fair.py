@@ -82,6 +82,8 @@ class FairAdmission:
 
     share_of   returns the Share of a tenant
     tenant_of  returns the tenant of a namespace, for the accounts of the cache
+
+    idle_queues  queues that may be there before those without sequences are forgotten
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class FairAdmission:
         *,
         tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None,
         batch_share: float = 0.02,
+        idle_queues: int = IDLE_QUEUES,
     ):
         self.share_of, self.tenant_of = share_of, tenant_of
-        self.batch_share = batch_share
+        self.batch_share, self.idle_queues = batch_share, idle_queues
         self.clear()
 
     def clear(self) -> None:
@@ -105,7 +108,7 @@ class FairAdmission:
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
         self._num_owners = [0, 0]  # for each class, the owners with a sequence
-        self._max_queues = IDLE_QUEUES
+        self._max_queues = self.idle_queues
         self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
         # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
         self._outputs: dict[_OwnerQueue, int] = {}
@@ -329,7 +332,7 @@ class FairAdmission:
                 for owner, queue in self.queues.items()
                 if queue.waiting or queue.running or queue.entered or queue.service > self._now[owner.is_batch]
             }
-            self._max_queues = max(IDLE_QUEUES, 2 * len(self.queues))
+            self._max_queues = max(self.idle_queues, 2 * len(self.queues))
 
     def _tag(self, queue: _OwnerQueue) -> float:
         """Returns a queue's tag while sequences are admitted."""

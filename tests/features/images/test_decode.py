@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import sys
 import threading
 
 import numpy as np
@@ -236,19 +235,19 @@ def test_files_of_an_item_have_an_allowance_together():
             decoder.decode(data, "a", DecodeBudget(0.3))
 
 
-def test_nothing_is_decoded_where_nothing_is_left_of_the_allowance(monkeypatch):
-    """However quick the process is: it is not asked."""
+def test_nothing_is_decoded_where_nothing_is_left_of_the_allowance():
+    """However quick the process is: it is not even started."""
     with Decoder() as decoder:
-        monkeypatch.setattr(decoder.helper, "ask", lambda *_: pytest.fail("the process was asked"))
         with pytest.raises(InputError, match="'c' and the images before it"):
             decoder.decode(file_of(PICTURE, "PNG"), "c", DecodeBudget(0))
+        assert decoder.helper.process is None
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     for name in ("json", "struct", "PIL"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not what was meant')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as of `python -c`
+    monkeypatch.syspath_prepend("")  # as of `python -c`
     with Decoder() as decoder:
         np.testing.assert_array_equal(decoder.decode(file_of(PICTURE, "PNG")).image.pixels, np.array(PICTURE))
 
