@@ -345,8 +345,8 @@ def test_a_text_model_says_what_to_load(tmp_path):
 
 def noting(images, decoded: list):
     """The settings of images, with a decoder that notes what it is given."""
-    decode = images.reader.decoder.decode
-    decoder = SimpleNamespace(decode=lambda *given: decoded.append(given) or decode(*given))
+    real = images.reader.decoder
+    decoder = SimpleNamespace(limits=real.limits, decode=lambda *given: decoded.append(given) or real.decode(*given))
     return replace(images, reader=replace(images.reader, decoder=decoder))
 
 
