@@ -244,10 +244,10 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
 
     # Read in this process: polling over HTTP takes a tenth of a core.
     def is_open(batch: str) -> bool:
-        return batch in server.state.batches._open
+        return batch in server.state.batches.open
 
     def has_begun(batch: str) -> bool:
-        output = server.state.batches._open[batch].output
+        output = server.state.batches.open[batch].output
         return output is not None and output.count > 0
 
     def as_batch(lines: list[str]) -> float:

@@ -43,7 +43,7 @@ class OutputOptions:
     only_resume  there must be a job to resume
     grown        with --grown: a function that raises JobError unless the input begins with the one of this identity
     form         what is known of a table's columns
-    commit_seconds  a line is durable after this time at the latest
+    commit_seconds  a line is durable after this time at the latest; None: COMMIT_SECONDS
     """
 
     path: Path | None
@@ -53,7 +53,7 @@ class OutputOptions:
     limit: int | None = None
     grown: Callable[[dict[str, Any]], None] | None = None
     form: TableForm = field(default_factory=TableForm)
-    commit_seconds: float = COMMIT_SECONDS
+    commit_seconds: float | None = None
 
 
 class Output:
@@ -150,7 +150,8 @@ class FileOutput(Output):
         super().__init__()
         assert options.path is not None
         self.path = options.path
-        self.limit, self._commit_seconds = options.limit, options.commit_seconds
+        self.limit = options.limit
+        self._commit_seconds = COMMIT_SECONDS if options.commit_seconds is None else options.commit_seconds
         if self.path.is_dir():
             raise JobError(f"{self.path} is a folder; name a file in it")
         self._finish = finish_for(self.path, options.keep_order, options.form)

@@ -36,7 +36,6 @@ from ..errors import InputError, JobError
 from ..jobs import Job, OutputOptions, open_output, run_beside
 from ..jobs.batch import OpenAIBatch, add_usage
 from ..jobs.formats import LineSource, TableOptions
-from ..jobs.output import COMMIT_SECONDS
 from ..jobs.record import Source, error_text
 from ..jobs.source import file_identity, is_gzip
 from ..spec.requests import Owner
@@ -120,7 +119,8 @@ class BatchWork:
     ):
         self._store, self._handler, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
-        self.look_seconds, self.commit_seconds = LOOK_SECONDS, COMMIT_SECONDS
+        self.look_seconds = LOOK_SECONDS
+        self.commit_seconds: float | None = None
 
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError if the file is at fault."""

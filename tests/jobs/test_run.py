@@ -454,10 +454,10 @@ from prefold.jobs.report.progress import Progress
 from fake_jobs import fake_llm
 from job_tables import table_job
 llm = fake_llm(before=lambda i: time.sleep(0.001))
-import prefold.jobs.output as output
-output.COMMIT_SECONDS = 0.02
 print("start", flush=True)
-run_job(table_job(Path("in.jsonl"), Path("out.jsonl"), llm=llm, window=3000, streaming={streaming}), Progress())
+out = Path("out.jsonl")
+job = table_job(Path("in.jsonl"), out, llm=llm, commit_seconds=0.02, window=3000, streaming={streaming})
+run_job(job, Progress())
 print("end", flush=True)
 """
 

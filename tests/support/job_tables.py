@@ -25,7 +25,7 @@ def write_records(path, count, bad=()):
             file.write(json.dumps(record) + "\n")
 
 
-def table_job(source, out, *, limit=None, llm=None, load=None, commit_seconds=1.0, **options):
+def table_job(source, out, *, limit=None, llm=None, load=None, commit_seconds=None, **options):
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
     output = open_output(OutputOptions(out, limit=limit, commit_seconds=commit_seconds), FINGERPRINT)
     load = load or (lambda: llm or fake_llm())
