@@ -53,7 +53,7 @@ def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tup
 @click.option("--copies", type=int, default=12, show_default=True, help="Copies of the matrix.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     runs = []
-    here = {variant.name: variant for variant in runnable(loader._probe())}
+    here = {variant.name: variant for variant in runnable(loader.process.probe())}
     for name in arguments.variants or here:
         loaded = Kernels(build(flags=here[name].flags))
         dtype = torch.bfloat16 if any("bf16" in flag for flag in here[name].flags) else torch.float32

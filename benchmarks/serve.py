@@ -49,7 +49,7 @@ from servers import KV_GIB, Clients, ServedModel, p, prefold_server, vllm_server
 
 from prefold import LLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serve"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 # `vllm bench serve`. The command of the CPU build does not start it, because the package has another name.
 BENCH = """
@@ -244,10 +244,10 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
 
     # Read in this process: polling over HTTP takes a tenth of a core.
     def is_open(batch: str) -> bool:
-        return batch in server.state.batches._open
+        return batch in server.state.batches.open
 
     def has_begun(batch: str) -> bool:
-        output = server.state.batches._open[batch].output
+        output = server.state.batches.open[batch].output
         return output is not None and output.count > 0
 
     def as_batch(lines: list[str]) -> float:

@@ -49,12 +49,12 @@ from prefold.errors import PrefoldError
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.spec.requests import Request, Sampling
 
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "serve")]
-from books import check_books  # noqa: E402
-from looped_dense import LOOPED, looped_checkpoint  # noqa: E402
-from serving import Raw, serving  # noqa: E402
-from tiny import tiny_checkpoint  # noqa: E402
-from tiny_vision import drawing, tiny_vision  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from books import check_books
+from looped_dense import LOOPED, looped_checkpoint
+from serving import Raw, serving
+from tiny import tiny_checkpoint
+from tiny_vision import drawing, tiny_vision
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
 HOW: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": 1 << 18, "threads": 1}

@@ -89,4 +89,4 @@ def register_dialect(module: ModuleType) -> None:
     """Let a server answer the routes in `module.ENTRIES`. Call it before the server starts."""
     from .serve import app
 
-    app.DIALECTS = (*app.DIALECTS, module)
+    app.DIALECTS.append(module)

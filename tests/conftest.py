@@ -1,3 +1,4 @@
+import copy
 import functools
 import gc
 import itertools
@@ -7,6 +8,7 @@ import re
 import signal
 import ssl
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Helpers shared by the tests (`tiny`, `running`, `nests`).
+# Helpers of more than one folder of tests (`from tiny import ...`). Those of one folder lie beside its tests; pytest
+# puts the folder of each test on the path. `tests/record` alone is a package, because it is run by `python -m`.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A process that was begun in the background ignores these signals, and so would those that tests begin and stop.
@@ -208,13 +211,125 @@ def same_draws(request):
 
 
 @pytest.fixture
-def own_products(monkeypatch):
+def keep(request):
+    """Lets tables of prefold (dictionaries, sets or lists) have at the end of the test what they have now."""
+
+    def one(table, before):
+        table.clear()
+        (table.extend if isinstance(table, list) else table.update)(before)
+
+    def all_of(*tables):
+        for table in tables:
+            request.addfinalizer(functools.partial(one, table, copy.copy(table)))
+
+    return all_of
+
+
+@pytest.fixture
+def no_kernels():
+    """A process without compiled kernels."""
+    from machines import kernels_in_use
+
+    with kernels_in_use(None):
+        yield
+
+
+@pytest.fixture
+def compiled(request):
+    """Whether the process has compiled kernels: a parameter of the test (`indirect=True`)."""
+    from machines import kernels_in_use
+
+    from prefold import kernels
+
+    with kernels_in_use(kernels.load() if request.param else None):
+        yield request.param
+
+
+@pytest.fixture
+def control_groups(tmp_path, monkeypatch):
+    """A folder that stands for the control groups of the system: without limits, until a test writes some there. The
+    file `own` names those of this process."""
+    from prefold.spec import container
+
+    folder = tmp_path / "control-groups"
+    folder.mkdir()
+    monkeypatch.setattr(container, "CGROUP", folder)
+    monkeypatch.setattr(container, "OWN_GROUPS", folder / "own")
+    return folder
+
+
+@pytest.fixture
+def free_memory(control_groups):
+    """Lets the system have so many bytes of memory free, which must not be more than are free."""
+
+    def free(size):
+        for name, text in (("memory.max", str(size)), ("memory.current", "0"), ("memory.stat", "")):
+            (control_groups / name).write_text(text)
+
+    return free
+
+
+@pytest.fixture
+def start_by(monkeypatch):
+    """Lets a function start the steps of a worker until the test ends. It is called with the worker's own `start`, the
+    message, and what was prepared."""
+
+    def put(worker, function):
+        monkeypatch.setattr(worker, "start", functools.partial(function, worker.start))
+
+    return put
+
+
+@pytest.fixture
+def slow_steps(start_by):
+    """Lets every step of a worker take these seconds more."""
+
+    def slow(worker, seconds):
+        start_by(worker, lambda start, *given: time.sleep(seconds) or start(*given))
+
+    return slow
+
+
+@pytest.fixture
+def own_products(multiply_by):
     """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
     from prefold import kernels
 
     if kernels.load() is None:
         pytest.skip("there is no compiler")
-    monkeypatch.setattr(
-        "prefold.model.products.product_kernels",
-        lambda weight: kernels.load() if kernels.can_pack_words(weight) else None,
-    )
+    multiply_by(lambda weight: kernels.load() if kernels.can_pack_words(weight) else None)
+
+
+@pytest.fixture
+def multiply_by(monkeypatch):
+    """Lets a function choose the kernels that multiply by a weight, in place of what is faster here."""
+
+    def choose(function):
+        for module in ("products", "stored"):
+            monkeypatch.setattr(f"prefold.model.{module}.product_kernels", function)
+
+    return choose
+
+
+@pytest.fixture
+def rows_of_logits(monkeypatch):
+    """Lets a model note of how many rows it makes logits, in the list that is returned."""
+
+    def noted(model):
+        rows, logits = [], model.logits
+        monkeypatch.setattr(model, "logits", lambda hidden, *more: rows.append(len(hidden)) or logits(hidden, *more))
+        return rows
+
+    return noted
+
+
+@pytest.fixture
+def fsync_by(monkeypatch):
+    """Lets a function put files to disk. It is called with the system's `fsync`, and the descriptor."""
+    return lambda function: monkeypatch.setattr(os, "fsync", functools.partial(function, os.fsync))
+
+
+@pytest.fixture
+def argv(monkeypatch):
+    """Lets the process have these words as its command line."""
+    return lambda *words: monkeypatch.setattr(sys, "argv", [str(word) for word in words])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import prefold
 
 PACKAGE = Path(prefold.__file__).parent
+TESTS = Path(__file__).parent
 RATCHET = Path(__file__).with_name("ratchet.txt")
 # Words that a feature brings. In a file of the core they mean that the core knows the feature. Not among them are
 # `exit` and `__exit__`, which are Python's.
@@ -25,6 +27,10 @@ FEATURE_WORDS = re.compile(
 )
 
 
+OWN = {"self", "cls", "os", "sys"}
+PUBLIC = {"_replace", "_asdict", "_make", "_fields", "_fields_"}
+
+
 @cache
 def trees() -> dict[Path, ast.Module]:
     return {path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
@@ -32,6 +38,32 @@ def trees() -> dict[Path, ast.Module]:
 
 def nodes(kind: type) -> Iterator[ast.AST]:
     return (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kind))
+
+
+@cache
+def found_in_tests() -> Counter[Callable[[ast.AST], bool]]:
+    """How many nodes of all files of tests are what each of two functions asks for."""
+    found = Counter[Callable[[ast.AST], bool]]()
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found.update(asked for asked in (is_private, is_patch) if asked(node))
+    return found
+
+
+def is_private(node: ast.AST) -> bool:
+    """Whether a test reads or sets an attribute that is another object's own: not of its own class, of the standard
+    library, or of a named tuple or structure, whose public names begin so."""
+    return (
+        isinstance(node, ast.Attribute)
+        and re.match(r"_[^_]", node.attr) is not None
+        and node.attr not in PUBLIC
+        and not (isinstance(node.value, ast.Name) and node.value.id in OWN)
+    )
+
+
+def is_patch(node: ast.AST) -> bool:
+    """Whether a test puts something in the place of an attribute (`monkeypatch.setattr`)."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr"
 
 
 def methods(of: ast.ClassDef) -> set[str]:
@@ -80,6 +112,8 @@ COUNTS: dict[str, Callable[[], int]] = {
         for path, tree in trees().items()
         if path.parts[0] != "features"
     ),
+    "private attributes in tests": lambda: found_in_tests()[is_private],
+    "patches in tests": lambda: found_in_tests()[is_patch],
 }
 
 

@@ -11,15 +11,20 @@ from prefold.model import device
 from prefold.spec import container
 
 
-def test_available_memory_respects_the_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(container, "CGROUP", tmp_path)
+@pytest.fixture
+def cores_of_process(monkeypatch):
+    """Lets the process run on so many cores."""
+    return lambda count: monkeypatch.setattr("os.sched_getaffinity", lambda _: range(count), raising=False)
+
+
+def test_available_memory_respects_the_container(control_groups):
     cpu = torch.device("cpu")
     assert 0 < device.available_memory(cpu) <= psutil.virtual_memory().total
-    (tmp_path / "memory.max").write_text("1000000\n")
-    (tmp_path / "memory.current").write_text("900000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
+    (control_groups / "memory.max").write_text("1000000\n")
+    (control_groups / "memory.current").write_text("900000\n")
+    (control_groups / "memory.stat").write_text("anon 1\ninactive_file 50000\n")
     assert device.available_memory(cpu) == 150_000
-    (tmp_path / "memory.max").write_text("max\n")
+    (control_groups / "memory.max").write_text("max\n")
     assert device.available_memory(cpu) > 150_000
 
 
@@ -31,12 +36,10 @@ def test_available_memory_respects_the_container(tmp_path, monkeypatch):
         ("5:cpu:/x\n4:memory:/jobs/7", "memory/jobs"),
     ],
 )
-def test_available_memory_respects_groups_of_the_first_version(tmp_path, monkeypatch, of_process, folder):
+def test_available_memory_respects_groups_of_the_first_version(control_groups, of_process, folder):
     """Ours, the one above it, or what a container sees in place of it."""
-    monkeypatch.setattr(container, "CGROUP", tmp_path)
-    monkeypatch.setattr(container, "OWN_GROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text(of_process + "\n")
-    group = tmp_path / folder
+    (control_groups / "own").write_text(of_process + "\n")
+    group = control_groups / folder
     group.mkdir(parents=True)
     for name, text in (("limit_in_bytes", "1000000"), ("usage_in_bytes", "900000")):
         (group / f"memory.{name}").write_text(text + "\n")
@@ -66,22 +69,19 @@ def test_available_memory_respects_groups_of_the_first_version(tmp_path, monkeyp
         (None, {}, 64),
     ],
 )  # fmt: skip
-def test_the_cpu_quota_of_a_container_bounds_the_cores(tmp_path, monkeypatch, of_process, files, cores):
-    monkeypatch.setattr(container, "CGROUP", tmp_path)
-    monkeypatch.setattr(container, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+def test_the_cpu_quota_of_a_container_bounds_the_cores(control_groups, cores_of_process, of_process, files, cores):
+    cores_of_process(64)
     if of_process is not None:
-        (tmp_path / "own").write_text(of_process)
+        (control_groups / "own").write_text(of_process)
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
+        (control_groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (control_groups / name).write_text(text + "\n")
     assert container.usable_cores() == cores
 
 
-def test_cores_are_those_that_the_process_may_run_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(container, "CGROUP", tmp_path)
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(3), raising=False)
+def test_cores_are_those_that_the_process_may_run_on(control_groups, cores_of_process):
+    (control_groups / "cpu.max").write_text("400000 100000\n")
+    cores_of_process(3)
     assert container.usable_cores() == 3
 
 
@@ -96,10 +96,12 @@ def test_cores_are_those_that_the_process_may_run_on(tmp_path, monkeypatch):
         (64, None, 64, 64),
     ],
 )
-def test_threads_are_at_most_the_cores_unless_they_are_chosen(monkeypatch, given, variable, now, expected):
+def test_threads_are_at_most_the_cores_unless_they_are_chosen(
+    monkeypatch, control_groups, cores_of_process, given, variable, now, expected
+):
     torchs = [now]
     monkeypatch.setattr(device, "FIRST_THREADS", 64)
-    monkeypatch.setattr(device, "usable_cores", lambda: 4)
+    cores_of_process(4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs[-1])
     monkeypatch.setattr(torch, "set_num_threads", torchs.append)
     for name in device.THREAD_VARIABLES:
@@ -113,9 +115,9 @@ def test_threads_are_at_most_the_cores_unless_they_are_chosen(monkeypatch, given
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_AS"), reason="no limits of a process")
 def test_available_memory_respects_the_limit_of_the_process(monkeypatch):
     used = psutil.Process().memory_info().vms
-    monkeypatch.setattr(psutil.Process, "rlimit", lambda self, kind: (used + 300_000_000, -1))
+    limits = iter([used + 300_000_000, 1000])
+    monkeypatch.setattr(psutil.Process, "rlimit", lambda self, kind: (next(limits), -1))
     assert 100_000_000 < device.available_memory(torch.device("cpu")) <= 300_000_000
-    monkeypatch.setattr(psutil.Process, "rlimit", lambda self, kind: (1000, -1))
     assert device.available_memory(torch.device("cpu")) == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,14 @@ RUNS = {
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(tmp_path, monkeypatch, argv, capsys):
     """run("name --option") -> what the example prints, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def call(command):
         name, *arguments = command.split()
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        argv(name, *arguments)
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr().out
 

@@ -28,8 +28,8 @@ def test_a_plugin_that_imports_the_page_imports_nothing_else():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_backend_is_registered(monkeypatch):
-    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+def test_a_backend_is_registered(keep):
+    keep(backends.BACKENDS)
     own = backends.Backend()
     extend.register_backend("mine", own)
     assert backends.backend_named("mine") is own and "mine" in backends.backend_names()

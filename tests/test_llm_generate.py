@@ -204,13 +204,31 @@ def test_adapters(llm, tmp_path):
 def test_a_grammar_that_cannot_be_followed_is_an_error(llm, monkeypatch):
     """Some grow too complex on the way: a text cut short there is not what was asked for."""
     pytest.importorskip("llguidance")
-    from prefold.text.grammar import Matcher
+    from prefold.text.grammar import GrammarCompiler, Matcher
 
-    took = []
-    accept = Matcher.accept
-    monkeypatch.setattr(Matcher, "accept", lambda self, token: (took.append(token), accept(self, token)))
-    monkeypatch.setattr(Matcher, "failed", property(lambda self: "too complex" if len(took) > 2 else None))
-    monkeypatch.setattr(Matcher, "is_done", property(lambda self: len(took) > 2))
+    class Complex(Matcher):
+        num_taken = 0
+
+        def accept(self, token):
+            self.num_taken += 1
+            super().accept(token)
+
+        @property
+        def failed(self):
+            return "too complex" if self.num_taken > 2 else None
+
+        @property
+        def is_done(self):
+            return self.num_taken > 2
+
+    matcher = GrammarCompiler.matcher
+
+    def complex_one(compiler, grammar):
+        made = matcher(compiler, grammar)
+        made.__class__ = Complex
+        return made
+
+    monkeypatch.setattr(GrammarCompiler, "matcher", complex_one)
     with pytest.raises(InputError, match="the grammar could not be followed after 3 tokens: too complex"):
         llm.generate("the", max_tokens=20, grammar={"regex": "[a-z]{30}"})
     until_idle(llm.engine)
@@ -233,5 +251,5 @@ def test_a_failed_step_leaves_nothing_of_who_waited(llm, monkeypatch):
             await asyncio.sleep(0.01)
 
     asyncio.run(ask())
-    assert not generator.has_work and not generator._open
+    assert not generator.has_work and not generator.open
     assert llm.generate("yes no", max_tokens=2).text is not None

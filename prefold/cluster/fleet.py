@@ -46,6 +46,7 @@ class Fleet:
     patience  a replica that has work, and makes no progress for so many seconds, is killed
     notify    called with messages for a person: replicas that were lost, or refused
     media     the table of the requests' images; None: the requests have no images
+    clock     returns the time in seconds, by which runs wait for replicas
 
     Raises FleetError with the reasons when no replica is left.
     """
@@ -61,8 +62,10 @@ class Fleet:
         patience: float = 300.0,
         notify: Callable[[str], None] = lambda line: None,
         media: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self.media = media
+        self.media, self.clock = media, clock
+        self.online_tick = _ONLINE_TICK  # seconds for which new requests are taken at a time
         self.facts = EngineFacts(sharing, divides=True)
         self.replicas = replicas
         self.row_cost = row_cost
@@ -79,7 +82,7 @@ class Fleet:
         self._events: SimpleQueue[tuple[str, ReplicaEvent] | None] = SimpleQueue()
         self.numbers = itertools.count(1)
         # One run at a time. None in place of an event: the run looks for new requests.
-        self._lanes = Lanes(self._run_submitted, lambda: self._events.put(None))
+        self.lanes = Lanes(self._run_submitted, lambda: self._events.put(None))
         replicas.start(lambda name, event: self._events.put((name, event)))
 
     @property
@@ -109,7 +112,7 @@ class Fleet:
 
     def close(self) -> None:
         """Ends all replicas. Requests that have no answer yet are answered with an error."""
-        self._lanes.close()
+        self.lanes.close()
         self.replicas.close()
 
     def snapshot(
@@ -139,12 +142,12 @@ class Fleet:
         the owner of a handle makes no difference. `share` overrides the fleet's own sharing with "full" or "off"."""
         sharing: Sharing = self.facts.sharing if share is None else "full" if share else "off"
         call = RunCall(readout, sharing, text=readout.kind == "tokens" and tokenizer is not None, online=True)
-        self._lanes.submit(call, requests, handle, pieces=text and call.text)
+        self.lanes.submit(call, requests, handle, pieces=text and call.text)
 
     def cancel(self, *handles: Handle) -> None:
         """Gives the requests of handles up: those that no replica has are not computed, and the answers of others are
         dropped."""
-        self._lanes.cancel(*handles)
+        self.lanes.cancel(*handles)
 
     def run(
         self,
@@ -163,7 +166,7 @@ class Fleet:
         difference for a fleet."""
         text = readout.kind == "tokens" and tokenizer is not None
         call = RunCall(readout, sharing or self.facts.sharing, max_batch_rows, text)
-        with self._lanes.waiting(), closing(FleetRun(self, on_step)) as run:
+        with self.lanes.waiting(), closing(FleetRun(self, on_step)) as run:
             if isinstance(windows, LiveInput):
                 run.add_stream(windows, call)
             else:
@@ -171,7 +174,7 @@ class Fleet:
             yield from run.answers(stopping or (lambda: False))
 
     def _run_submitted(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
-        with closing(FleetRun(self, lanes=self._lanes)) as run:
+        with closing(FleetRun(self, lanes=self.lanes)) as run:
             yield from run.answers(stopping)
 
     # ---------------------------------------------------------------------------------------------- replicas
@@ -266,7 +269,7 @@ class FleetRun:
         """Adds the requests of a sorted job."""
         self._counts_rows, self._generates = True, call.readout.kind == "tokens"
         self.offline = offline_source(windows, call, self.fleet.row_cost, self.fleet.expected)
-        self.book.add(self.offline, time.monotonic())
+        self.book.add(self.offline, self.fleet.clock())
 
     def add_stream(self, source: LiveInput, call: RunCall) -> None:
         """Adds the requests of a stream, with the job that follows it."""
@@ -281,7 +284,7 @@ class FleetRun:
         options |= {"see": source.see, "wants": source.wants}
         self._inputs[call] = source
         self.online[call] = OnlineSource(call, warm_start=is_warm_start, **options)
-        self.book.add(self.online[call], time.monotonic())
+        self.book.add(self.online[call], self.fleet.clock())
         self._note_estimated()
 
     def answers(self, stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Any]]:
@@ -309,7 +312,7 @@ class FleetRun:
         has_come = (
             source.feed.since is not None and not self.online[call].is_full for call, source in self._inputs.items()
         )
-        return 0.0 if any(has_come) else _ONLINE_TICK
+        return 0.0 if any(has_come) else self.fleet.online_tick
 
     def close(self) -> None:
         """Ends the run on its replicas, and adds its counts to the fleet's."""
@@ -344,7 +347,7 @@ class FleetRun:
         for call, source in list(self._inputs.items()):
             self._take_in(source, call)
         order = self.fleet.replicas.order
-        for lease in self.book.send(time.monotonic()):
+        for lease in self.book.send(self.fleet.clock()):
             self._begin(lease.replica, lease.source.call)
             windows = lease.source.windows(lease)
             if self._pictures is not None:
@@ -367,9 +370,9 @@ class FleetRun:
         online, feed = self.online[call], source.feed
         if source.rest is not None:
             feed.bound = online.room()
-        now = time.monotonic()
-        until = now + _ONLINE_TICK  # no longer, because events of replicas wait meanwhile
-        while not online.is_full and not feed.is_over and time.monotonic() < until:
+        now = self.fleet.clock()
+        until = now + self.fleet.online_tick  # no longer, because events of replicas wait meanwhile
+        while not online.is_full and not feed.is_over and self.fleet.clock() < until:
             if (prompts := feed.take()) is None:
                 break
             for reads in prompts:
@@ -417,11 +420,11 @@ class FleetRun:
         self._lanes.fail(failure, work.call)
         work.call = None
         self.fleet.replicas.order(name, "end")
-        for tag in self.book.refuse(name, time.monotonic()):
+        for tag in self.book.refuse(name, self.fleet.clock()):
             yield tag, failure
 
     def _take_report(self, name: str, report: ReplicaReport) -> Iterator[tuple[bytes, Any]]:
-        now = time.monotonic()
+        now = self.fleet.clock()
         self._count(name, report)
         started = time.perf_counter()
         for step in report.steps if self.on_step is not None else ():
@@ -460,7 +463,7 @@ class FleetRun:
         online.router.worked(name, max(0, rows - decode), decode, seconds)
 
     def _join(self, name: str) -> None:
-        fleet, now = self.fleet, time.monotonic()
+        fleet, now = self.fleet, self.fleet.clock()
         self._work[name] = _Work(measured_at=now)
         fleet.replicas.order(name, "end")  # a replica that is back may have requests
         self.book.join(name, fleet.ready[name], now)
@@ -483,7 +486,7 @@ class FleetRun:
             yield tag, InputError(message, remedy=remedy, code="replicas_lost")
 
     def _kill_hung(self) -> None:
-        for name in self.book.hung(time.monotonic()):
+        for name in self.book.hung(self.fleet.clock()):
             if name not in self._killed:
                 self._killed.add(name)
                 self.fleet.notify(f"{name} has done nothing for {self.fleet.patience:.0f} s and is killed")

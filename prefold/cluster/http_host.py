@@ -52,7 +52,6 @@ _ATTEMPTS = 5  # of a request that times out, or whose connection is torn, or th
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _FIRST_CAP = 8  # requests in flight to begin with
 _LOOK = 10.0  # seconds that a connection, and what it says of itself, may take
-_UNANSWERED = 15.0  # seconds for which servers are asked of which none has ever answered
 _REFUSALS = {
     401: f"the key was refused ({API_KEY} holds it)",
     403: "the server refuses to answer",  # a key that may not, or a name that the server does not know itself by
@@ -61,7 +60,6 @@ _REFUSALS = {
 _LOGPROBS = ("logprobs", "logits")  # kinds of Readout
 _BATCH = 16  # prompts of one request for embeddings
 _LONGEST_ANSWER = 10  # times the patience
-_LOOKS = 4  # at a server's counters within the patience
 _TICK = 0.1  # seconds after which a host that is being made looks whether its replica is still wanted
 
 TextOf = Callable[[Any], str]
@@ -79,6 +77,8 @@ class ServedModel:
     patience      seconds for which a server that cannot be reached is asked again, and a request that fails is sent
                   again
     timeout       seconds that an answer may take, of a server that makes progress; None: ten times the patience
+    unanswered    seconds for which servers are asked if none has ever answered
+    looks         looks at a server's counters within the patience
     notify        called with what a person should know of a server
     has_answered  whether any server has ever answered
     """
@@ -90,6 +90,8 @@ class ServedModel:
     most: int = 256
     patience: float = 300.0
     timeout: float | None = None
+    unanswered: float = 15.0
+    looks: int = 4
     notify: Callable[[str], None] = lambda line: None
     has_answered: bool = False
 
@@ -173,7 +175,7 @@ class HttpHost(AsyncHost):
                 reason = f"it answers {response.status_code}"
             except httpx.HTTPError as error:
                 reason = f"it cannot be reached{self._way} ({_why(error)})"
-            longest = self._o.patience if self._o.has_answered else min(self._o.patience, _UNANSWERED)
+            longest = self._o.patience if self._o.has_answered else min(self._o.patience, self._o.unanswered)
             seconds_left = longest - (time.monotonic() - started)
             if seconds_left < 0:
                 raise ReplicaDown(reason, returns=False)
@@ -193,7 +195,7 @@ class HttpHost(AsyncHost):
                     self._report.is_at_work = True
                     self._changed.notify()
             before = now
-            await asyncio.sleep(self._o.patience / _LOOKS)
+            await asyncio.sleep(self._o.patience / self._o.looks)
 
     async def _counters(self) -> list[str]:
         """Returns what the server counts of tokens, as Prometheus is told of it; nothing where it does not tell."""
@@ -449,7 +451,7 @@ class HttpReplicas(Replicas):
     def __init__(self, urls: Sequence[str], model: str, tokenizer: Tokenizer | None, **options: Any):
         for url in urls:
             _check(url)
-        served = ServedModel(model, tokenizer, **options)
+        self.served = served = ServedModel(model, tokenizer, **options)
         names = [url.rstrip("/").removesuffix("/v1") for url in urls]
         super().__init__(
             {name: partial(HttpHost, name, served, lambda: self.is_closed) for name in names}, killed=_HUNG

@@ -70,8 +70,8 @@ class Lanes:
     def __init__(self, run: Callable[[Callable[[], bool]], Iterator[tuple[bytes, Any]]], wake: Callable[[], None]):
         self._run, self._wake = run, wake
         self._streams: dict[RunCall, LiveInput] = {}
-        self._groups: dict[Handle, _Group] = {}
-        self._open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
+        self.groups: dict[Handle, _Group] = {}
+        self.open: dict[bytes, tuple[_Group, int]] = {}  # the requests without an answer, by tag
         self._numbers = itertools.count()
         self._failure: Exception | None = None  # with which requests are answered that come from now on
         self._thread: threading.Thread | None = None
@@ -88,11 +88,11 @@ class Lanes:
             if failure is None:
                 tags = [next(self._numbers).to_bytes(8, "little") for _ in requests]
                 group = _Group(handle, call, pieces, tags, [None] * len(tags), len(tags))
-                self._groups[handle] = group
-                self._open.update((tag, (group, number)) for number, tag in enumerate(tags))
+                self.groups[handle] = group
+                self.open.update((tag, (group, number)) for number, tag in enumerate(tags))
                 if call not in self._streams:
                     feed = Feed(is_urgent=lambda: self.gives_way)
-                    self._streams[call] = LiveInput(feed, _WINDOW, wants=self._open.__contains__)
+                    self._streams[call] = LiveInput(feed, _WINDOW, wants=self.open.__contains__)
                 feed = self._streams[call].feed
                 is_first = feed.since is None  # otherwise the run has not even seen the requests before
                 try:
@@ -116,8 +116,8 @@ class Lanes:
         with self._changed:
             for handle in handles:
                 handle.is_cancelled = True
-                if handle in self._groups:
-                    self._forget(self._groups[handle])
+                if handle in self.groups:
+                    self._forget(self.groups[handle])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -144,9 +144,9 @@ class Lanes:
             self._thread.join(_CLOSING_SECONDS)
 
     def _forget(self, group: _Group) -> None:
-        del self._groups[group.handle]
+        del self.groups[group.handle]
         for tag in group.tags:
-            self._open.pop(tag, None)
+            self.open.pop(tag, None)
 
     def fail(self, error: Exception, call: RunCall | None = None, *, for_ever: bool = False) -> None:
         """Answers the requests of a call with an error; None: all requests. Those that wait in feeds are dropped when
@@ -154,7 +154,7 @@ class Lanes:
         with self._changed:
             if for_ever and self._failure is None:
                 self._failure = error
-            groups = [group for group in self._groups.values() if call in (None, group.call)]
+            groups = [group for group in self.groups.values() if call in (None, group.call)]
             for group in groups:
                 self._forget(group)
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class Lanes:
 
     def _take(self, tag: bytes, answer: Any) -> None:
         with self._changed:
-            entry = self._open.pop(tag, None)
+            entry = self.open.pop(tag, None)
             if entry is None:  # it was cancelled
                 return
             group, number = entry

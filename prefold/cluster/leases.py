@@ -126,8 +126,8 @@ class LeaseBook:
         self.sources: list[Source] = []
         self.num_moved = 0  # requests that were sent again because a replica was lost
         self._numbers, self._patience = numbers, patience
-        self._replicas: dict[str, _Replica] = {}
-        self._suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
+        self.replicas: dict[str, _Replica] = {}
+        self.suspects: deque[tuple[Source, Sequence[Places]]] = deque()  # groups, none of them empty
         self._turn: RunCall | None = None  # whose requests are sent
         self._turn_began = 0.0
         for source in sources:
@@ -139,7 +139,7 @@ class LeaseBook:
         if not self.sources:
             self._turn, self._turn_began = source.call, now
         self.sources.append(source)
-        for name, replica in self._replicas.items():
+        for name, replica in self.replicas.items():
             source.join(name, replica.facts, now)
 
     def remove(self, source: Source) -> None:
@@ -152,7 +152,7 @@ class LeaseBook:
         that take not only suspects, and have no requests of another call."""
         return {
             name: replica.facts
-            for name, replica in self._replicas.items()
+            for name, replica in self.replicas.items()
             if not replica.is_paused and (not replica.open or replica.call == source.call)
         }
 
@@ -167,7 +167,7 @@ class LeaseBook:
 
     def open_leases(self, replica: str, source: Source) -> list[OpenLease]:
         """Returns the open leases of a replica from a source; none for an unknown replica."""
-        entry = self._replicas.get(replica)
+        entry = self.replicas.get(replica)
         return (
             []
             if entry is None
@@ -178,21 +178,21 @@ class LeaseBook:
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         """Records that a replica can take leases; leases that it had before go out again."""
-        if replica in self._replicas:
+        if replica in self.replicas:
             self.lose(replica, died=False)
-        self._replicas[replica] = _Replica(facts, now)
+        self.replicas[replica] = _Replica(facts, now)
         for source in self.sources:
             source.join(replica, facts, now)
 
     def note_progress(self, replica: str, now: float) -> None:
         """Records that a replica makes progress."""
-        if replica in self._replicas:
-            self._replicas[replica].progress_at = now
+        if replica in self.replicas:
+            self.replicas[replica].progress_at = now
 
     def hung(self, now: float) -> list[str]:
         """Returns the replicas that have work and made no progress within the patience."""
         late = now - self._patience
-        return [name for name, replica in self._replicas.items() if replica.open and replica.progress_at < late]
+        return [name for name, replica in self.replicas.items() if replica.open and replica.progress_at < late]
 
     def lose(self, replica: str, *, died: bool = True) -> list[bytes]:
         """Takes back the leases of a lost replica; returns the tags of the requests that are given up.
@@ -201,7 +201,7 @@ class LeaseBook:
         several suspects is divided. If the replica ran no suspects, the requests that it may have begun become
         suspects. If it did not die, no request becomes a suspect. An unknown replica has no leases.
         """
-        entry = self._replicas.pop(replica, None)
+        entry = self.replicas.pop(replica, None)
         open_leases = [] if entry is None else list(entry.open.values())
         were_suspects = any(open_lease.lease.is_suspect for open_lease in open_leases)
         tags: list[bytes] = []
@@ -218,13 +218,13 @@ class LeaseBook:
             if not were_suspects:
                 num_begun = source.num_begun(entry.facts, prompts) if died and entry.facts.dies_of_requests else 0
             suspects = sorted(prompts[:num_begun])
-            self._suspects += [(source, group) for group in (divided(suspects) if died else [suspects]) if group]
+            self.suspects += [(source, group) for group in (divided(suspects) if died else [suspects]) if group]
             source.put_back(prompts[num_begun:])
         return tags
 
     def refuse(self, replica: str, now: float) -> list[bytes]:
         """Gives up the requests of a replica that cannot run them; returns their tags. The replica takes others."""
-        entry = self._replicas.pop(replica)
+        entry = self.replicas.pop(replica)
         for source in self.sources:
             source.leave(replica)
         tags: list[bytes] = []
@@ -256,24 +256,24 @@ class LeaseBook:
         self._turn_began = now
 
     def _send_suspects(self, now: float) -> Iterator[Lease]:
-        for name, replica in list(self._replicas.items()):
+        for name, replica in list(self.replicas.items()):
             if replica.open:
                 continue
-            if self._suspects:
-                source, group = self._suspects.popleft()
+            if self.suspects:
+                source, group = self.suspects.popleft()
                 replica.is_paused = True
                 source.resend(name, group)
                 yield self._begin(source, name, [place for places in group for place in places], now, is_suspect=True)
             else:
                 replica.is_paused = False
-        replicas = self._replicas.values()
-        if self._suspects and replicas and not any(replica.is_paused for replica in replicas):
+        replicas = self.replicas.values()
+        if self.suspects and replicas and not any(replica.is_paused for replica in replicas):
             min(replicas, key=lambda replica: len(replica.open)).is_paused = True
 
     def _begin(
         self, source: Source, name: str, places: Sequence[int], now: float, *, is_suspect: bool = False
     ) -> Lease:
-        replica = self._replicas[name]
+        replica = self.replicas[name]
         lease = Lease(next(self._numbers), name, source, places, is_suspect)
         if not replica.open:
             replica.progress_at = now
@@ -283,7 +283,7 @@ class LeaseBook:
 
     def commit(self, replica: str, number: int, answers: Mapping[int, Any], now: float) -> list[Answered]:
         """Takes answers to a lease, by place; returns the answers that are the first of their requests."""
-        entry = self._replicas.get(replica)
+        entry = self.replicas.get(replica)
         open_lease = None if entry is None else entry.open.get(number)
         if entry is None or open_lease is None:
             return []

@@ -83,8 +83,8 @@ class OfflineSource(Source):
         self._max_tokens = max_tokens
         self._absent = set(expected)
         # Under "" is the segment of the replicas that have not joined yet.
-        self._replicas = {"": _Replica(_or_none(Segment(0, cost.num_prompts)))}
-        self._free: list[Segment] = []  # segments without a replica
+        self.replicas = {"": _Replica(_or_none(Segment(0, cost.num_prompts)))}
+        self.free: list[Segment] = []  # segments without a replica
         self._sent: dict[int, tuple[bytes, int]] = {}  # tag and counted tokens of each request that was sent, by place
 
     @property
@@ -93,13 +93,13 @@ class OfflineSource(Source):
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._free) or any(replica.segment is not None for replica in self._replicas.values())
+        return bool(self._free) or any(replica.segment is not None for replica in self.replicas.values())
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
-        if len(self._replicas) == 1:
+        if len(self.replicas) == 1:
             self._options = self._options_by(facts)
-        self._replicas[replica] = entry = _Replica(measured_at=now)
-        absent = self._replicas[""]
+        self.replicas[replica] = entry = _Replica(measured_at=now)
+        absent = self.replicas[""]
         if replica in self._absent and absent.segment is not None:
             shares = [1.0, len(self._absent) - 1.0]
             entry.segment, absent.segment = map(_or_none, self.cost.cut(*absent.segment, shares))
@@ -107,22 +107,22 @@ class OfflineSource(Source):
 
     def leave(self, replica: str) -> None:
         self._absent.discard(replica)
-        entry = self._replicas.pop(replica, None)
+        entry = self.replicas.pop(replica, None)
         if entry is not None and entry.segment is not None:
-            self._free.append(entry.segment)
+            self.free.append(entry.segment)
 
     # ----------------------------------------------------------------------------------------------- sending
 
     def take(self, now: float) -> Iterator[tuple[str, range]]:
         free = self.book.free_replicas(self)
-        ready = {name: replica for name, replica in self._replicas.items() if name in free}
+        ready = {name: replica for name, replica in self.replicas.items() if name in free}
         mean = self._mean_speed()
         for name, replica in ready.items():
             if replica.segment is not None or not self._wants(name):
                 continue
-            if self._free:
-                self._free.sort(key=lambda segment: self.cost.of(*segment))
-                replica.segment = self._free.pop()
+            if self.free:
+                self.free.sort(key=lambda segment: self.cost.of(*segment))
+                replica.segment = self.free.pop()
             else:
                 self._steal(name, mean)
         for name, replica in ready.items():
@@ -136,15 +136,15 @@ class OfflineSource(Source):
 
     def _steal(self, thief: str, mean: float) -> None:
         """Cuts the segment of the slowest replica in two, and gives the thief its end, so that both end together."""
-        own, seconds = self._replicas[thief], {}
-        for name, replica in self._replicas.items():
+        own, seconds = self.replicas[thief], {}
+        for name, replica in self.replicas.items():
             if name != thief and replica.segment is not None:
                 cost = self._open_cost(name) + self.cost.of(*replica.segment)
                 seconds[name] = cost / self._speed(replica, mean)
         if not seconds:
             return
         slowest = max(seconds, key=lambda name: seconds[name])
-        victim = self._replicas[slowest]
+        victim = self.replicas[slowest]
         assert victim.segment is not None
         speeds = [self._speed(victim, mean), self._speed(own, mean)]
         busy = [self._open_cost(slowest), self._open_cost(thief)]
@@ -171,7 +171,7 @@ class OfflineSource(Source):
     # ---------------------------------------------------------------------------------------------- answers
 
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
-        entry = self._replicas[replica]
+        entry = self.replicas[replica]
         decay = math.exp((entry.measured_at - now) / _SPEED_SECONDS)
         entry.cost_done = entry.cost_done * decay + sum(self.cost.own(place) for place in answers)
         entry.seconds = entry.seconds * decay + (now - entry.measured_at)
@@ -191,7 +191,7 @@ class OfflineSource(Source):
         return len(prompts)
 
     def put_back(self, prompts: Sequence[Places]) -> None:
-        self._free += _ranges_of(sorted(place for (place,) in prompts))
+        self.free += _ranges_of(sorted(place for (place,) in prompts))
 
     def give_up(self, places: Places) -> list[bytes]:
         self._num_unanswered -= len(places)
@@ -211,7 +211,7 @@ class OfflineSource(Source):
         return replica.cost_done / replica.seconds if replica.cost_done > 0 and replica.seconds > 0 else mean
 
     def _mean_speed(self) -> float:
-        speeds = [r.cost_done / r.seconds for r in self._replicas.values() if r.cost_done > 0 and r.seconds > 0]
+        speeds = [r.cost_done / r.seconds for r in self.replicas.values() if r.cost_done > 0 and r.seconds > 0]
         return sum(speeds) / len(speeds) if speeds else 1.0
 
     def _open_cost(self, name: str) -> float:

@@ -290,12 +290,12 @@ class OnlineSource(Source):
         self.call, self._warm_start, self._on_window, self._wants = call, warm_start, see, wants
         self._limits: dict[str, Limits] = {}
         self._is_closed = False
-        self._queued: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
-        self._prompts: dict[int, _Prompt] = {}  # by the numbers of their open reads
+        self.queued: deque[_Prompt] = deque()  # prompts for which the window was full, or that lost replicas had
+        self.prompt_of: dict[int, _Prompt] = {}  # by the numbers of their open reads
 
     @property
     def num_unanswered(self) -> int:
-        return len(self._prompts)
+        return len(self.prompt_of)
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         # A replica that computes bucket by bucket holds no rows afterwards, and reports that.
@@ -313,8 +313,8 @@ class OnlineSource(Source):
     def put(self, reads: Sequence[SpooledRequest], now: float) -> None:
         """Adds the reads of a new prompt."""
         prompt = _Prompt(reads[0].number, {read.number: read for read in reads})
-        self._prompts.update(dict.fromkeys(prompt.unanswered, prompt))
-        self._queued.append(prompt)
+        self.prompt_of.update(dict.fromkeys(prompt.unanswered, prompt))
+        self.queued.append(prompt)
         self._fill_window(now)
 
     def close(self) -> None:
@@ -325,12 +325,12 @@ class OnlineSource(Source):
     @property
     def is_full(self) -> bool:
         """Returns whether no more prompts should be put."""
-        return self.window.is_full or len(self._queued) > 0
+        return self.window.is_full or len(self.queued) > 0
 
     @property
     def num_waiting(self) -> int:
         """Returns how many prompts wait to be sent."""
-        return len(self.window) + len(self._queued)
+        return len(self.window) + len(self.queued)
 
     @property
     def has_waiting(self) -> bool:
@@ -349,8 +349,8 @@ class OnlineSource(Source):
         return replicas
 
     def _fill_window(self, now: float) -> None:
-        while self._queued and not self.window.is_full:
-            prompt = self._queued.popleft()
+        while self.queued and not self.window.is_full:
+            prompt = self.queued.popleft()
             options = {"now": now, "payload": prompt, "returns": self._is_closed}
             self.window.put(prompt.key, prompt.first.tokens, namespace=prompt.namespace, **options)
 
@@ -367,7 +367,7 @@ class OnlineSource(Source):
                 numbers = [number for waiting in assigned.requests for number in waiting.payload.unanswered]
                 if numbers:
                     yield str(assigned.replica), numbers
-            if not assignments or not self._queued:
+            if not assignments or not self.queued:
                 return
 
     def _drop_unwanted(self, requests: Iterable[WaitingRequest], wants: Callable[[bytes], bool]) -> None:
@@ -375,19 +375,19 @@ class OnlineSource(Source):
         for prompt in (waiting.payload for waiting in requests):
             for number, request in list(prompt.unanswered.items()):
                 if not wants(request.tag):
-                    del self._prompts[number], prompt.unanswered[number]
+                    del self.prompt_of[number], prompt.unanswered[number]
             if not prompt.unanswered:
                 self.router.end(prompt.key, output_rows=None)
 
     def resend(self, replica: str, prompts: Sequence[Places]) -> None:
         for number, *_ in prompts:
-            prompt = self._prompts[number]
+            prompt = self.prompt_of[number]
             sent = Prompt(prompt.first.tokens, _limit_of(prompt), prompt.namespace)
             self.router.send(prompt.key, sent, replica)
 
     def windows(self, lease: Lease) -> list[Window]:
         requests = sorted(
-            (self._prompts[number].unanswered[number] for number in lease.places), key=lambda read: read[:4]
+            (self.prompt_of[number].unanswered[number] for number in lease.places), key=lambda read: read[:4]
         )
         windows = []
         for window in window_of(requests, share=self.call.sharing == "full"):
@@ -401,7 +401,7 @@ class OnlineSource(Source):
     def answered(self, replica: str, answers: Mapping[int, Any], now: float) -> list[Answered]:
         fresh = []
         for number, answer in answers.items():
-            prompt = self._prompts.pop(number)
+            prompt = self.prompt_of.pop(number)
             request = prompt.unanswered.pop(number)
             fresh.append((request.tag, 0 if prompt.unanswered else request.num_tokens, answer))
             if not prompt.unanswered:
@@ -409,16 +409,16 @@ class OnlineSource(Source):
         return fresh
 
     def prompts(self, places: Sequence[int]) -> list[Places]:
-        return [tuple(prompt.unanswered) for prompt in dict.fromkeys(self._prompts[number] for number in places)]
+        return [tuple(prompt.unanswered) for prompt in dict.fromkeys(self.prompt_of[number] for number in places)]
 
     def num_begun(self, facts: ReplicaFacts, prompts: Sequence[Places]) -> int:
         return 2 * facts.max_running if self.call.readout.kind == "tokens" else len(prompts)
 
     def put_back(self, prompts: Sequence[Places]) -> None:
-        self._queued += [self._prompts[number] for number, *_ in prompts]
+        self.queued += [self.prompt_of[number] for number, *_ in prompts]
 
     def give_up(self, places: Places) -> list[bytes]:
-        return [self._prompts.pop(number).unanswered.pop(number).tag for number in places]
+        return [self.prompt_of.pop(number).unanswered.pop(number).tag for number in places]
 
 
 def _limit_of(prompt: _Prompt) -> int:

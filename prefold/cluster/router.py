@@ -316,7 +316,7 @@ class Router:
         self.policy: Policy = BestStart() if policy is None else policy
         self.index = PrefixIndex()
         self.in_flight: dict[Hashable, SentRequest] = {}
-        self._members: dict[Hashable, _Member] = {}
+        self.members: dict[Hashable, _Member] = {}
         self._numbers: list[_Member | None] = []
         self._outputs = Outputs()
 
@@ -324,7 +324,7 @@ class Router:
 
     @property
     def replicas(self) -> list[Hashable]:
-        return list(self._members)
+        return list(self.members)
 
     def join(
         self, name: Hashable, *, speed: Speed | None = None, capacity: int | None = None, reports: bool = True
@@ -335,7 +335,7 @@ class Router:
         capacity  how many rows its cache holds; None: unknown
         reports   whether it reports the events of its cache; otherwise its cache is estimated
         """
-        if name in self._members:
+        if name in self.members:
             raise InputError(f"there is a replica {name!r} already", field="replica", remedy="give it another name")
         number = next((i for i, member in enumerate(self._numbers) if member is None), len(self._numbers))
         if number == len(self._numbers):
@@ -343,11 +343,11 @@ class Router:
         estimate = None if reports else EstimatedCache(*(() if capacity is None else (capacity,)))
         room = np.inf if capacity is None else float(capacity)
         member = _Member(name, number, ReplicaLoad(speed or Speed(), self._outputs), room, estimate)
-        self._numbers[number] = self._members[name] = member
+        self._numbers[number] = self.members[name] = member
 
     def leave(self, name: Hashable) -> list[Hashable]:
         """Removes a replica; returns the keys of its requests that have not ended."""
-        member = self._members.pop(name)
+        member = self.members.pop(name)
         keys = [key for key, request in self.in_flight.items() if request.replica == name]
         for key in keys:
             self.index.unsend(self.in_flight.pop(key).place, member.number)
@@ -356,14 +356,14 @@ class Router:
         return keys
 
     def load(self, name: Hashable) -> ReplicaLoad:
-        return self._members[name].load
+        return self.members[name].load
 
     # ----------------------------------------------------------------------------------------------- held rows
 
     def take(self, name: Hashable, events: CacheEvents) -> bool:
         """Takes events of a replica's cache. Returns False if events are missing or contradict earlier ones: the router
         then keeps its knowledge until a snapshot comes (`CacheReporter.snapshot`)."""
-        member = self._members[name]
+        member = self.members[name]
         if events.epoch < member.epoch:
             return member.is_whole
         new = events.events
@@ -428,7 +428,7 @@ class Router:
 
     def seconds_to_wait(self, replica: Hashable) -> float:
         """Returns how long a replica needs for its remaining work."""
-        return self._members[replica].load.seconds
+        return self.members[replica].load.seconds
 
     def _matched_rows(self, namespace: Hashable, tokens: bytes, with_coming: bool = True) -> np.ndarray:
         rows = np.zeros(len(self._numbers), np.int64)
@@ -452,7 +452,7 @@ class Router:
 
         among  the replicas that may get it; None: all
         """
-        standing = self._standing(prompt, self._members if among is None else among)
+        standing = self._standing(prompt, self.members if among is None else among)
         if not standing.allowed.any():
             return None
         member = self._numbers[self.policy.choose(standing)]
@@ -463,9 +463,9 @@ class Router:
         """Books that a replica is sent a request. Raises InputError if a request with this key is in flight."""
         if key in self.in_flight:
             raise InputError(f"the request {key!r} was sent already", field="key", remedy="give each its own key")
-        member = self._members[replica]
+        member = self.members[replica]
         if not isinstance(self.policy, Forgetful):
-            self.policy.sent(self._standing(prompt, self._members), member.number)
+            self.policy.sent(self._standing(prompt, self.members), member.number)
         tokens, estimated_rows = token_bytes(prompt.tokens), 0
         matched_rows = int(self._matched_rows(prompt.namespace, tokens)[member.number])
         if member.estimate is not None:
@@ -480,7 +480,7 @@ class Router:
     def worked(self, replica: Hashable, prefill_rows: int, decode_rows: int, seconds: float) -> None:
         """Books that a replica has computed these rows in so many seconds. Without such calls its load falls only as
         requests end."""
-        self._members[replica].load.work(prefill_rows, decode_rows, seconds)
+        self.members[replica].load.work(prefill_rows, decode_rows, seconds)
 
     def end(self, key: Hashable, *, output_rows: int | None = None, cached_rows: int | None = None) -> SentRequest:
         """Books the end of a request.
@@ -489,7 +489,7 @@ class Router:
         cached_rows  how many rows of its prompt were cached; None: unknown
         """
         request = self.in_flight.pop(key)
-        member, prompt = self._members[request.replica], request.prompt
+        member, prompt = self.members[request.replica], request.prompt
         rows = len(prompt.tokens)
         if output_rows is not None and prompt.limit:
             self._outputs.end(output_rows, prompt.limit)

@@ -59,9 +59,9 @@ class ModelEngine(EngineLoop):
         self.options = options
         self.meter = Meter()
         self.parts = engine_parts(worker, options, self.meter, resources)
-        self._budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
+        self.budget = self._budget_of(options.max_batch_rows or worker.facts.max_rows)
         facts: dict[str, Any] = {"adapters": worker.facts.adapters, "depth": worker.facts.depth}
-        self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self._budget.rows, **facts)
+        self.facts = EngineFacts(cast(Sharing, options.sharing), options=options, max_rows=self.budget.rows, **facts)
 
     def _budget_of(self, rows: int) -> StepBudget:
         """Returns a StepBudget of so many rows. Raises InputError if an image has no room in such a step."""
@@ -81,7 +81,7 @@ class ModelEngine(EngineLoop):
     @property
     def max_batch_rows(self) -> int:
         """Returns the most rows of a step now; they are fewer for a while after memory ran out."""
-        return self._budget.rows
+        return self.budget.rows
 
     @property
     def stats(self) -> Stats:
@@ -132,7 +132,7 @@ class ModelEngine(EngineLoop):
             else:
                 check_asked(self.parts, readout, sharing)
                 if not self._is_scheduled(readout, share, cache_prefill):
-                    budget = self._budget if max_batch_rows is None else self._budget_of(max_batch_rows)
+                    budget = self.budget if max_batch_rows is None else self._budget_of(max_batch_rows)
                     options: dict[str, Any] = {"sharing": sharing, "budget": budget, "stopping": stopping or _never}
                     with self.meter.listening(on_step):
                         yield from run_stream(self, self.worker, windows, readout, **options)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class ModelEngine(EngineLoop):
 
     def make_generator(self) -> Generator:
         """Returns a new generator with a KV store of its own; EngineLoop calls this once."""
-        return Generator(self.worker, self.options, self._budget, self.meter, self.parts)
+        return Generator(self.worker, self.options, self.budget, self.meter, self.parts)
 
     def held_rows(self, tokens: np.ndarray, namespace: Namespace = NO_NAMESPACE, asked: Asked | None = None) -> int:
         """Returns how many leading rows of a prompt, int32 [n], the KV store holds or is about to compute, for requests

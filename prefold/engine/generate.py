@@ -64,9 +64,9 @@ class Generator:
         self._keys = itertools.count()
         self._new: deque[OpenRequest] = deque()  # added by any thread, not yet submitted to the scheduler
         self._cancelled: deque[int] = deque()  # keys that any thread cancelled, not yet ended
-        self._open: dict[int, OpenRequest] = {}
-        self._on_hold: dict[int, OpenRequest] = {}
-        self._in_flight: deque[InFlightStep] = deque()
+        self.open: dict[int, OpenRequest] = {}
+        self.on_hold: dict[int, OpenRequest] = {}
+        self.in_flight: deque[InFlightStep] = deque()
         self._holds_requests = False  # requests that are added or cancelled wait for now
         self._change = Change(self._rebuild_books)
         self._has_failed = False  # whether the last step raised an error
@@ -131,27 +131,27 @@ class Generator:
     @property
     def open_keys(self) -> list[int]:
         """Returns the keys of the requests that take part in steps: submitted, not answered, not on hold."""
-        return list(self._open)
+        return list(self.open)
 
     def progress(self, keys: Iterable[int]) -> dict[int, int | None]:
         """Returns {key: number of tokens that the request's samples have}; None for a request that is not open."""
-        return {key: sum(len(r.tokens) for r in self._open[key].readers) if key in self._open else None for key in keys}
+        return {key: sum(len(r.tokens) for r in self.open[key].readers) if key in self.open else None for key in keys}
 
     def hold(self, *keys: int) -> None:
         """Keeps open requests out of steps until `release`. Their samples keep their tokens."""
         with self._change:
             for key in keys:
-                if key in self._open:
+                if key in self.open:
                     self.scheduler.cancel(key)
-                    self._on_hold[key] = self._open.pop(key)
+                    self.on_hold[key] = self.open.pop(key)
 
     def release(self, *keys: int) -> None:
         """Lets requests on hold go on where they were; without keys all of them."""
         with self._change:
-            for key in keys or list(self._on_hold):
-                if key in self._on_hold:
-                    self._open[key] = self._on_hold.pop(key)
-                    self._submit(self._open[key])
+            for key in keys or list(self.on_hold):
+                if key in self.on_hold:
+                    self.open[key] = self.on_hold.pop(key)
+                    self._submit(self.open[key])
 
     def end(self, key: int, answer: Answer | Exception) -> None:
         """Ends an open request with this answer."""
@@ -161,10 +161,10 @@ class Generator:
     def end_all(self, error: Exception) -> None:
         """Answers all requests with an error, and empties the books: nobody knows in which state the error left
         them."""
-        for request in (*self._new, *self._open.values(), *self._on_hold.values()):
+        for request in (*self._new, *self.open.values(), *self.on_hold.values()):
             request.on_done(error)
             self._forget(request.key)
-        for requests in (self._new, self._cancelled, self._open, self._on_hold, self._in_flight):
+        for requests in (self._new, self._cancelled, self.open, self.on_hold, self.in_flight):
             requests.clear()
         self.scheduler.clear()
         self._change.is_open = False
@@ -192,7 +192,7 @@ class Generator:
     @property
     def has_work(self) -> bool:
         """Returns whether a request has no answer yet or is to be ended, or a step is in flight."""
-        return bool(self._new or self._cancelled or self._open or self._in_flight)
+        return bool(self._new or self._cancelled or self.open or self.in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -206,14 +206,14 @@ class Generator:
         with self._change:
             while self._new:
                 request = self._new.popleft()
-                self._open[request.key] = request
+                self.open[request.key] = request
                 self._submit(request)
             while self._cancelled:
                 self._cancel(self._cancelled.popleft())
 
     def _cancel(self, key: int) -> None:
         self.scheduler.cancel(key)
-        request = self._open.pop(key, None) or self._on_hold.pop(key, None)
+        request = self.open.pop(key, None) or self.on_hold.pop(key, None)
         if request is None:
             return
         self._forget(key)
@@ -242,7 +242,7 @@ class Generator:
 
     def _answer(self, request: OpenRequest, answer: Answer | Exception) -> None:
         """Hands a request its answer; the request is no longer open."""
-        self._open.pop(request.key, None)
+        self.open.pop(request.key, None)
         self._forget(request.key)
         request.on_done(answer)
 
@@ -255,15 +255,15 @@ class Generator:
         """Ends requests that cannot go on, by their keys, each with its answer."""
         for key, answer in answers.items():
             self.scheduler.cancel(key)
-            if key in self._open:
-                self._answer(self._open[key], answer)
+            if key in self.open:
+                self._answer(self.open[key], answer)
 
     def _rebuild_books(self) -> None:
         """Makes the scheduler's books anew from the open requests."""
         self._change.is_open = True
-        self._in_flight.clear()
+        self.in_flight.clear()
         self.scheduler.clear()
-        for request in list(self._open.values()):
+        for request in list(self.open.values()):
             if request.is_done:
                 self._answer(request, request.answer())
             else:
@@ -278,22 +278,22 @@ class Generator:
             self._meter.stats.generation = self.scheduler.stats = GenerationStats()
         has_failed, self._has_failed = self._has_failed, True
         # The worker may hold parts of a step that could not be started: no step is planned ahead on its tokens.
-        while self._in_flight and (has_failed or len(self._in_flight) >= self.depth):
+        while self.in_flight and (has_failed or len(self.in_flight) >= self.depth):
             self._finish_oldest()
         start = time.perf_counter()
         self._pace.before_admission()
         self.take_in()
         with self._change:
             for key, error in self.scheduler.admit(self._pace.limits):
-                if key in self._open:
-                    self._answer(self._open[key], error)
+                if key in self.open:
+                    self._answer(self.open[key], error)
             self._pace.before_plan()
             for before_plan in self._before_plan:
-                self._end_requests(before_plan(self.scheduler, self._open))
+                self._end_requests(before_plan(self.scheduler, self.open))
             step = self.scheduler.plan(self._pace.limits)
-        has_moved = bool(self._in_flight) or step is not None or any(part.is_waiting for part in self._parts)
+        has_moved = bool(self.in_flight) or step is not None or any(part.is_waiting for part in self._parts)
         readers = () if step is None else self._readers(step)
-        if self._in_flight and (step is None or not is_known(step, readers)):
+        if self.in_flight and (step is None or not is_known(step, readers)):
             self._finish_oldest()  # the step is planned anew, with the tokens that its choice of tokens needs
         elif step is not None:
             self._start_step(step, readers, start)
@@ -315,20 +315,20 @@ class Generator:
         with self._change:
             self.scheduler.begin(step)
             self._last = InFlightStep(step, message, readers, ticket, started_at, *seconds)
-            self._in_flight.append(self._last)
+            self.in_flight.append(self._last)
         # Without a further step to plan, the last one is finished at once: nothing else would ask for its tokens.
-        while len(self._in_flight) >= self.depth or (self._in_flight and not self.scheduler.can_plan):
+        while len(self.in_flight) >= self.depth or (self.in_flight and not self.scheduler.can_plan):
             self._finish_oldest()
 
     def _readers(self, step: GenerateStep) -> Sequence[Reader]:
         if step.message.follows and self._last is not None:
             return self._last.readers
-        return [self._open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
+        return [self.open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
     def _finish_oldest(self) -> None:
         """Waits for the oldest step in flight, hands its tokens and numbers to their readers, and answers the requests
         that end with it."""
-        oldest, waiting = self._in_flight[0], time.perf_counter()
+        oldest, waiting = self.in_flight[0], time.perf_counter()
         try:
             result = oldest.ticket.result()
         except BaseException:  # all steps in flight are lost, and with them the K/V of their rows
@@ -339,7 +339,7 @@ class Generator:
         stats = self.scheduler.stats
         before = stats.recomputed_rows + stats.discarded_rows
         with self._change:
-            self._in_flight.popleft()
+            self.in_flight.popleft()
             ended, failures = oldest.take(result, tokens, stats)
             self.scheduler.commit(oldest.step, tokens, ended, result)
             answered = self._answer_done(oldest.step, ended) if True in ended else (0, 0)
@@ -351,7 +351,7 @@ class Generator:
         """Answers the requests that end with a step. Returns how many they are, and how many tokens they have."""
         requests = tokens = 0
         for sequence, ends in zip(step.consumers, ended, strict=True):
-            request = self._open.get(sequence.key) if ends else None  # type: ignore[call-overload]
+            request = self.open.get(sequence.key) if ends else None  # type: ignore[call-overload]
             if request is None:
                 continue
             if sequence.sample == 0:

@@ -267,7 +267,7 @@ class _EventSockets:
 
         self.endpoint, self.replay_endpoint = f"ipc://{folder}/events", f"ipc://{folder}/again"
         self.is_new = False
-        self._blocks = BlockEvents(time.time_ns())
+        self.blocks = BlockEvents(time.time_ns())
         self._zmq, self._context = zmq, zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -281,17 +281,17 @@ class _EventSockets:
             self._take(int.from_bytes(number, "big"), message)
         if self.is_new:
             self.is_new = False
-            self._blocks.tell_anew()
-        return self._blocks.drain()
+            self.blocks.tell_anew()
+        return self.blocks.drain()
 
     def _take(self, number: int, message: bytes) -> None:
-        if self._blocks.take(number, message):
+        if self.blocks.take(number, message):
             return
-        for earlier, again in self._ask_again(self._blocks.next_message):
-            self._blocks.take(earlier, again)
-        if not self._blocks.take(number, message):
-            self._blocks.skip_to(number)
-            self._blocks.take(number, message)
+        for earlier, again in self._ask_again(self.blocks.next_message):
+            self.blocks.take(earlier, again)
+        if not self.blocks.take(number, message):
+            self.blocks.skip_to(number)
+            self.blocks.take(number, message)
 
     def _ask_again(self, first: int) -> list[tuple[int, bytes]]:
         """Returns the messages that vLLM still has, from a number on."""
@@ -347,8 +347,8 @@ class BlockEvents:
     def __init__(self, epoch: int = 0):
         self.next_message = 0
         self._epoch, self._log = epoch, EventLog(epoch)
-        self._blocks: dict[Hashable, _Block] = {}
-        self._alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
+        self.blocks: dict[Hashable, _Block] = {}
+        self.alike: dict[Hashable, dict[Hashable, None]] = {}  # those held, by what they follow and their first token
 
     def take(self, number: int, message: bytes) -> bool:
         """Takes a message of vLLM. Returns False, and takes nothing, if messages before it are missing; the caller then
@@ -384,14 +384,14 @@ class BlockEvents:
         """Starts a new epoch, whose first events report all blocks, for a driver without any knowledge of them."""
         self._begin_epoch()
         # A block is entered after the one that it follows, as blocks of which others are left are kept.
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             self._log.add(RowsStored(name, block.after, block.tokens, block.namespace))
-        for name, block in self._blocks.items():
+        for name, block in self.blocks.items():
             if not block.copies:
                 self._log.add(*self._removal(name, block))
 
     def _clear(self) -> None:
-        self._blocks, self._alike = {}, {}
+        self.blocks, self.alike = {}, {}
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -402,49 +402,49 @@ class BlockEvents:
         names, size, after = event["block_hashes"], event["block_size"], event["parent_block_hash"]
         if len(event["token_ids"]) != len(names) * size:
             return  # blocks between them are not cached
-        if after is not None and (after not in self._blocks or not self._blocks[after].copies):
+        if after is not None and (after not in self.blocks or not self.blocks[after].copies):
             return  # what they follow was not told
         tokens = np.array(event["token_ids"], np.int32).reshape(len(names), size)
         keys = (event.get("extra_keys") or [None])[0]
         namespace = _namespace(event.get("lora_name"), keys) if after is None else ()
         for name, block_tokens in zip(names, tokens, strict=True):
-            block = self._blocks.get(name)
+            block = self.blocks.get(name)
             if block is None:
-                block = self._blocks[name] = _Block(after, block_tokens, namespace)
+                block = self.blocks[name] = _Block(after, block_tokens, namespace)
                 if after is not None:
-                    self._blocks[after].behind += 1
+                    self.blocks[after].behind += 1
             block.copies += 1
             if block.copies == 1:
-                self._alike.setdefault(block.head, {})[name] = None
+                self.alike.setdefault(block.head, {})[name] = None
                 self._log.add(RowsStored(name, after, block_tokens, namespace))
             after, namespace = name, ()
 
     def _remove(self, name: Hashable) -> None:
-        block = self._blocks.get(name)
+        block = self.blocks.get(name)
         if block is None or not block.copies:
             return
         block.copies -= 1
         if block.copies:
             return
-        del self._alike[block.head][name]
-        if not self._alike[block.head]:
-            del self._alike[block.head]
+        del self.alike[block.head][name]
+        if not self.alike[block.head]:
+            del self.alike[block.head]
         self._log.add(*self._removal(name, block))
         removed: Hashable | None = name
-        while removed is not None and not (block := self._blocks[removed]).copies and not block.behind:
-            del self._blocks[removed]
+        while removed is not None and not (block := self.blocks[removed]).copies and not block.behind:
+            del self.blocks[removed]
             removed = block.after
             if removed is not None:
-                self._blocks[removed].behind -= 1
+                self.blocks[removed].behind -= 1
 
     def _removal(self, name: Hashable, block: _Block) -> list[CacheEvent]:
         """Returns the events of a removal. Rows that the block shares with another block stay."""
         events: list[CacheEvent] = [RowsRemoved(name)]
-        others = self._alike.get(block.head)
+        others = self.alike.get(block.head)
         if others:
             tokens = block.tokens.tobytes()
-            other = max(others, key=lambda other: shared_by(tokens, self._blocks[other].tokens.tobytes()))
-            twin = self._blocks[other]
+            other = max(others, key=lambda other: shared_by(tokens, self.blocks[other].tokens.tobytes()))
+            twin = self.blocks[other]
             events += [RowsRemoved(other), RowsStored(other, twin.after, twin.tokens, twin.namespace)]
         return events
 

@@ -43,6 +43,7 @@ class OutputOptions:
     only_resume  there must be a job to resume
     grown        with --grown: a function that raises JobError unless the input begins with the one of this identity
     form         what is known of a table's columns
+    commit_seconds  a line is durable after this time at the latest; None: COMMIT_SECONDS
     """
 
     path: Path | None
@@ -52,6 +53,7 @@ class OutputOptions:
     limit: int | None = None
     grown: Callable[[dict[str, Any]], None] | None = None
     form: TableForm = field(default_factory=TableForm)
+    commit_seconds: float | None = None
 
 
 class Output:
@@ -149,6 +151,7 @@ class FileOutput(Output):
         assert options.path is not None
         self.path = options.path
         self.limit = options.limit
+        self._commit_seconds = COMMIT_SECONDS if options.commit_seconds is None else options.commit_seconds
         if self.path.is_dir():
             raise JobError(f"{self.path} is a folder; name a file in it")
         self._finish = finish_for(self.path, options.keep_order, options.form)
@@ -246,12 +249,12 @@ class FileOutput(Output):
             self._pending.append((number, data))
             self._bytes += len(data)
             super().write(number, line, failed)
-            if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= COMMIT_SECONDS:
+            if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= self._commit_seconds:
                 self._commit()
 
     def commit(self, *, due_only: bool = False) -> None:
         with self._lock:
-            if not due_only or time.monotonic() - self._last >= COMMIT_SECONDS:
+            if not due_only or time.monotonic() - self._last >= self._commit_seconds:
                 self._commit()
 
     def _commit(self) -> None:

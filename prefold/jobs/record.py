@@ -200,9 +200,6 @@ def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError
         return dumps(adapter.error_line(number, None, error))
 
 
-_MOST_NEW = 1 << 16
-
-
 class RecordSet:
     """A RecordSet holds a set of record numbers >= 0, one bit for each."""
 
@@ -233,9 +230,12 @@ class TextSet:
     """A TextSet holds a set of texts as 64-bit digests.
 
     Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
+
+    most_new: digests that are sorted in together
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_new: int = 1 << 16) -> None:
+        self._most_new = most_new
         self._sorted = np.zeros(0, np.uint64)
         self._new: set[int] = set()  # digests that are to be put among those, many at once
 
@@ -246,7 +246,7 @@ class TextSet:
         if digest in self._new or (place < len(self._sorted) and int(self._sorted[place]) == digest):
             return False
         self._new.add(digest)
-        if len(self._new) == _MOST_NEW:
+        if len(self._new) == self._most_new:
             new = np.sort(np.fromiter(self._new, np.uint64))
             self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, new), new)
             self._new = set()

@@ -70,11 +70,11 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
     return target
 
 
-def fingerprint(flags: Sequence[str]) -> str:
+def fingerprint(flags: Sequence[str], sources: Path = SOURCES) -> str:
     """Returns a name that changes with the sources, the flags and the CPU: -march=native code may not run on
     another."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join((*flags, *cpu())).encode())
     return digest.hexdigest()[:16]

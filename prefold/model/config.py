@@ -191,8 +191,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
-        if self.mlp not in _MLPS:
-            raise UnsupportedModelError(f"mlp is {self.mlp!r}; it must be one of {', '.join(_MLPS)}")
+        if self.mlp not in MLPS:
+            raise UnsupportedModelError(f"mlp is {self.mlp!r}; it must be one of {', '.join(MLPS)}")
         if self.heads % self.kv_heads:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
@@ -287,7 +287,7 @@ class ModelConfig:
     @property
     def mlp_kind(self) -> MlpKind:
         """Returns the kind of the MLP in each layer."""
-        return _MLPS[self.mlp]
+        return MLPS[self.mlp]
 
     def mixer_linears(self, number: int) -> Linears | None:
         """Returns the linears that a layer has beside those of its MLP; None: those of attention."""
@@ -341,7 +341,7 @@ class ModelConfig:
 
 def add_mlp(name: str, kind: MlpKind) -> None:
     """Adds a kind of MLP, which configs may name."""
-    _MLPS[name] = kind
+    MLPS[name] = kind
 
 
 def _gated(config: ModelConfig) -> Linears:
@@ -354,7 +354,7 @@ def _plain(config: ModelConfig) -> Linears:
     return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
 
 
-_MLPS = {
+MLPS = {
     "gated": MlpKind("prefold.model.decoder_layer:Mlp", _gated),
     "plain": MlpKind("prefold.model.decoder_layer:PlainMlp", _plain),
 }

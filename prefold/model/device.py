@@ -216,8 +216,8 @@ def runs_triton(device: torch.device) -> bool:
     return device.type in TRITON_DEVICES and has_triton()
 
 
-class _CompileClock:
-    """A _CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
+class CompileClock:
+    """A CompileClock adds up the seconds that Triton's compiler reports, next to none for kernels on disk."""
 
     def __init__(self) -> None:
         from triton import knobs
@@ -231,14 +231,17 @@ class _CompileClock:
         if self._next is not None:
             self._next(times=times, **rest)
 
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
-_clock = cache(_CompileClock)
+
+_clock = cache(CompileClock)
 
 
 def compile_seconds() -> float:
     """Returns the seconds that Triton has compiled for since the last call; the first starts the clock."""
     if not has_triton():
         return 0.0
-    clock = _clock()
-    seconds, clock.seconds = clock.seconds, 0.0
-    return seconds
+    return _clock().take()

@@ -48,7 +48,7 @@ PARTLY_TURNED = ("Phi3", "Qwen3_5")
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
     """Raise UnsupportedModelError for a setting that changes results, was not read, and does not say "off"."""
-    if not config.loading and architecture not in _REGISTERED:
+    if not config.loading and architecture not in REGISTERED:
         is_partly = architecture.startswith(PARTLY_TURNED)
         check_keys("config.json", hf, hf.file, read=("partial_rotary_factor",) if is_partly else ())
         if config.turned != config.head_dim and not is_partly:
@@ -98,7 +98,7 @@ def config_from(hf: HFConfig) -> ModelConfig:
 
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
-    family = _FAMILIES.get(architecture)
+    family = FAMILIES.get(architecture)
     if family is None and (encoder := ENCODERS.match(str(architecture))):
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported: {encoder[1]} is an encoder, whose tokens see what "
@@ -126,7 +126,7 @@ def _config_from(hf: Settings) -> ModelConfig:
             )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
-    code, is_own = hf.get("auto_map"), architecture in _REGISTERED
+    code, is_own = hf.get("auto_map"), architecture in REGISTERED
     done_here = is_own or architecture in _OWN_CODE
     if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):
         raise UnsupportedModelError(
@@ -143,8 +143,8 @@ def register_family(architecture: str, family: Family) -> None:
     that change results and that the function leaves unread are an error when a checkpoint is loaded. Model code of the
     checkpoint's own (auto_map) is not run: the function stands in its place. See docs/families.md.
     """
-    _FAMILIES[architecture] = family
-    _REGISTERED.add(architecture)
+    FAMILIES[architecture] = family
+    REGISTERED.add(architecture)
 
 
 def add_families(
@@ -162,7 +162,7 @@ def add_families(
     quantised    the method of quantisation, by architecture, whose tensors are read
     refused      architectures that are refused with the reason, in place of the list of those that work
     """
-    _FAMILIES.update(families)
+    FAMILIES.update(families)
     MODEL_TYPES.update(model_types)
     _OWN_CODE.update(own_code)
     _REFUSED.update(refused)
@@ -208,7 +208,7 @@ def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConf
 def supported_architectures() -> list[str]:
     """Returns the architectures whose checkpoints can be loaded, those of plugins included, in alphabetical order."""
     load_plugins()
-    return sorted(_FAMILIES)
+    return sorted(FAMILIES)
 
 
 def _architecture(hf: Settings) -> str:
@@ -224,7 +224,7 @@ def families_by_function() -> dict[Family, list[str]]:
     a sentence what the family is."""
     load_plugins()
     functions: dict[Family, list[str]] = {}
-    for architecture, family in _FAMILIES.items():
+    for architecture, family in FAMILIES.items():
         functions.setdefault(unwrap(family), []).append(architecture)
     return functions
 
@@ -297,8 +297,8 @@ _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
-_REGISTERED: set[str] = set()
-_FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
+REGISTERED: set[str] = set()
+FAMILIES: dict[str, Family] = {"Qwen2ForRewardModel": _with_head(qwen2, _reward)}
 for _causal, _other, _family in (
     ("LlamaForCausalLM", "Llama", llama),
     ("MistralForCausalLM", "Mistral", mistral),
@@ -319,4 +319,4 @@ for _causal, _other, _family in (
     ("GPT2LMHeadModel", "GPT2", gpt2),
 ):
     # Of some transformers has no classifiers.
-    _FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in (granite, granite4, cohere2))
+    FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in (granite, granite4, cohere2))

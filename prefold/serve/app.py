@@ -29,7 +29,7 @@ from .state import AppState, new_id
 
 LAG_SECONDS = 0.5  # between two measurements of the event loop's lag
 _ID = re.compile(rb"[!-~]{1,128}")
-DIALECTS: tuple[ModuleType, ...] = (dialects, files, admin)  # modules of entries; the first entry of a path counts
+DIALECTS: list[ModuleType] = [dialects, files, admin]  # modules of entries; the first entry of a path counts
 
 
 class Direct:

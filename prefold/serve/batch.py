@@ -99,6 +99,7 @@ class BatchWork:
 
     is_stopping  returns whether the server is to end
     gives_way    gives_way(batch, lines answered in its turn, all its lines) -> whether its turn is over
+    commit_seconds  as of OutputOptions
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class BatchWork:
     ):
         self._store, self._handler, self._keys = store, handler, keys
         self._is_stopping, self._gives_way = is_stopping, gives_way
+        self.commit_seconds: float | None = None
 
     def _source(self, body: Body) -> Source:
         """Returns the source of a batch's lines. Raises JobError if the file is at fault."""
@@ -196,7 +198,7 @@ class BatchWork:
         except JobError as error:  # the file was removed, or the batch ends before it was validated
             reason = str(error)
         identity = {"batch": batch.id, "input": body.get("_input") if source is None else source.identity}
-        output = batch.output = FileOutput(OutputOptions(path), identity)
+        output = batch.output = FileOutput(OutputOptions(path, commit_seconds=self.commit_seconds), identity)
         adapter = self._adapter(body)
         ending: str | None = body.get("_ending") or ("failed" if batch.failures >= ATTEMPTS else batch.ending)
         if body["_model"] != self._handler.llm.checkpoint.name:

@@ -30,13 +30,21 @@ LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
-    """A Batches runs the batches of a store. log: is called with errors of the server"""
+    """A Batches runs the batches of a store.
+
+    log            is called with errors of the server
+    look_seconds   a thread looks for work after this time at the latest
+    retry_seconds  a batch that failed is tried again after this time
+    lines_a_turn   lines of a batch that are answered before it gives way to another tenant's
+    work           what the threads do for a batch, once `start` was called
+    """
 
     def __init__(self, store: Store, log: Callable[[Exception], None]):
         self._store, self._log = store, log
-        self._open: dict[str, OpenBatch] = {}
-        self._num_readers: Counter[str] = Counter()  # by file: how many of `_open` read it
-        self._lock = threading.Lock()  # guards `_open`, `_num_readers` and `is_taken`
+        self.look_seconds, self.retry_seconds, self.lines_a_turn = LOOK_SECONDS, RETRY_SECONDS, LINES_A_TURN
+        self.open: dict[str, OpenBatch] = {}
+        self._num_readers: Counter[str] = Counter()  # by file: how many of `open` read it
+        self._lock = threading.Lock()  # guards `open`, `_num_readers` and `is_taken`
         self._using = threading.Lock()  # guards files: none is deleted while a batch that reads it is created
         self._turns: Counter[tuple[str, str]] = Counter()  # {(thread's name, tenant): the number of its last turn}
         self._wake, self._can_run = threading.Event(), threading.Event()
@@ -44,14 +52,14 @@ class Batches:
         self._threads: list[threading.Thread] = []
         for tenant, body in store.all("batch"):
             if body["status"] in OPEN:
-                self._hold(OpenBatch.of(tenant, body))
+                self.hold(OpenBatch.of(tenant, body))
         for folder in store.batches.iterdir():
-            if folder.name not in self._open:  # the server was killed after the batch had ended
+            if folder.name not in self.open:  # the server was killed after the batch had ended
                 shutil.rmtree(folder, ignore_errors=True)
 
     def start(self, handler: RequestHandler, keys: Keys) -> None:
         """Starts the threads."""
-        self._work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
+        self.work = BatchWork(self._store, handler, keys, lambda: self._is_stopping, self._gives_way)
         for name, loop in (("prefold-batches", self._run), ("prefold-keeper", self._keep)):
             self._threads.append(threading.Thread(target=loop, name=name, daemon=True))
             self._threads[-1].start()
@@ -77,7 +85,7 @@ class Batches:
                 raise Refusal(404, message, param="input_file_id", remedy=remedy, code="not_found")
             batch = OpenBatch.of(tenant, body)
             batch.is_taken = True
-            self._hold(batch)  # before it is stored, since from then on it can be cancelled
+            self.hold(batch)  # before it is stored, since from then on it can be cancelled
             try:
                 self._store.add("batch", tenant, body)
             except BaseException:
@@ -97,14 +105,14 @@ class Batches:
             assert body is not None
             return body
         with self._lock:
-            if id in self._open:
-                self._open[id].status = "cancelling"
+            if id in self.open:
+                self.open[id].status = "cancelling"
         self._wake.set()
         return body
 
     def with_counts(self, body: Body) -> Body:
         """Returns a batch as clients see it: with its present counts, and without internal fields."""
-        batch = self._open.get(body["id"])
+        batch = self.open.get(body["id"])
         if batch is not None and (output := batch.output) is not None:
             counts = {"completed": output.count - output.errors, "failed": output.errors}
             body = body | {"request_counts": body["request_counts"] | counts}
@@ -112,7 +120,7 @@ class Batches:
 
     def open_counts(self) -> list[list[Any]]:
         """Returns [id, status, lines, answered, failed] of each batch that has not ended."""
-        bodies = (self._store.get("batch", None, id) for id in list(self._open))
+        bodies = (self._store.get("batch", None, id) for id in list(self.open))
         known = [self.with_counts(body) for body in bodies if body is not None]
         names = ("total", "completed", "failed")
         return [[body["id"], body["status"], *(body["request_counts"][name] for name in names)] for body in known]
@@ -124,7 +132,7 @@ class Batches:
     def forget_file(self, tenant: str, file: str) -> bool:
         """Deletes a file and its content, and returns True; returns False if a batch still reads it."""
         with self._using:
-            if self.uses(file) and any(self._reads(batch, file) for batch in list(self._open.values())):
+            if self.uses(file) and any(self._reads(batch, file) for batch in list(self.open.values())):
                 return False
             self._store.delete("file", tenant, file)
             self._store.drop_content(file)
@@ -139,34 +147,34 @@ class Batches:
     def _run(self) -> None:
         """Runs batches one after the other."""
         while not self._is_stopping:
-            batch = self._take(lambda entry: entry.status in RUNNING)
+            batch = self.take(lambda entry: entry.status in RUNNING)
             if batch is None:
-                self._can_run.wait(LOOK_SECONDS)
+                self._can_run.wait(self.look_seconds)
                 self._can_run.clear()
             else:
-                self._attempt(self._work.finish, batch)
+                self._attempt(self.work.finish, batch)
 
     def _keep(self) -> None:
         """Validates new batches, ends cancelled and expired ones, deletes expired files, and probes a failed store."""
         batch = None
         while not self._is_stopping:
             if batch is None:
-                self._wake.wait(LOOK_SECONDS)
+                self._wake.wait(self.look_seconds)
                 self._wake.clear()
             if self._store.troubles:
                 self._store.probe()
             self._drop_ended()
-            batch = self._take(lambda entry: entry.status == "validating" or entry.ending is not None)
+            batch = self.take(lambda entry: entry.status == "validating" or entry.ending is not None)
             if batch is not None:
                 validate = batch.status == "validating" and batch.ending is None
-                self._attempt(self._work.validate if validate else self._work.finish, batch)
+                self._attempt(self.work.validate if validate else self.work.finish, batch)
 
-    def _take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
+    def take(self, can: Callable[[OpenBatch], bool]) -> OpenBatch | None:
         """Returns the batch that this thread works for next: of those that `can` accepts, the oldest one of the tenant
         whose last turn is longest ago."""
         thread = threading.current_thread().name
         with self._lock:
-            free = [batch for batch in self._open.values() if can(batch) and batch.is_free]
+            free = [batch for batch in self.open.values() if can(batch) and batch.is_free]
             if not free:
                 return None
             batch = min(free, key=lambda batch: self._turns[thread, batch.tenant])
@@ -177,9 +185,9 @@ class Batches:
     def _gives_way(self, batch: OpenBatch, num_answered: int, total: int) -> bool:
         """Returns whether a batch lets another tenant's run before it goes on, which is rare because it then reads its
         input again. num_answered, total: its lines that were answered in this turn, and all of its lines"""
-        if num_answered < max(LINES_A_TURN, total // MOST_TURNS):
+        if num_answered < max(self.lines_a_turn, total // MOST_TURNS):
             return False
-        others = (other for other in list(self._open.values()) if other.tenant != batch.tenant)
+        others = (other for other in list(self.open.values()) if other.tenant != batch.tenant)
         return any(other.status in RUNNING and other.is_free for other in others)
 
     def _attempt(self, work: Callable[[OpenBatch], Body | None], batch: OpenBatch) -> None:
@@ -187,17 +195,17 @@ class Batches:
         trouble, troubles = f"batch {batch.id}", self._store.troubles
         try:
             if (body := work(batch)) is not None:
-                self._note(batch, body)
+                self.note(batch, body)
             troubles.pop(trouble, None)
         except (Refusal, JobError, OSError, RankError, MemoryError) as error:  # the disk, the database, or the engine
             if trouble not in troubles:
                 self._log(error)
             troubles[trouble] = f"a batch waits: {_public_reason(error)}"
-            batch.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.retry_at = time.monotonic() + self.retry_seconds
         except Exception as error:
             self._log(error)
             batch.failures += 1
-            batch.retry_at = time.monotonic() + RETRY_SECONDS
+            batch.retry_at = time.monotonic() + self.retry_seconds
         finally:
             batch.output, batch.is_taken = None, False
             self._can_run.set()
@@ -213,7 +221,7 @@ class Batches:
         except Refusal:
             return  # the store has recorded the failure
 
-    def _note(self, batch: OpenBatch, body: Body) -> None:
+    def note(self, batch: OpenBatch, body: Body) -> None:
         """Records a batch's new status, unless it was cancelled meanwhile and has not ended."""
         with self._lock:
             if body["status"] not in OPEN:
@@ -222,15 +230,15 @@ class Batches:
             elif batch.status != "cancelling":
                 batch.status = body["status"]
 
-    def _hold(self, batch: OpenBatch) -> None:
+    def hold(self, batch: OpenBatch) -> None:
         """Adds a batch to the open ones."""
         with self._lock:
-            self._open[batch.id] = batch
+            self.open[batch.id] = batch
             self._num_readers[batch.file] += 1
 
     def _drop(self, batch: OpenBatch) -> None:
         """Removes a batch from the open ones. The caller holds the lock."""
-        if self._open.pop(batch.id, None) is not None:
+        if self.open.pop(batch.id, None) is not None:
             self._num_readers[batch.file] -= 1
             if not self._num_readers[batch.file]:
                 del self._num_readers[batch.file]

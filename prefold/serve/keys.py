@@ -108,7 +108,7 @@ class Keys:
         self._path = path
         self._secret = secrets.token_bytes(32)
         # By the HMAC of a key's SHA-256 with the secret, so that the time of a look-up tells nothing about keys.
-        self._tenants: dict[bytes, tuple[bytes, Tenant]] = {}
+        self.by_digest: dict[bytes, tuple[bytes, Tenant]] = {}
         self._names: dict[str, str | None] = {}
         self._limits: dict[str | None, Limits] = {}
         self.reload()
@@ -116,7 +116,7 @@ class Keys:
     @property
     def tenants(self) -> list[Tenant]:
         """Returns the tenants with keys, each once."""
-        return list({tenant.name: tenant for _, tenant in self._tenants.values()}.values())
+        return list({tenant.name: tenant for _, tenant in self.by_digest.values()}.values())
 
     @property
     def num_tenants(self) -> int:
@@ -132,7 +132,7 @@ class Keys:
         """Reads the file again. Raises JobError if it is wrong; the keys then stay as they were."""
         if self._path is not None:
             keys = read_keys(Path(self._path))
-            self._tenants = {self._place(digest): (digest, tenant) for digest, tenant in keys}
+            self.by_digest = {self._place(digest): (digest, tenant) for digest, tenant in keys}
             self._names = {self.salt_prefix(tenant): tenant.name for tenant in self.tenants}
             self._limits = {tenant.name: tenant.limits for tenant in self.tenants}
 
@@ -159,7 +159,7 @@ class Keys:
             key = header.get("x-api-key", "")
         # Starlette decodes headers as Latin-1; encoding restores the bytes that were sent.
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        stored_digest, tenant = self._tenants.get(self._place(digest), (bytes(len(digest)), None))
+        stored_digest, tenant = self.by_digest.get(self._place(digest), (bytes(len(digest)), None))
         return tenant if hmac.compare_digest(stored_digest, digest) else None
 
     def _place(self, digest: bytes) -> bytes:

@@ -24,7 +24,7 @@ FEATURES = ("experts", "hf", "hybrid", "images", "jev", "looped", "shifted")
 # {NAME of `prefold verify --reuse NAME`: a package whose module `options` has the options of the command line and their
 # `names`, and whose module `verify` runs it}. Help is printed without importing a feature, so the table is here.
 MEASUREMENTS = {"shifted": "prefold.features.shifted"}
-_loaded: set[str] = set()
+loaded: set[str] = set()
 _lock = RLock()  # a plugin may load a model itself
 
 
@@ -45,14 +45,14 @@ def load_plugins() -> None:
         for feature in FEATURES:
             import_module(f"prefold.features.{feature}.attach")
         for name in environment.plugins():
-            if name not in _loaded and name.endswith(".py") and not os.path.isfile(name):
+            if name not in loaded and name.endswith(".py") and not os.path.isfile(name):
                 raise CheckpointError(f"there is no plugin {name} (--plugin or {environment.PLUGINS}); check the path")
-            if name not in _loaded:
-                _loaded.add(name)
+            if name not in loaded:
+                loaded.add(name)
                 try:
                     _import(name)
                 except Exception as error:
-                    _loaded.discard(name)
+                    loaded.discard(name)
                     message = f"the plugin {name} (--plugin or {environment.PLUGINS}) cannot be imported"
                     raise CheckpointError(f"{message}: {type(error).__name__}: {error}") from error
 

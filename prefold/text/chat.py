@@ -27,12 +27,14 @@ class ChatTemplates:
     """A ChatTemplates holds the chat templates of a checkpoint by name ("default", "tool_use", ...); there may be
     none."""
 
-    def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]):
+    def __init__(
+        self, templates: Mapping[str, str], variables: Mapping[str, str], process: TemplateProcess | None = None
+    ):
         """Keeps the templates, {name: source}, and what every one of them sees: variables, the special tokens
-        ({"bos_token": "<s>", ...})."""
+        ({"bos_token": "<s>", ...}). process: renders the templates of requests; None: a new one."""
         self.templates = dict(templates)
         self.variables = dict(variables)
-        self._process = TemplateProcess()
+        self.process = process or TemplateProcess()
 
     def __bool__(self) -> bool:
         return bool(self.templates)
@@ -91,7 +93,7 @@ class ChatTemplates:
         values |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         values |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
         if in_subprocess and template is not None and template not in self.templates:
-            text = self._process.write(name, source, values, template_seconds)
+            text = self.process.write(name, source, values, template_seconds)
         else:
             from .sandbox import write  # Jinja takes a while to import, and only chats need it
 

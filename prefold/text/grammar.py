@@ -102,11 +102,14 @@ class Matcher:
 class GrammarCompiler:
     """A GrammarCompiler makes matchers for the tokens of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int] = (), *, most_items: int = MOST_ITEMS
+    ):
         """Reads the vocabulary of the tokenizer.
 
         vocab_size  the number of the model's logits
         eos_ids     the ids that may end a text; with none, the tokenizer's own end-of-text
+        most_items  the most items of a row of the parser; a larger grammar is refused
 
         Raises MissingExtraError without the library, UnsupportedModelError for a tokenizer that it cannot read.
         """
@@ -119,7 +122,7 @@ class GrammarCompiler:
             )
         except Exception as error:  # the library raises ValueError and its own panics
             raise UnsupportedModelError(f"grammars do not work with this tokenizer: {_one_line(error)}") from None
-        self._vocab_size = vocab_size
+        self._vocab_size, self._most_items = vocab_size, most_items
         self._special = tokenizer.special_ids
         self._compiled = lru_cache(maxsize=CACHED)(self._compile)
 
@@ -132,7 +135,7 @@ class GrammarCompiler:
         check_grammar(grammar)
         library = _library()
         # An ambiguous grammar has ever more of them; the library's own bound is lower.
-        items = {"max_items_in_row": MOST_ITEMS} if grammar.kind == "json_schema" else {}
+        items = {"max_items_in_row": self._most_items} if grammar.kind == "json_schema" else {}
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
         source, special = _source(grammar), ""
         if grammar.kind == "choice":

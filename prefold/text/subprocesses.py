@@ -96,9 +96,9 @@ class Subprocess:
         try:
             self._socket.settimeout(seconds)
             self._socket.sendall(LENGTH.pack(len(request)) + request)
-            (size,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
-            answer = json.loads(self._receive(size, deadline))
-            return answer, self._receive(answer.get("size", 0), deadline)
+            (size,) = LENGTH.unpack(self.receive(LENGTH.size, deadline))
+            answer = json.loads(self.receive(size, deadline))
+            return answer, self.receive(answer.get("size", 0), deadline)
         except OSError as error:
             self.end()
             raise SubprocessEnded from error
@@ -106,7 +106,7 @@ class Subprocess:
             self.end()
             raise
 
-    def _receive(self, size: int, deadline: float) -> bytearray:
+    def receive(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)
         rest = memoryview(data)
         while rest:
@@ -125,14 +125,14 @@ class BoundedProcess:
     def __init__(self, module: str, memory: int):
         """module: its `main` calls `answer_calls`; memory: bytes that the process may have"""
         self._lock = threading.Lock()
-        self._subprocess = Subprocess(module, [str(memory)])
+        self.subprocess = Subprocess(module, [str(memory)])
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """Return what the function returns. Raise its InputError, SubprocessEnded for a call that takes more than so
         many seconds of processor time or too much memory, and ValueError for arguments that are no JSON."""
         request = json.dumps({"arguments": arguments, "seconds": seconds}).encode()
         with self._lock:
-            answer, text = self._subprocess.ask(request, PATIENCE * seconds)
+            answer, text = self.subprocess.ask(request, PATIENCE * seconds)
         if "error" in answer:
             raise InputError(answer["error"], field=answer["field"], remedy=answer["remedy"], code=answer["code"])
         return text.decode()

@@ -48,17 +48,18 @@ class TemplateProcess(BoundedProcess):
 
 def main(argv: list[str], source: BinaryIO, sink: BinaryIO) -> None:
     """Answers requests until `source` ends. argv: bytes of memory."""
-    answer_calls(_written, {"name": "", "source": "", "values": {}}, argv, source, sink)
+    answer_calls(written, {"name": "", "source": "", "values": {}}, argv, source, sink)
 
 
-def _written(**fields: Any) -> str:
+def written(longest: int = LONGEST, **fields: Any) -> str:
+    """Return the text of `sandbox.write` with these fields, and try once more if memory is short."""
     from .sandbox import TooLong, compile_template, write  # Jinja takes a while to import; only this process needs it
 
     try:
-        return write(**fields, longest=LONGEST)
+        return write(**fields, longest=longest)
     except InputError as error:
         if error.code != "template_limit" or isinstance(error, TooLong):
             raise
     compile_template.cache_clear()  # programs of other templates may hold the memory that this one lacks
     gc.collect()  # a program's functions and their globals hold each other
-    return write(**fields, longest=LONGEST)
+    return write(**fields, longest=longest)

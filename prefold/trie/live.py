@@ -89,15 +89,15 @@ class LiveWindow:
         self.num_tokens = 0
         self.is_closed = False
         self._homes = homes
-        self._trie = RadixTrie(WaitingNode)
-        self._waiting: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
+        self.trie = RadixTrie(WaitingNode)
+        self.by_key: OrderedDict[Hashable, WaitingRequest] = OrderedDict()
         # The buckets of each queue as a heap of (-tokens, place, node, is_whole). When a bucket changes, it is entered
         # once more, and its old entry is skipped. When most entries are old, they are removed.
-        self._queues: dict[Hashable, list[tuple[int, int, WaitingNode, bool]]] = {}
+        self.heaps: dict[Hashable, list[tuple[int, int, WaitingNode, bool]]] = {}
         self._places = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.by_key)
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +116,7 @@ class LiveWindow:
     ) -> None:
         """Adds a prompt, int32 [n], n >= 1. returns: whether it comes back after it had left, which a closed window
         allows. Raises InputError if its key waits already, or the window is closed; RuntimeError if it is full."""
-        if key in self._waiting:
+        if key in self.by_key:
             raise InputError(f"the request {key!r} waits already", field="key", remedy="give each its own key")
         if self.is_closed and not returns:
             raise InputError("the window is closed", field="key", remedy="put requests in before it is closed")
@@ -124,11 +124,11 @@ class LiveWindow:
             raise RuntimeError("the window is full")
         # The bucket on the path may be split by this prompt into the buckets below it.
         ids = token_bytes(tokens)
-        matches = self._trie.match(namespace, ids)
+        matches = self.trie.match(namespace, ids)
         before = next((node for node, same in matches if same == len(node) and self._has_enough(node)), None)
-        leaf = self._trie.insert(namespace, ids)
+        leaf = self.trie.insert(namespace, ids)
         waiting = WaitingRequest(key, tokens, namespace, now, payload, leaf)
-        self._waiting[key] = waiting
+        self.by_key[key] = waiting
         self.num_tokens += len(tokens)
         for node in leaf.path():
             node.requests += 1
@@ -142,16 +142,16 @@ class LiveWindow:
 
     def waiting(self) -> Iterator[WaitingRequest]:
         """Yields the waiting requests in the order in which they came."""
-        return iter(list(self._waiting.values()))
+        return iter(list(self.by_key.values()))
 
     def oldest(self) -> Bucket | None:
         """Returns the bucket of the request that has waited longest; None if no request waits."""
-        waiting = next(iter(self._waiting.values()), None)
+        waiting = next(iter(self.by_key.values()), None)
         return None if waiting is None else self.bucket_of(waiting.key)
 
     def next_deadline(self) -> float | None:
         """Returns the time at which the oldest request reaches `max_age`; None if no request waits."""
-        waiting = next(iter(self._waiting.values()), None)
+        waiting = next(iter(self.by_key.values()), None)
         return None if waiting is None else waiting.since + self.max_age
 
     def overdue(self, now: float) -> Bucket | None:
@@ -162,10 +162,10 @@ class LiveWindow:
     def largest(self, queue: Hashable = None, *, grown: bool = True) -> Bucket | None:
         """Returns the bucket of a queue with most tokens, or None. grown: only if it has `grown_tokens`, unless the
         window is full or closed"""
-        heap = self._queues.get(queue)
+        heap = self.heaps.get(queue)
         while heap:
             tokens, _, node, is_whole = heap[0]
-            bucket = self._bucket(node, is_whole)
+            bucket = self.bucket(node, is_whole)
             if bucket is None or bucket.tokens != -tokens:
                 heapq.heappop(heap)
                 continue
@@ -176,14 +176,14 @@ class LiveWindow:
                 continue
             waits = grown and bucket.tokens < self.grown_tokens and not (self.is_full or self.is_closed)
             return None if waits else bucket
-        self._queues.pop(queue, None)
+        self.heaps.pop(queue, None)
         return None
 
     def bucket_of(self, key: Hashable) -> Bucket:
         """Returns the bucket that a request is in. Raises KeyError if it does not wait."""
-        leaf = self._waiting[key].leaf
+        leaf = self.by_key[key].leaf
         node = next((node for node in leaf.path() if self._has_enough(node)), None)
-        bucket = self._bucket(leaf, False) if node is None else self._bucket(node, True)
+        bucket = self.bucket(leaf, False) if node is None else self.bucket(node, True)
         assert bucket is not None
         return bucket
 
@@ -191,17 +191,17 @@ class LiveWindow:
         """Returns the present form of a bucket that requests have left and entered; None if it is empty."""
         if not bucket.node.requests:
             return None
-        current = self._bucket(bucket.node, bucket.is_whole)
+        current = self.bucket(bucket.node, bucket.is_whole)
         if current is None:
             node = next((node for node in bucket.node.path() if self._has_enough(node)), None)
-            current = None if node is None else self._bucket(node, True)
+            current = None if node is None else self.bucket(node, True)
         return current
 
     def take(self, bucket: Bucket, max_tokens: int | None = None) -> list[WaitingRequest]:
         """Removes requests of a bucket from the window and returns them: all, or those that fit into `max_tokens`, but
         at least one. They are neighbours in the trie, so that they share as much as possible. Raises KeyError for a
         bucket that has changed."""
-        now = self._bucket(bucket.node, bucket.is_whole)
+        now = self.bucket(bucket.node, bucket.is_whole)
         if now is None or (now.requests, now.tokens) != (bucket.requests, bucket.tokens):
             raise KeyError("the bucket has changed")
         requests: list[WaitingRequest] = []
@@ -223,7 +223,7 @@ class LiveWindow:
     @property
     def queues(self) -> list[Hashable]:
         """Returns the queues that may have a bucket."""
-        return list(self._queues)
+        return list(self.heaps)
 
     def requests_of(self, bucket: Bucket) -> Iterator[WaitingRequest]:
         """Yields the requests of a bucket in the order of the trie."""
@@ -234,7 +234,7 @@ class LiveWindow:
     def _has_enough(self, node: WaitingNode) -> bool:
         return node.stop * node.requests >= self.threshold * node.tokens
 
-    def _bucket(self, node: WaitingNode, is_whole: bool) -> Bucket | None:
+    def bucket(self, node: WaitingNode, is_whole: bool) -> Bucket | None:
         """Returns the bucket at a node; None if there is none."""
         size = self._size(node, is_whole)
         if size is None:
@@ -258,7 +258,7 @@ class LiveWindow:
             return node.requests, node.tokens
         return len(node.ending), len(node.ending) * node.stop
 
-    def _buckets_below(self, node: WaitingNode) -> Iterator[tuple[WaitingNode, bool]]:
+    def buckets_below(self, node: WaitingNode) -> Iterator[tuple[WaitingNode, bool]]:
         unseen = [node]
         while unseen:
             node = unseen.pop()
@@ -279,17 +279,17 @@ class LiveWindow:
         elif end.ending:
             self._enter(end, False)
         if before is not None and (first is None or first not in before.path()):
-            for node, is_whole in self._buckets_below(before):
+            for node, is_whole in self.buckets_below(before):
                 self._enter(node, is_whole)
 
     def _enter(self, node: WaitingNode, is_whole: bool) -> None:
-        bucket = self._bucket(node, is_whole)
+        bucket = self.bucket(node, is_whole)
         if bucket is None:
             return
         for queue in self._homes(bucket.namespace, bucket.prefix) or (None,):
-            heap = self._queues.setdefault(queue, [])
+            heap = self.heaps.setdefault(queue, [])
             heapq.heappush(heap, (-bucket.tokens, next(self._places), node, is_whole))
-            if len(heap) > 2 * len(self._waiting) + 64:
+            if len(heap) > 2 * len(self.by_key) + 64:
                 heap[:] = {entry[2:]: entry for entry in heap if self._is_size(entry)}.values()
                 heapq.heapify(heap)
 
@@ -306,11 +306,11 @@ class LiveWindow:
             unseen.extend(reversed(node.children.values()))
 
     def _remove(self, waiting: WaitingRequest) -> None:
-        del self._waiting[waiting.key]
+        del self.by_key[waiting.key]
         self.num_tokens -= len(waiting.tokens)
         del waiting.leaf.ending[waiting.key]
         for node in reversed(waiting.leaf.path()):
             node.requests -= 1
             node.tokens -= len(waiting.tokens)
             if not node.requests:
-                self._trie.remove(node)
+                self.trie.remove(node)

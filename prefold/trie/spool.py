@@ -22,7 +22,6 @@ from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
 
 _REQUEST_OVERHEAD = 256  # bytes a request takes in memory besides its contents
-_FAN_IN = 64  # runs merged at once: each is an open file
 _MIN_BUFFER, _MAX_BUFFER = 1 << 14, 1 << 20  # bytes of a run's read buffer
 
 
@@ -36,22 +35,25 @@ class Spool:
 
     memory_bytes  bytes of requests that stay in memory before they go to disk. InputError when below 1
     directory     of temporary files; None: the system's default
+    fan_in        runs merged at once: each is an open file
     """
 
-    def __init__(self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, *, memory_bytes: int = 64 << 20, directory: str | os.PathLike[str] | None = None, fan_in: int = 64
+    ) -> None:
         if memory_bytes < 1:
             raise InputError(f"memory_bytes is {memory_bytes}", field="memory_bytes", remedy="give 1 or more")
         self.num_requests = 0
         self.num_tokens = 0
         self._memory_bytes = memory_bytes
-        self._directory = directory
+        self._directory, self._fan_in = directory, fan_in
         self._requests: list[SpooledRequest] = []
         self._request_bytes = 0
         self._media: dict[int, Medium] = {}  # the images of all requests: referring to them keeps the ids of their rows
         self._namespaces: set[Namespace] = set()
         self._file: TempFile | None = None  # of all runs
         self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
-        self._merged: list[_Run] | None = None  # the same requests in at most _FAN_IN runs
+        self._merged: list[_Run] | None = None  # the same requests in at most `fan_in` runs
         self._order: Order | None = None
         self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the request that was added last
         self._state = "adding"
@@ -161,10 +163,10 @@ class Spool:
         yield from self._merge(self._merged)
 
     def _merge_runs(self, runs: list[_Run]) -> list[_Run]:
-        """Returns at most _FAN_IN runs with the requests of all `runs`."""
-        while len(runs) > _FAN_IN:
+        """Returns at most `fan_in` runs with the requests of all `runs`."""
+        while len(runs) > self._fan_in:
             file = TempFile(self._directory)
-            runs = [_Run.of(self._merge(runs[i : i + _FAN_IN]), file) for i in range(0, len(runs), _FAN_IN)]
+            runs = [_Run.of(self._merge(runs[i : i + self._fan_in]), file) for i in range(0, len(runs), self._fan_in)]
         return runs
 
     def _merge(self, runs: list[_Run]) -> Iterator[SpooledRequest]:

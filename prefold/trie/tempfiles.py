@@ -89,10 +89,10 @@ class BlobStore:
 
     def __init__(self, memory: int = MEMORY, directory: str | os.PathLike[str] | None = None):
         self._memory, self._directory = memory, directory
-        self._used = 0
+        self.used = 0
         self._file: TempFile | None = None
-        self._end = 0  # bytes of the file
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: places in the file that are free}
+        self.size = 0  # bytes of the file
+        self.free: defaultdict[int, list[int]] = defaultdict(list)  # {size: places in the file that are free}
         # The garbage collector may delete a blob at any time, and so also in the thread that holds the lock.
         self._lock = threading.RLock()
 
@@ -108,20 +108,20 @@ class BlobStore:
     def _in_memory(self, data: bytes, most: float = math.inf) -> Blob | None:
         """Returns a blob in memory; None if the store would then have more than `most` bytes there."""
         with self._lock:
-            if self._used + len(data) > most:
+            if self.used + len(data) > most:
                 return None
-            self._used += len(data)
+            self.used += len(data)
         return Blob(self, data, len(data))
 
     def _on_disk(self, data: bytes) -> Blob:
         with self._lock:
             if self._file is None:
                 self._file = TempFile(self._directory)
-            free = self._free[_room(len(data))]
+            free = self.free[_room(len(data))]
             if free:
                 place = free.pop()
             else:
-                place, self._end = self._end, self._end + _room(len(data))
+                place, self.size = self.size, self.size + _room(len(data))
         blob = Blob(self, place, len(data))  # which gives its place back if writing fails
         # Not under the lock: a thread that holds the file's lock may delete a blob, and wait for this lock.
         self._file.write(data, place)
@@ -135,9 +135,9 @@ class BlobStore:
         """Frees the memory, or the place in the file, of a blob."""
         with self._lock:
             if isinstance(content, bytes):
-                self._used -= size
+                self.used -= size
             else:
-                self._free[_room(size)].append(content)
+                self.free[_room(size)].append(content)
 
 
 def _room(size: int) -> int:

@@ -83,6 +83,8 @@ class LocalWorker(Worker):
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
     parts     what features add to it; None: those that need no checkpoint beside the model
+    program   runs forward passes in one call each; None: the model's modules run them
+    paths     the path of each stream that has not ended, by the stream's number
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class LocalWorker(Worker):
         # Whether nothing is on its way from a device when a step has been started.
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
-        self._program = program_of(model)
-        self._last_run: Program | None = None  # the program that ran the last SlotStep and holds its call
+        self.program = program_of(model)
+        self.last_run: Program | None = None  # the program that ran the last SlotStep and holds its call
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
-        self._paths: dict[int, Path] = {}
+        self.paths: dict[int, Path] = {}
         self._lock = threading.Lock()
         self.compile_seconds()  # from here on they are this worker's
         give_back()  # what loading needed beside the weights
@@ -155,7 +157,7 @@ class LocalWorker(Worker):
 
     def forget(self, stream: int) -> None:
         # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
-        self._paths.pop(stream, None)
+        self.paths.pop(stream, None)
         for forget in self._forgets:
             forget(stream)
 
@@ -170,7 +172,7 @@ class LocalWorker(Worker):
         """Returns in words what computes a forward pass."""
         if self.model.computed_by:
             return f"forward passes run through {self.model.computed_by}"
-        if self._program is not None:
+        if self.program is not None:
             return "each forward pass is one compiled call"
         thing = missing(self.model) or "another rank's part" if self.model.device.type == "cpu" else ""
         return "forward passes run through PyTorch's modules" + (f" ({thing}: not compiled)" if thing else "")
@@ -183,7 +185,7 @@ class LocalWorker(Worker):
     def run_batch(self, batch: Batch, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step of a row stream, and returns its ticket. call_arguments: further ones of the model's call"""
         step = batch.step
-        path = self._paths.get(step.stream, NO_PATH)
+        path = self.paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
@@ -195,24 +197,24 @@ class LocalWorker(Worker):
             hidden, kv = forward_stream(self.model, batch, path, arguments)
         else:
             hidden, kv = program.over_rows(batch, path, **arguments)
-        ticket, self._paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
+        ticket, self.paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
         return ticket
 
     def _program_for(self, arguments: Mapping[str, Any]) -> Program | None:
         """Returns the program where it runs a pass: nothing is wanted of the model but that images have some of the
         rows. arguments: further arguments of the model's call"""
-        if self._program is None or not arguments.keys() <= {"media"}:
+        if self.program is None or not arguments.keys() <= {"media"}:
             return None
-        if not self._program.is_current:
-            self._program = program_of(self.model)
-        return self._program
+        if not self.program.is_current:
+            self.program = program_of(self.model)
+        return self.program
 
     def _end_stream(self, message: EndStream) -> Ticket:
         self.forget(message.stream)
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store, self._states, self._last_run = make_store(self.model, message.slots), None, None
+        self.store, self._states, self.last_run = make_store(self.model, message.slots), None, None
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
@@ -221,7 +223,7 @@ class LocalWorker(Worker):
 
     def _go_on(self, step: Message) -> Ticket | None:
         """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
-        program = self._last_run
+        program = self.last_run
         if program is None or type(step) is not SlotStep or not step.follows or not self._is_greedy(step):
             return None
         ids = program.greedy_again(step)
@@ -239,7 +241,7 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
             step = replace(step, tokens=_in_vocabulary(step.tokens))
-        program, self._last_run = self._last_run, None
+        program, self.last_run = self.last_run, None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
         batch = None if program is None or arguments or not step.follows else program.follow(step)
         if batch is None:
@@ -251,7 +253,7 @@ class LocalWorker(Worker):
             ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
             ticket = self.read_slots(step, program.over_slots(batch, self.store, **arguments))
-        self._last_run = None if arguments else program
+        self.last_run = None if arguments else program
         return ticket
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:

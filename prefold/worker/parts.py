@@ -35,17 +35,17 @@ class WorkerPart:
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]
-_MAKERS: list[MakePart] = []
+MAKERS: list[MakePart] = []
 
 
 def add_part(make: MakePart) -> None:
     """Registers a function that makes a feature's WorkerPart for each worker from now on. make: takes the model, the
     checkpoint from which the part loads further weights (None: there is no checkpoint) and the seed of random weights,
     and returns the part, or None where the model lacks the feature."""
-    _MAKERS.append(make)
+    MAKERS.append(make)
 
 
 def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
     """Returns the parts of a worker for a model; the arguments are those of `add_part`."""
     load_plugins()
-    return [part for make in _MAKERS if (part := make(model, checkpoint, seed)) is not None]
+    return [part for make in MAKERS if (part := make(model, checkpoint, seed)) is not None]

@@ -77,12 +77,16 @@ class NamedLinear:
 
 
 class Program:
-    """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it."""
+    """A Program runs the layers and the final norm of one model, or some of its layers. `program_of` makes it.
+
+    memory       the buffers of a step, which every step uses again
+    memory_rows  the most rows of a step that they hold
+    """
 
     def __init__(
         self, model: CausalLM, compiled: kernels.Kernels, part: Sequence[tuple[int, int]] | None = None, first: int = 0
     ):
-        self._model, self._kernels, self._first = model, compiled, first
+        self.model, self._kernels, self._first = model, compiled, first
         config = model.local
         self._windows = list(dict.fromkeys(plane.window for plane in config.planes))
         # Planes that are turned alike have one table; a model whose positions are learned has none.
@@ -113,7 +117,7 @@ class Program:
             self._add_norm(NoNorm(), X, H, delta)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
-        self._memory, self._room = torch.empty(0), 0
+        self.memory, self.memory_rows = torch.empty(0), 0
         self._tables: list[Tensor] = []  # of cosines and sines
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
@@ -197,26 +201,26 @@ class Program:
 
     def _adds_head(self) -> bool:
         """Returns whether the operations end with the model's head as it is now."""
-        shape = self._model.shape_logits
+        shape = self.model.shape_logits
         if shape is not None and shape.cap is not None:
             return False  # a cap makes logits equal that are far from it and near to each other
-        head: Any = self._model.product_of_head()
+        head: Any = self.model.product_of_head()
         if self._heads_agree is None:  # there may be room for a packed one on some ranks only
-            self._heads_agree = not self._is_split or self._model.ranks.agree(type(head) is Panels)
+            self._heads_agree = not self._is_split or self.model.ranks.agree(type(head) is Panels)
         if not self._heads_agree:
             return False
         if head is not self._head and type(head) is Panels:
             del self._operations[self._layers_end :]
-            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs, at=self._model.shard.vocab.start)
+            self._add(Kind.HEAD, source=OUT, **_matrix(head), columns=head.outputs, at=self.model.shard.vocab.start)
             self._array = (Operation * len(self._operations))(*self._operations)
             self._head, self._last = head, None
         return head is not None and head is self._head
 
     def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
         """Returns what `worker.rows.forward_stream` returns."""
-        config, kept_path, kept_new = self._model.local, len(batch.keep_path), len(batch.keep_new)
+        config, kept_path, kept_new = self.model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
-        kv = torch.empty(shape, dtype=self._model.dtype)
+        kv = torch.empty(shape, dtype=self.model.dtype)
         paths = (PathPlane * len(config.planes))()
         path_tensors = []
         for plane, (keys, values) in enumerate(kv):
@@ -226,7 +230,7 @@ class Program:
             paths[plane] = PathPlane(*places, keys.data_ptr(), values.data_ptr())
         fold: dict[str, Any] = {}
         if batch.scatter is not None and batch.gather is not None:
-            room = torch.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype=self._model.dtype)
+            room = torch.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype=self.model.dtype)
             fold = {"unfolded": len(room), "unfolded_room": room.data_ptr()}
             fold |= {"scatter": batch.scatter.data_ptr(), "gather": batch.gather.data_ptr()}
             fold["read_order"] = None if batch.read_order is None else batch.read_order.data_ptr()
@@ -238,10 +242,10 @@ class Program:
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
     def _embedded(self, batch: SlotBatch | Batch, media: MediaRows | None) -> Tensor | None:
-        return None if media is None else self._model.embed(batch.tokens, batch.positions, media)
+        return None if media is None else self.model.embed(batch.tokens, batch.positions, media)
 
     def _empty(self, rows: int) -> Tensor:
-        return torch.empty((rows, int(self._widths[OUT])), dtype=self._model.dtype)
+        return torch.empty((rows, int(self._widths[OUT])), dtype=self.model.dtype)
 
     def _run(self, step: PreparedStep) -> Tensor:
         """Returns the hidden states of the rows of a step that are read."""
@@ -258,12 +262,12 @@ class Program:
         """Returns a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
         call_fields: where its K/V comes from and goes to, and what else is wanted"""
         rows = len(batch.tokens)
-        if rows > self._room:
-            self._make_room(rows, self._model.dtype.itemsize)
+        if rows > self.memory_rows:
+            self._make_room(rows, self.model.dtype.itemsize)
         last = int(batch.positions.numpy().max(initial=-1))
         if last >= self._positions:
             self._cover(last)
-        model, read_rows = self._model, batch.read_rows
+        model, read_rows = self.model, batch.read_rows
         buffers, tokens = self._buffers.copy(), batch.tokens.data_ptr()
         if x is not None:
             buffers[X], tokens = x.data_ptr(), None
@@ -307,7 +311,7 @@ class Program:
 
     def _cover(self, last: int) -> None:
         """Lets the tables reach this position, which they do not yet."""
-        self._tables = self._model.rotary(self._model.device).covering(last + 1)
+        self._tables = self.model.rotary(self.model.device).covering(last + 1)
         self._positions = min(map(len, self._tables))
         self._addresses[:] = [table.data_ptr() for table in self._tables]
 
@@ -318,12 +322,12 @@ class Program:
         attention = max(sizes[QKV], sizes[Q] + sizes[KV])
         shared = 3 * sizes[H]
         angles = shared + max(attention + sizes[ATTENDED], sizes[WIDE])
-        room = angles + self._num_tables * rows * self._model.config.head_dim * 4
-        self._memory = torch.empty(int(room) + LINE, dtype=torch.uint8)
-        first = self._memory.data_ptr()
+        room = angles + self._num_tables * rows * self.model.config.head_dim * 4
+        self.memory = torch.empty(int(room) + LINE, dtype=torch.uint8)
+        first = self.memory.data_ptr()
         first += -first % LINE
         places = [0, sizes[H], 2 * sizes[H], shared, shared, shared + sizes[Q], shared + attention, shared, 0]
-        self._buffers, self._room, self._angles = np.array(places, np.int64) + first, rows, int(angles) + first
+        self._buffers, self.memory_rows, self._angles = np.array(places, np.int64) + first, rows, int(angles) + first
         self._last = None
 
     def _add(self, kind: Kind, **fields: Any) -> None:
@@ -332,7 +336,7 @@ class Program:
     def _add_norm(self, norm: Norm | NoNorm, source: int, out: int, beside: int = -1) -> int:
         """Adds the sum of two buffers and its norm, and returns the buffer that has the norm; without a norm, the
         sum."""
-        scale = self._model.local.residual_scale
+        scale = self.model.local.residual_scale
         if beside >= 0 and (scale != 1 or type(norm) is NoNorm):
             self._add(Kind.ADD, source=source, beside=beside, eps=scale)
             beside = -1
@@ -345,7 +349,7 @@ class Program:
 
     def _add_weight(self, weight: Tensor, eps: float, **fields: Any) -> None:
         """Adds a norm by its weight."""
-        wide = weight.dtype != self._model.dtype
+        wide = weight.dtype != self.model.dtype
         self._add(Kind.NORM, weight=weight.data_ptr(), columns=len(weight), wide=wide, eps=eps, **fields)
 
     def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
@@ -364,7 +368,7 @@ class Program:
         self._linears.append(NamedLinear(layer.number, name, linear, product))
 
     def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
-        config = self._model.local
+        config = self.model.local
         if config.row_qk_norm and norm is not None:
             self._add_weight(norm, config.norm_eps, source=source, out=source, at=at, beside=-1)
             norm = None
@@ -373,14 +377,14 @@ class Program:
         self._add(
             Kind.ROPE, source=source, plane=self._table_of[plane], at=at, heads=heads, dim=config.head_dim,
             weight=None if norm is None else norm.data_ptr(), eps=config.norm_eps,
-            wide=norm is not None and norm.dtype != self._model.dtype,
+            wide=norm is not None and norm.dtype != self.model.dtype,
         )  # fmt: skip
 
     def _add_layer(self, layer: Layer, plane: int, like: int, delta: int) -> int:
         """Adds the operations of one layer, and returns the buffer that is still to be added to the residual stream, or
         -1. plane: of the store; like: the model's plane that has its window and rotation; delta: what the layer before
         returned"""
-        config = self._model.local
+        config = self.model.local
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         h = self._add_norm(layer.input_norm, X, H, delta)
         if layer.splits_q:

@@ -37,7 +37,7 @@ class ValuesTicket:
     """The ticket of values that are on their way from the device. values, greedy: as of StepResult"""
 
     def __init__(self, values: Tensor, greedy: Tensor | None = None):
-        self._values, self._greedy = _fetch(values), None if greedy is None else _fetch(greedy)
+        self.values, self._greedy = _fetch(values), None if greedy is None else _fetch(greedy)
         self._event = torch.cuda.Event() if values.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -45,7 +45,7 @@ class ValuesTicket:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        return StepResult(self._values.numpy(), None if self._greedy is None else self._greedy.numpy())
+        return StepResult(self.values.numpy(), None if self._greedy is None else self._greedy.numpy())
 
 
 def _fetch(tensor: Tensor) -> Tensor:

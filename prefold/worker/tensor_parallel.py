@@ -49,14 +49,15 @@ from .local import LocalWorker
 PART = 8 << 20
 
 
-def memory_file(size: int) -> int:
-    """Returns the descriptor of a file in memory for `size` ranks, which has no name and goes with its last user."""
+def memory_file(size: int, part: int = PART) -> int:
+    """Returns the descriptor of a file in memory for `size` ranks, which has no name and goes with its last user.
+    part: bytes that a rank gives at once"""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("prefold-ranks")
     else:
         with tempfile.TemporaryFile() as unnamed:
             file = os.dup(unnamed.fileno())
-    os.truncate(file, parts_begin(size) + 2 * size * PART)
+    os.truncate(file, parts_begin(size) + 2 * size * part)
     return file
 
 
@@ -66,9 +67,10 @@ class MemoryRanks(Ranks):
     file      of `memory_file`, which may be closed afterwards
     pipes     descriptors of which one is hung up where a rank ends
     patience  seconds for which another rank is waited for
+    part      of `memory_file`
     """
 
-    def __init__(self, rank: int, size: int, file: int, pipes: Sequence[int], patience: float):
+    def __init__(self, rank: int, size: int, file: int, pipes: Sequence[int], patience: float, part: int = PART):
         self.rank, self.size = rank, size
         compiled = kernels.load()
         assert compiled is not None
@@ -76,7 +78,7 @@ class MemoryRanks(Ranks):
         # These hold the memory.
         self._buffers = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
         self.view: RanksView = RanksView(
-            memory=addressof(self._buffers[0]), first=parts_begin(size), part=PART, rank=rank, size=size,
+            memory=addressof(self._buffers[0]), first=parts_begin(size), part=part, rank=rank, size=size,
             pipes=addressof(self._buffers[1]), num_pipes=len(pipes), patience=patience,
         )  # fmt: skip
 
@@ -152,7 +154,9 @@ class TensorParallelWorker(Worker):
 
     It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
 
-    threads  of each rank, on a CPU
+    threads            of each rank, on a CPU
+    patience           seconds after which a silent rank is an error
+    last_word_seconds  what a failed rank says is waited for so long
     Raises InputError for a size that does not fit the model, RankError when a rank does not come up.
     """
 
@@ -185,6 +189,7 @@ class TensorParallelWorker(Worker):
             port = listener.getsockname()[1]
             options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
             store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **options)
+        self.patience, self.last_word_seconds = TIMEOUT_SECONDS, LAST_WORD_SECONDS
         self._turn = threading.RLock()
         self._ended_streams: deque[int] = deque()
         self._failure: BaseException | None = None
@@ -195,14 +200,14 @@ class TensorParallelWorker(Worker):
             )
             for rank in range(size)
         ]  # fmt: skip
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._pipes, memory is None)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pipes: list[Connection] = []
+        self._end = weakref.finalize(self, _end, self.processes, self.pipes, memory is None)
         try:
             for start in starts[1:]:
                 self._launch(start)
             self._hear("up")
-            self.ranks = starts[0].join(self._pipes, store)
+            self.ranks = starts[0].join(self.pipes, store)
         except BaseException as error:
             self.fail(error)
         finally:
@@ -252,7 +257,7 @@ class TensorParallelWorker(Worker):
 
     def _tell(self, message: Message) -> None:
         data = ForkingPickler.dumps(message)
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send_bytes(data)
 
     def close(self) -> None:
@@ -275,13 +280,13 @@ class TensorParallelWorker(Worker):
             process = subprocess.Popen(
                 command, pass_fds=descriptors, stdout=subprocess.DEVNULL, env=environment, close_fds=True
             )
-        self._processes.append(process)
-        self._pipes.append(host_end)
+        self.processes.append(process)
+        self.pipes.append(host_end)
         host_end.send(start)
 
     def _hear(self, word: Literal["up", "ready"]) -> None:
         """Waits for the word of every rank; raises RankError where one says something else, or nothing."""
-        for rank, pipe in enumerate(self._pipes, 1):
+        for rank, pipe in enumerate(self.pipes, 1):
             if not pipe.poll(START_SECONDS):
                 raise RankError(f"rank {rank} has not come up within {START_SECONDS} s")
             answer = pipe.recv()
@@ -294,7 +299,7 @@ class TensorParallelWorker(Worker):
         if isinstance(error, (OSError, EOFError, CollectiveError)):
             failure = self._blame(error)
         self._failure = failure or error
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
         self._end()
         if failure is not None:
@@ -306,18 +311,18 @@ class TensorParallelWorker(Worker):
 
         Those that waited for it in a collective end too, without a word and with LEFT_ALONE.
         """
-        until = time.monotonic() + LAST_WORD_SECONDS
+        until = time.monotonic() + self.last_word_seconds
         while time.monotonic() < until:
-            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True), 1):
+            for rank, (process, pipe) in enumerate(zip(self.processes, self.pipes, strict=True), 1):
                 exit_code = process.poll()  # before it is listened to: what it word last is there then
                 if word := _last_word(pipe):
                     return RankError(f"rank {rank} failed: {word}")
                 if exit_code not in (None, LEFT_ALONE):
                     return RankError(f"rank {rank} {_ending(exit_code)}")
             time.sleep(0.05)
-        silent = [rank for rank, process in enumerate(self._processes, 1) if process.poll() is None]
+        silent = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
         if silent and (isinstance(error, BlockingIOError) or "timed out" in str(error).lower()):
-            return RankError(f"rank {silent[0]} has not answered for {TIMEOUT_SECONDS} s")
+            return RankError(f"rank {silent[0]} has not answered for {self.patience} s")
         return RankError(f"the ranks cannot reach each other: {error}")
 
 

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 from benchmarks import harness
 
 
-def test_a_file_has_its_command_without_paths_of_the_machine_and_every_round(tmp_path, monkeypatch):
+def test_a_file_has_its_command_without_paths_of_the_machine_and_every_round(tmp_path, argv):
     script = harness.ROOT / "benchmarks" / "rerank.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "--data", f"{tmp_path}/msmarco.jsonl.gz", "--pairs", "8"])
+    argv(script, "--data", f"{tmp_path}/msmarco.jsonl.gz", "--pairs", "8")
     harness.write_json(tmp_path / "out.json", benchmark="rerank", seconds={"[ a,\n b ]": [1.5, 2.5]})
     text = (tmp_path / "out.json").read_text(encoding="utf-8")
     found = json.loads(text)
@@ -113,7 +113,7 @@ def test_the_table_of_scripts_has_every_script():
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_a_published_command_has_options_of_todays_script(path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
     _, script, *arguments = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
     if script == "-m":

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fleet_books import check_router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import check_books, unique_rows
@@ -18,7 +19,6 @@ from benchmarks.simulate.requests import SimRequest, prefix_repetition
 from benchmarks.simulate.scheduled import ScheduledEngine
 from prefold.cluster.router import Prompt, Router
 from prefold.errors import InputError
-from tests.cluster.checks import check_router
 
 COST = StepCost(machine_named("L4"), model_named("Qwen3-8B"))
 

@@ -8,11 +8,11 @@ import json
 import httpx
 import numpy as np
 import pytest
+from serving import serving
 
 from prefold import LLM
 from prefold.errors import InputError
 from prefold.integrations.ray_data import PrefoldBatches
-from tests.serve.serving import serving
 
 BLANK = ["", "  \n", "\u00a0\t"]
 LABELS = ["yes", "no"]

@@ -1,6 +1,11 @@
 import pytest
+from vllm_engines import engines  # noqa: F401
 
-from .vllm_engines import engines  # noqa: F401
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """Between the tries of a request."""
+    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
 
 
 @pytest.fixture(autouse=True)

@@ -24,15 +24,15 @@ MIRROR = re.search(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.
 
 
 @pytest.fixture
-def mirror(tmp_path, monkeypatch):
+def mirror(tmp_path, monkeypatch, keep):
     """Runs `prefold run` on three texts; the folder has the backend's file, which nothing imports by itself."""
     (tmp_path / "a_mirror.py").write_text(MIRROR)
     (tmp_path / "entered.py").write_text(MIRROR.replace('BACKENDS["mirror"]', "MIRROR"))
     rows = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(backends, "BACKENDS", dict(BACKENDS))
-    monkeypatch.setattr(plugins, "_loaded", set())
+    keep(BACKENDS, plugins.loaded)
+    plugins.loaded.clear()
     monkeypatch.setenv(environment.PLUGINS, "")
 
     def run(*more):

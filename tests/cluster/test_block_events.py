@@ -8,13 +8,12 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
+from fake_replicas import held_by
+from fleet_books import check_blocks, rows_in
 
 from prefold.cluster.router import Router
 from prefold.integrations.vllm import BlockEvents
 from prefold.spec.requests import Namespace
-from tests.cluster.checks import check_blocks, rows_in
-
-from .fakes import held_by
 
 BLOCK = 2
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from books import check_books
+from fleet_books import check_router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.cluster.online import Dispatcher, Limits
 from prefold.cluster.router import POLICIES, Prompt, Router, Speed, policy_named
 from prefold.engine.cache.events import CacheCleared, CacheEvents, RowsStored
-from tests.cluster.checks import check_router
 
 SPEED = Speed(prefill=1e-3, decode=1e-2)
 

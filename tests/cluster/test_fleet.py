@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_jobs import FakeEngine
+from fake_replicas import SlowEngine, ThreadReplicas, count_patience
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -23,9 +25,6 @@ from prefold.spec.requests import GenerationStats, Namespace, Readout, Request, 
 from prefold.trie import Feed, LiveInput, Spool
 from prefold.trie.order import encode
 from prefold.trie.window import cut_into_windows
-from tests.jobs.fakes import FakeEngine
-
-from .fakes import SlowEngine, ThreadReplicas, count_patience
 
 
 def filled(num=400, generate=False, **options) -> Spool:

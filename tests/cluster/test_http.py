@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_servers import logprob_of, serving
 from tiny import tiny_checkpoint, write_tokenizer
 
 from prefold.cli import main
@@ -28,15 +29,10 @@ from prefold.errors import CheckpointError, InputError
 from prefold.spec.requests import Exits, Grammar, Readout, Request, Sampling
 from prefold.trie import Spool
 
-from .servers import logprob_of, serving
-
 NUM = 80
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch):
-    """Between the tries of a request."""
-    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_replicas import count_patience
+from fake_servers import serving
 
 from prefold.cluster import http_host
 from prefold.cluster.fleet import Fleet
@@ -18,9 +20,6 @@ from prefold.cluster.replicas import RESTARTS, ReplicaDown, ReplicaLost, Replica
 from prefold.errors import FleetError, InputError
 from prefold.spec.requests import Namespace, Readout, Request, Sampling
 from prefold.trie import Spool
-
-from .fakes import count_patience
-from .servers import _Handler, serving
 
 
 def requests_of(texts, **sampling) -> Spool:
@@ -56,10 +55,12 @@ def test_a_key_that_no_header_can_hold_is_refused_and_not_said(monkeypatch, key)
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_what_a_server_says_of_a_refusal_is_told(monkeypatch, status):
+def test_what_a_server_says_of_a_refusal_is_told(status):
     said = {"error": {"message": "this server is not 'gpu-a:8000'; start it with --allowed-host"}}
-    monkeypatch.setattr(_Handler, "do_GET", lambda handler: handler._send(status, {}, said))
-    with serving(ids=False) as server, pytest.raises(ReplicaDown, match="this server is not 'gpu-a:8000'") as refused:
+    with (
+        serving(ids=False, refusal=(status, said)) as server,
+        pytest.raises(ReplicaDown, match="this server is not 'gpu-a:8000'") as refused,
+    ):
         HttpHost(server.url, ServedModel("m", None, patience=0.0, timeout=5.0))
     assert ("the key was refused" in str(refused.value)) is (status == 401)
 
@@ -96,12 +97,11 @@ def test_the_loopback_addresses(url, is_here):
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_beside_one_that_has(monkeypatch, other):
-    monkeypatch.setattr(http_host, "_UNANSWERED", 600 if other else 0.5)
     dead, notes, pauses = "http://127.0.0.1:9", [], []
     monkeypatch.setattr(http_host, "_jittered", lambda pause: pauses.append(pause) or 0.05)
     with serving(ids=False) as server:
         urls = [dead, server.url] if other else [dead]
-        replicas = HttpReplicas(urls, "m", None, patience=600, notify=notes.append)
+        replicas = HttpReplicas(urls, "m", None, patience=600, unanswered=600 if other else 0.5, notify=notes.append)
         with closing(Fleet(replicas)) as fleet:
             ends, events, enough = time.monotonic() + 300, [], None
             while not any(isinstance(event, ReplicaLost) for _, event in events):
@@ -109,7 +109,7 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
                 events += [event for event in [fleet.next_event(0.1)] if event]
                 if enough is None and notes and any(isinstance(event, ReplicaReady) for _, event in events):
                     # From now on a server would be lost at once that is not asked for as long as patience.
-                    monkeypatch.setattr(http_host, "_UNANSWERED", 0.0)
+                    replicas.served.unanswered = 0.0
                     enough = len(pauses) + 3
                 if enough is not None and len(pauses) >= enough:
                     break
@@ -122,10 +122,9 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
         assert name == dead and event.reason == "it cannot be reached (connection refused)" and not event.returns
 
 
-def test_a_server_that_never_answers_is_asked_for_no_longer_than_the_fleet_is_there(monkeypatch):
-    monkeypatch.setattr(http_host, "_UNANSWERED", 600)
+def test_a_server_that_never_answers_is_asked_for_no_longer_than_the_fleet_is_there():
     told = []
-    replicas = HttpReplicas(["http://127.0.0.1:9"], "m", None, patience=600, notify=told.append)
+    replicas = HttpReplicas(["http://127.0.0.1:9"], "m", None, patience=600, unanswered=600, notify=told.append)
     with closing(Fleet(replicas)):
         while not told:
             time.sleep(0.01)
@@ -188,7 +187,6 @@ def test_embeddings_of_one_body_are_of_one_adapter():
 def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(monkeypatch, counts):
     """One that counts none is killed, and after some times in which that did not help given up."""
     counted, release, notes = itertools.count(), threading.Event(), []
-    monkeypatch.setattr(http_host, "_LOOKS", 600)  # within the patience: every 0.05 s
 
     def hangs():
         return len(server.requests) > sum("has done nothing" in note for note in notes)
@@ -200,7 +198,7 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(mon
     with (
         serving(ids=False, fault=fault,
                 metrics=(lambda: f"vllm:generation_tokens_total{{}} {next(counted)}") if counts else None) as server,
-        closing(Fleet(replicas_at(server, patience=30), patience=30, notify=notes.append)) as fleet,
+        closing(Fleet(replicas_at(server, patience=30, looks=600), patience=30, notify=notes.append)) as fleet,
         requests_of(["long"]) as spool,
     ):  # fmt: skip
         now = count_patience(monkeypatch, fleet, hangs)

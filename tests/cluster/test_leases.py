@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from fleet_books import check_book
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from prefold.cluster.leases import Lease, LeaseBook
 from prefold.cluster.offline import LeaseOptions, OfflineSource
 from prefold.cluster.replicas import ReplicaFacts
 from prefold.trie import StreamCost
-from tests.cluster.checks import check_book
 
 
 def stream_cost(rng: np.random.Generator, num: int, outputs: bool = False) -> StreamCost:
@@ -110,7 +110,7 @@ class FakeFleet:
         self.send()
 
     def kill(self, name: str, place: int | None = None, died: bool = True) -> None:
-        if name in self.dead or name not in self.leases._replicas:
+        if name in self.dead or name not in self.leases.replicas:
             return
         if place is not None:
             self.killers[place] = self.killers.get(place, 0) + 1

@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_jobs import digest
+from fake_replicas import ThreadReplicas
+from fleet_books import check_book
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_checkpoint
@@ -28,10 +31,6 @@ from prefold.errors import FleetError, InputError
 from prefold.spec.requests import Generated, Namespace, Readout, Request, Result, Sampling
 from prefold.trie import Feed, LiveInput, RowCost, Spool, StreamCost
 from prefold.trie.order import encode
-from tests.cluster.checks import check_book
-from tests.jobs.fakes import digest
-
-from .fakes import ThreadReplicas
 
 
 def prompt_of(rng) -> np.ndarray:
@@ -302,12 +301,12 @@ def test_the_first_answers_come_before_the_last_requests():
     assert before_the_last == [True]
 
 
-def test_all_that_has_come_is_there_when_the_first_requests_leave(monkeypatch):
-    monkeypatch.setattr(fleet_module, "_ONLINE_TICK", 5.0)  # a slow machine
+def test_all_that_has_come_is_there_when_the_first_requests_leave():
     feed = Feed(1 << 20)
     for number in range(300):
         feed.put([(Request(np.full(20, number, np.int32)), number.to_bytes(4, "little"))])
     fleet = Fleet(ThreadReplicas("a"))
+    fleet.online_tick = 5.0  # a slow machine
     for max_tokens, there in ((1 << 20, 300), (1000, 50)):
         source = LiveInput(feed, max_tokens)
         run = FleetRun(fleet)
@@ -500,7 +499,7 @@ def test_suspects_of_a_stream_run_in_groups_that_are_divided(kind, poison):
     book.join("a", facts, 0.0)
     put(live, kind, numbers)
     list(book.send(0.0))
-    assert book.lose("a") == [] and not live.num_waiting and len(book._suspects) == 4
+    assert book.lose("a") == [] and not live.num_waiting and len(book.suspects) == 4
     book.join("a", facts, 0.0)
     while live.num_unanswered:
         leases += book.send(0.0)
@@ -577,7 +576,7 @@ def test_one_book_serves_a_stream_and_a_sorted_job_at_once():
                 leases.append(lease)
             check_book(book)
             for name in "bc":
-                own = list(book._replicas[name].open.values())
+                own = list(book.replicas[name].open.values())
                 assert len(own) < 2 or not any(one.lease.is_suspect for one in own)
                 for one in own[:1]:
                     answers = dict.fromkeys(one.lease.places, answer_of("last"))

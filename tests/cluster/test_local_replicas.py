@@ -85,15 +85,13 @@ def test_a_host_that_fails_each_time_is_given_up():
 
 
 class Clock:
-    """A clock that goes on by a third of a second with each report of a host, once the fleet has taken the one before.
-    It stands for the module `time` of the fleet."""
-
-    perf_counter = staticmethod(time.perf_counter)
+    """A clock that goes on by a third of a second with each report of a host, once the fleet has taken the report
+    before."""
 
     def __init__(self):
         self.now, self.fleet = 0.0, None
 
-    def monotonic(self):
+    def __call__(self):
         return self.now
 
     def tick(self):
@@ -103,10 +101,9 @@ class Clock:
 
 
 @pytest.mark.parametrize("changes", [True, False])
-def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes, monkeypatch):
+def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes):
     """So does vLLM's, every few tokens of an output that is long."""
     clock = Clock()
-    monkeypatch.setattr("prefold.cluster.fleet.time", clock)
 
     class Slow(Host):
         def begin(self, call):
@@ -132,7 +129,9 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes, monk
 
     notes = []
     with (
-        closing(Fleet(Replicas({"this machine": lambda: Slow("")}), patience=1.0, notify=notes.append)) as fleet,
+        closing(
+            Fleet(Replicas({"this machine": lambda: Slow("")}), patience=1.0, notify=notes.append, clock=clock)
+        ) as fleet,
         Spool() as spool,
     ):
         clock.fleet = fleet

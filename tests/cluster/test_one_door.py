@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_jobs import digest
+from fake_replicas import SlowEngine, ThreadReplicas
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -30,9 +32,6 @@ from prefold.errors import FleetError, InputError, JobError, PrefoldError
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.run import with_seed
 from prefold.trie import Spool
-from tests.jobs.fakes import digest
-
-from .fakes import SlowEngine, ThreadReplicas
 
 LAST, TEXT = Readout("last"), Readout("tokens")
 FACTS = ReplicaFacts({"prefold": "1"}, max_rows=64, max_running=4)
@@ -308,7 +307,7 @@ def test_cancels_and_lost_replicas_leave_nobody_waiting(events):
                     spool.add(prompt("in a job"), b"job")
                     assert [is_right([one], "in a job") for _, one in fleet.run(spool.windows(max_tokens=200), LAST)]
         assert not wrong, wrong[:3]
-        assert not fleet._lanes._groups and not fleet._lanes._open
+        assert not fleet.lanes.groups and not fleet.lanes.open
 
 
 LEFT: dict[str, int] = {}  # how many more times a method of a FailingHost may be called, until it raises an error once
@@ -340,7 +339,7 @@ def test_a_host_that_raises_at_any_call_leaves_no_caller_waiting(method):
             again = Kept()
             fleet.submit([prompt("after it")], LAST, again)
             assert is_right(again.answer(), "after it")
-            assert not fleet._lanes._groups
+            assert not fleet.lanes.groups
         if left > 0:  # it was not called so often
             break
     assert number > 1

@@ -30,6 +30,12 @@ def room(monkeypatch):
     return found
 
 
+@pytest.fixture
+def init_by(monkeypatch):
+    """Lets a function stand for `ray.init`."""
+    return lambda function: monkeypatch.setattr(ray_replicas.ray, "init", function)
+
+
 TWO = [{"CPU": 16.0}, {"CPU": 16.0, "memory": 1e9}]
 
 
@@ -69,17 +75,17 @@ def test_more_replicas_than_there_is_room_for(room):
     "address, wanted",
     [(None, "Ray does not start on this machine: The"), ("ray:1", "there is no Ray cluster at ray:1: The")],
 )
-def test_a_ray_that_does_not_start_is_an_error_that_says_so(monkeypatch, address, wanted):
+def test_a_ray_that_does_not_start_is_an_error_that_says_so(monkeypatch, init_by, address, wanted):
     def init(**options):
         raise Exception("The current node timed out during startup.\n\nThis could happen because of the load.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_replicas.ray, "init", init)
+    init_by(init)
     with pytest.raises(JobError, match=f"^{wanted} current node timed out during startup. This could happen"):
         RayReplicas("model", {}, address=address)
 
 
-def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch):
+def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch, init_by):
     go_on, threads = threading.Event(), []
 
     def init(**options):
@@ -89,7 +95,7 @@ def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch):
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray_replicas, "_START_SECONDS", 0.05)
-    monkeypatch.setattr(ray_replicas.ray, "init", init)
+    init_by(init)
     with pytest.raises(JobError, match=r"^Ray does not start on this machine: it has not answered for"):
         RayReplicas("model", {})
     assert threads[0] is not threading.main_thread()
@@ -98,10 +104,10 @@ def test_a_ray_that_never_answers_is_not_waited_for(monkeypatch):
     assert not threads[0].is_alive()
 
 
-def test_sigterm_reaches_the_handler_of_before(monkeypatch):
+def test_sigterm_reaches_the_handler_of_before(init_by):
     """As Ray does, what begins it sets a handler in C, of which Python does not know."""
     signals, ignored = [], ctypes.c_void_p(1)
-    monkeypatch.setattr(ray_replicas.ray, "init", lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM.value, ignored))
+    init_by(lambda **_: ctypes.CDLL(None).signal(signal.SIGTERM.value, ignored))
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
         ray_replicas._connect(None).set()

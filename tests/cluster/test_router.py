@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from books import check_books
+from fake_replicas import held_by
+from fleet_books import check_policy_keeps_to_those_allowed, check_router
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +17,6 @@ from prefold.engine.schedule.admission import StepLimits
 from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.errors import InputError
 from prefold.spec.requests import NO_NAMESPACE
-from tests.cluster.checks import check_policy_keeps_to_those_allowed, check_router
-
-from .fakes import held_by
 
 
 def held_in(scheduler: GenerateScheduler) -> set[tuple]:
@@ -191,7 +190,7 @@ def test_an_estimate_is_corrected_by_the_answers():
     # It is gone, so all before it are gone as well: 12 prompts fit, and now the next one makes room.
     router.end("again", output_rows=1, cached_rows=0)
     assert [len(router.matched_rows(prompt)) for prompt in prompts] == [0] * 7 + [1] + [0] + [1] * 11
-    assert router._members["http"].estimate.capacity == 12_000
+    assert router.members["http"].estimate.capacity == 12_000
     check_router(router)
 
 
@@ -207,7 +206,7 @@ def test_an_answer_that_says_nothing_of_the_cache_changes_no_estimate(says):
         for prompt in pair:
             held = router.in_flight[id(prompt)].estimated_rows
             router.end(id(prompt), output_rows=1, cached_rows=held if says else None)
-    assert router._members["http"].estimate.capacity == 100_000
+    assert router.members["http"].estimate.capacity == 100_000
     assert all(router.matched_rows(prompt) == {"http": 1001} for prompt in prompts)
     check_router(router)
 

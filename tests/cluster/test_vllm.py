@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fleet_books import check_blocks, rows_in
 from tiny import tiny_checkpoint
 
 from prefold.cli import main
@@ -25,7 +26,6 @@ from prefold.cluster.replicas import Replicas
 from prefold.errors import FleetError, InputError, JobError
 from prefold.spec.requests import Grammar, Namespace, Readout, Request, Sampling
 from prefold.trie import Spool
-from tests.cluster.checks import check_blocks, rows_in
 
 
 def host(**options):
@@ -270,7 +270,7 @@ def test_vllm_itself_gives_what_our_engine_gives_and_tells_of_its_blocks(model, 
         assert fleet.stats.generation.first_admission_hits > 50 * 64
         again = answers_of(fleet, prompts)  # a second run begins with a picture of what is held
         assert again.keys() == found.keys()
-        blocks = made[0]._events._blocks
+        blocks = made[0]._events.blocks
         while made[0]._events.drain() is not None:
             pass
         check_blocks(blocks)

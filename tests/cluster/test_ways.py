@@ -14,16 +14,15 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
+import vllm_engines
 from click.testing import CliRunner
+from fake_servers import Server, serving
+from serving import serving as serving_prefold
+from serving import until
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cli import main
-from tests.serve.serving import serving as serving_prefold
-from tests.serve.serving import until
-
-from . import vllm_engines
-from .servers import Server, serving
 
 CONTEXT = 320
 # What a server such as vLLM takes for that which a request leaves out, where generation_config.json says so.
@@ -218,10 +217,9 @@ def answer_of(line, counts):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def here(tmp_path, monkeypatch, short_pauses):
     """In a folder of its own, with short pauses between the tries of a request."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("prefold.cluster.http_host._jittered", lambda pause: pause / 50)
 
 
 @pytest.mark.parametrize("way", [ids_to_prefold, to_prefold, ids_to_vllm, to_vllm, in_vllm, RAY])

@@ -46,10 +46,11 @@ class Quiet(EnginePart):
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(keep):
     parts.load_plugins()  # before the table is replaced: features enter themselves only once in a process
     found = (Noting(), Quiet())
-    monkeypatch.setattr(parts, "_MAKERS", [lambda *given, part=part: part for part in found] + [lambda *given: None])
+    keep(parts.MAKERS)
+    parts.MAKERS[:] = [*(lambda *given, part=part: part for part in found), lambda *given: None]
     worker = FakeWorker(random.Random(0), depth=1, trouble=0.0)
     options = EngineOptions(max_batch_rows=24, generation=GenerateOptions(kv_memory=400))
     return ModelEngine(worker, options)

@@ -54,4 +54,4 @@ def test_results_are_those_of_a_call_alone(tmp_path, rounds):
         sys.setswitchinterval(before)
     assert llm.stats.tokens == rounds * 8 * tokens
     llm.engine.call(lambda: None)  # what was asked for before is done
-    assert not llm.engine.worker._paths
+    assert not llm.engine.worker.paths

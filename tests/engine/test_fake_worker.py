@@ -60,8 +60,8 @@ def run_trace(seed: int) -> tuple[int, int]:
         with suppress(OutOfMemoryError, RuntimeError):
             generator.step()
         check_books(generator.scheduler)
-        assert len(generator._in_flight) <= worker.facts.slot_depth
-        if not waiting and not generator.has_work and not generator._in_flight:
+        assert len(generator.in_flight) <= worker.facts.slot_depth
+        if not waiting and not generator.has_work and not generator.in_flight:
             break
     else:
         raise AssertionError("the work does not end")
@@ -123,7 +123,7 @@ def test_numbers_that_are_in_flight_when_the_next_step_fails_are_read_again():
         generator.step()
     assert not find_fault(generator, caught.value)
     while generator.step():
-        assert set(generator.scheduler._requests) == set(generator.open_keys)
+        assert set(generator.scheduler.requests) == set(generator.open_keys)
     assert [one.tokens for one in text[0]] == [expected([0, 1], Sampling(max_tokens=5))]
     assert numbers[0].values[0] == float(hash((2, 1))) and not generator.scheduler.has_work
 

@@ -136,7 +136,7 @@ def run_trace(llm: LLM, rng: random.Random, ahead: bool) -> None:
         with suppress(OutOfMemoryError):  # in a step of one row
             generator.step()
         check_books(generator.scheduler)
-        assert len(generator._in_flight) <= 1
+        assert len(generator.in_flight) <= 1
         if not waiting and not generator.has_work:
             break
     else:
@@ -195,7 +195,7 @@ def test_a_request_that_is_cancelled_while_its_step_runs(llm):
     ]
     for _ in range(6):
         generator.step()
-    assert generator._in_flight
+    assert generator.in_flight
     generator.cancel(keys[1])
     while generator.step():
         check_books(generator.scheduler)

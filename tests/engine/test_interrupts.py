@@ -39,13 +39,13 @@ def test_the_call_after_an_interrupt_works(tmp_path, interrupts):
             if tries % 10 == 0:
                 np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)
                 llm.engine.call(lambda: None)  # what was asked for before is done
-                assert not llm.engine.worker._paths and not llm.engine.meter.has_listeners
+                assert not llm.engine.worker.paths and not llm.engine.meter.has_listeners
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)
     llm.engine.call(lambda: None)
-    assert not llm.engine.worker._paths
+    assert not llm.engine.worker.paths
 
 
 FILES = {stream.__file__, thread.__file__, weakref.__file__}
@@ -83,6 +83,6 @@ def test_an_interrupt_at_any_line_leaves_no_path(tmp_path):
         if interrupt.lines < number:
             break
         llm.engine.call(lambda: None)
-        assert not llm.engine.worker._paths and not llm.engine.meter.has_listeners, f"line {number}"
+        assert not llm.engine.worker.paths and not llm.engine.meter.has_listeners, f"line {number}"
     assert number > 100
     np.testing.assert_allclose(llm.embed(TEXTS), expected, atol=1e-5)

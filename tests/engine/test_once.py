@@ -98,11 +98,9 @@ def test_path_is_what_lies_above_the_cut(llm):
     assert paths[0] == 0 and paths[1] > 0
 
 
-def test_reads_of_one_row_cost_one_row_of_the_last_layer(llm, monkeypatch):
+def test_reads_of_one_row_cost_one_row_of_the_last_layer(llm, rows_of_logits):
     """The labels of one prompt hang on its last row: one row is read for all of them."""
-    read = []
-    logits = llm.model.logits
-    monkeypatch.setattr(llm.model, "logits", lambda hidden, ids=None: read.append(len(hidden)) or logits(hidden, ids))
+    read = rows_of_logits(llm.model)
     requests = [as_request([5, 6, 7], [label]) for label in range(20)]
     run(llm, requests, Readout("logprobs"), sharing="full", rows=100)
     assert read == [1]

@@ -53,18 +53,18 @@ def run_alone(llm, asked):
 
 
 @pytest.mark.parametrize("owners", [("a", "b", False), ("a", "a", False), ("a", "b", True)])
-def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
+def test_a_large_reading_gives_way_to_a_small_one(llm, owners, start_by):
     """The large one is that of another tenant, of the same, and of a key whose class is batch."""
     large, unique = requests(400)
     small = [Request(np.array([7, 8, 9], np.int32))]
     wanted, service, worker = expected(llm, large), llm.engine, llm.engine.worker
-    start, steps, seen = worker.start, [], []
+    steps, seen = [], []
 
     async def ask():
         loop = asyncio.get_running_loop()
         a, b = ResponseStream(loop, 1, Owner(owners[0], owners[2])), ResponseStream(loop, 1, Owner(owners[1]))
 
-        def begin(message, *more):
+        def begin(start, message, *more):
             steps.append(message.num_rows)
             if len(steps) == 3:
                 service.submit(small, LAST, b)
@@ -72,7 +72,7 @@ def test_a_large_reading_gives_way_to_a_small_one(llm, owners, monkeypatch):
                 seen.append(len(steps))
             return start(message, *more)
 
-        monkeypatch.setattr(worker, "start", begin)
+        start_by(worker, begin)
         service.submit(large, LAST, a)
         await b.answer()
         return np.stack([result.values for result in await a.answer()])
@@ -105,19 +105,19 @@ def test_as_many_requests_are_open_as_fill_a_few_steps(llm):
         assert is_last and sorted(opened) == list(range(300))
 
 
-def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, monkeypatch):
+def test_a_large_reading_that_fails_is_ended_once_and_others_go_on(llm, start_by):
     large, _ = requests(200)
     large[100].tokens[-1] = 250
     small, service, worker = [Request(np.array([7, 8, 9], np.int32))], llm.engine, llm.engine.worker
-    start, failed = worker.start, []
+    failed = []
 
-    def fail(message, *more):
+    def fail(start, message, *more):
         if (message.tokens == 250).any():
             failed.append(message)
             raise RuntimeError("made up")
         return start(message, *more)
 
-    monkeypatch.setattr(worker, "start", fail)
+    start_by(worker, fail)
 
     async def ask():
         loop = asyncio.get_running_loop()

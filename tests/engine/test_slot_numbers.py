@@ -133,19 +133,19 @@ def test_a_prompt_that_the_store_cannot_hold_is_an_error_that_says_so(folder):
 
 
 @pytest.mark.parametrize("kind", ["mean", "logprobs", "every"])
-def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, monkeypatch):
+def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, start_by):
     requests = [as_request([*range(5, 25), i // 16, i % 16], [1, 2]) for i in range(200)]
     with LLM(folder, **PLACE, max_batch_rows=8, cache="off") as llm:
         worker, entered = llm.engine.worker, threading.Event()
-        start, steps = worker.start, []
+        steps = []
 
-        def begin(message, *more):
+        def begin(start, message, *more):
             steps.append(message)
             if len(steps) == 3:
                 entered.set()
             return start(message, *more)
 
-        monkeypatch.setattr(worker, "start", begin)
+        start_by(worker, begin)
 
         async def leave():
             reply = ResponseStream(asyncio.get_running_loop(), 1)

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fake_servers import serving
 from tiny import tiny_checkpoint
-
-from tests.cluster.servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import string
-import sys
 from functools import partialmethod
 
 import pytest
@@ -190,7 +189,7 @@ def write_task(folder):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
+def command(tmp_path, monkeypatch, argv):
     """command("--device", "cpu") runs the harness's own command line, with our model in its list, on a small task. Of
     the harness's own tasks it knows none: to read their thousands of files takes ten seconds."""
     write_task(tmp_path / "tasks")
@@ -199,7 +198,7 @@ def command(tmp_path, monkeypatch):
 
     def call(*arguments):
         tasks = ["--tasks", "tiny_choice", "--include_path", str(tmp_path / "tasks")]
-        monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "prefold", *tasks, *arguments])
+        argv("lm_eval", "--model", "prefold", *tasks, *arguments)
         main()
 
     return call

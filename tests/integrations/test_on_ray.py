@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from answering import answer_of
+from fake_jobs import digest
+from fake_replicas import ThreadReplicas
 from tiny import tiny_checkpoint
 from tiny_vision import tiny_vision
 
@@ -25,8 +27,6 @@ from prefold.integrations import shared
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.tasks.base import Work
 from prefold.tasks.results import Relevance
-from tests.cluster.fakes import ThreadReplicas
-from tests.jobs.fakes import digest
 
 
 class Task:

@@ -22,9 +22,8 @@ from prefold.tasks import make_task
 from prefold.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
+from fuzzed_records import batch_lines, csv_lines, table_lines
 from task_inputs import FakeCheckpoint, tokenizer
-
-from .fuzzed_records import batch_lines, csv_lines, table_lines
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 PLAIN = tokenizer()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import shape_of
 
 from prefold.jobs.report.icicle import StreamShape, icicle, to_data, trie_picture, walk
 from prefold.jobs.report.page import Report, StepLog, write_report
-
-from .shapes import shape_of
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=60)
 

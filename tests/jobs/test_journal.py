@@ -37,9 +37,8 @@ def test_record_set_takes_far_numbers():
     assert 10_000_000 in records and 9_999_999 not in records and len(records) == 1
 
 
-def test_text_sets_grow_and_know_their_texts(monkeypatch):
-    monkeypatch.setattr("prefold.jobs.record._MOST_NEW", 300)
-    texts = TextSet()
+def test_text_sets_grow_and_know_their_texts():
+    texts = TextSet(most_new=300)
     assert all(texts.add(f"id-{i}") for i in range(5000))
     assert not any(texts.add(f"id-{i}") for i in range(0, 5000, 7))
     assert texts.add("id-5000")
@@ -209,10 +208,9 @@ def test_a_second_line_for_a_record_is_a_bug_that_shows(tmp_path):
         out.commit()
 
 
-def test_lines_wait_to_be_written_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(output_module, "COMMIT_SECONDS", 60)
+def test_lines_wait_to_be_written_together(tmp_path):
     path = tmp_path / "out.jsonl"
-    out = open_file(path)
+    out = open_file(path, commit_seconds=60)
     write(out, range(1, 1001))
     out.commit(due_only=True)
     assert not path.exists()

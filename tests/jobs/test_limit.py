@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fake_jobs import fake_llm
+from job_tables import read_lines, table_job, write_records
+
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import run_job
-
-from .fakes import fake_llm
-from .tables import read_lines, table_job, write_records
 
 
 def test_no_record_behind_the_last_is_waited_for(tmp_path):

@@ -22,12 +22,6 @@ from prefold.jobs.tables import Columns, TableAdapter
 from prefold.tasks import make_task
 
 
-@pytest.fixture(autouse=True)
-def frequent_commits(monkeypatch):
-    """Who waits for an answer waits until it is written."""
-    monkeypatch.setattr("prefold.jobs.output.COMMIT_SECONDS", 0.1)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=256))
@@ -48,7 +42,7 @@ def texts(count: int) -> list[str]:
 def live_job(folder, task, source, out, *, streaming=True, llm=None, **options):
     llm = llm or small_llm(folder, cache=CacheOptions(min_overlap=0) if streaming else "off")
     adapter = TableAdapter(task, Columns(prompt=Template("text", "--prompt"), id="k"))
-    output = open_output(OutputOptions(out), {"task": task})
+    output = open_output(OutputOptions(out, commit_seconds=0.1), {"task": task})
     made = make_task(task, llm.checkpoint, llm.tokenizer, **options)
     return Job(source, adapter, {task: made}, lambda: llm, output, streaming=streaming, window=2000, collect=True)
 

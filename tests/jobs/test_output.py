@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_jobs import FakeTask, fake_llm
+from job_tables import check_complete, table_job, write_records
 
 from prefold.errors import CheckpointError, JobError
 from prefold.jobs.fields import Template
@@ -21,9 +23,6 @@ from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import Job, run_job
 from prefold.jobs.source import open_source
 from prefold.jobs.tables import Columns, TableAdapter
-
-from .fakes import FakeTask, fake_llm
-from .tables import check_complete, table_job, write_records
 
 JOB = {"task": "embed"}
 NAMES = ["out.jsonl", "out.csv", "out.jsonl.gz"]
@@ -145,17 +144,17 @@ def test_places_that_cannot_be_written_are_one_error(tmp_path, what):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, monkeypatch):
+def test_a_disk_that_fails_when_the_job_begins_keeps_the_old_output(tmp_path, fsync_by):
     path = tmp_path / "out.jsonl"
     finished(path)
     kept = contents(tmp_path)
     out = open_output(OutputOptions(path, overwrite=True), {"task": "new"})
     write(out, [1])
 
-    def full(fd):
+    def full(fsync, fd):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    fsync_by(full)
     for _ in range(2):
         with pytest.raises(JobError, match=r"No space left on device.*make room"):
             out.commit()
@@ -219,8 +218,8 @@ from pathlib import Path
 from prefold.jobs.run import Interrupted, run_job
 from prefold.jobs.report.progress import Progress
 from prefold.trie import Spool
-from tests.jobs.fakes import fake_llm
-from tests.jobs.tables import table_job
+from fake_jobs import fake_llm
+from job_tables import table_job
 def before(i):
     if i == 20:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -237,10 +236,11 @@ else:
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_ends_a_job_cleanly_unless_it_is_to_be_ignored(tmp_path, ignored):
     write_records(tmp_path / "in.jsonl", 400)
-    root = Path(__file__).parents[2]
     script = HUNG_UP.format(folder=str(tmp_path), source=str(tmp_path / "in.jsonl"), out=str(tmp_path / "out.jsonl"))
     head = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if ignored else ""
-    done = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, cwd=root, check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", head + script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == (["done"] if ignored else ["signal", "1"])
     assert not list(tmp_path.glob("prefold-spool-*"))
     if not ignored:

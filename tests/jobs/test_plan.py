@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+from fake_jobs import FakeEngine, FakeGenerateTask, FakeTask, digest
+from shapes import shape_of
 
 from prefold.errors import InputError
 from prefold.jobs.fields import Template
@@ -20,9 +22,6 @@ from prefold.tasks.base import Work
 from prefold.tasks.results import Embedding
 from prefold.tasks.results import Score as ScoreAnswer
 from prefold.tasks.run import calibrated, run_items
-from tests.jobs.shapes import shape_of
-
-from .fakes import FakeEngine, FakeGenerateTask, FakeTask, digest
 
 
 def adapter():

@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 import pytest
+from fake_jobs import FakeTask, fake_llm
 
 from prefold.jobs.columns import TableForm
 from prefold.jobs.fields import Template
@@ -22,8 +23,6 @@ from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import Job, run_job
 from prefold.jobs.source import open_source
 from prefold.jobs.tables import Columns, TableAdapter
-
-from .fakes import FakeTask, fake_llm
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_jobs import FakeGenerateTask, FakeTask, digest, fake_llm
+from forked import begin
+from job_tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
 
 from prefold.errors import CheckpointError, JobError, UnsupportedModelError
 from prefold.jobs.batch import OpenAIBatch
@@ -29,10 +32,6 @@ from prefold.jobs.run import WAITING, Interrupted, Job, run_job
 from prefold.jobs.source import check_grown, file_identity, open_source, open_sources
 from prefold.jobs.tables import Columns, TableAdapter
 from prefold.trie import Spool
-from tests.record.forked import begin
-
-from .fakes import FakeGenerateTask, FakeTask, digest, fake_llm
-from .tables import FINGERPRINT, check_complete, read_lines, table_job, write_records
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 500, "streaming": True}, {"window": 1}])
@@ -229,8 +228,7 @@ def test_interrupted_generation_resumes(tmp_path):
     assert sorted(read_lines(out), key=key) == sorted(read_lines(tmp_path / "whole.jsonl"), key=key)
 
 
-def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.output.COMMIT_SECONDS", 0.1)
+def test_a_pipe_that_pauses_gets_its_results(tmp_path):
     read, write = os.pipe()
     pipe = os.fdopen(write, "w")
     pipe.write('{"text": "a", "k": "id1"}\n{"text": "b", "k": "id2"}\n')
@@ -238,7 +236,7 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
     out = tmp_path / "out.jsonl"
     source = open_source("-", stdin=os.fdopen(read, "rb"))
-    output = open_output(OutputOptions(out), FINGERPRINT)
+    output = open_output(OutputOptions(out, commit_seconds=0.1), FINGERPRINT)
     llm = fake_llm()
     job = Job(source, adapter, {"embed": FakeTask()}, lambda: llm, output, window=10_000, streaming=True)
     summaries = []
@@ -255,8 +253,7 @@ def test_a_pipe_that_pauses_gets_its_results(tmp_path, monkeypatch):
     assert [line["score"] for line in read_lines(out)] == [digest(b"a"), digest(b"b"), digest(b"c")]
 
 
-def test_results_are_written_as_they_come(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.output.COMMIT_SECONDS", 0.1)
+def test_results_are_written_as_they_come(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 30)
     seen = []
@@ -265,7 +262,7 @@ def test_results_are_written_as_they_come(tmp_path, monkeypatch):
         time.sleep(0.01)
         seen.append(len(out.read_text().splitlines()) if out.exists() else 0)
 
-    run_job(table_job(source, out, llm=fake_llm(before=watch)), Progress())
+    run_job(table_job(source, out, llm=fake_llm(before=watch), commit_seconds=0.1), Progress())
     assert any(0 < n < 30 for n in seen)
 
 
@@ -310,8 +307,8 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
 SIGNALS_TOGETHER = """
 import signal, sys
 from pathlib import Path
-from jobs.fakes import fake_llm
-from jobs.tables import table_job
+from fake_jobs import fake_llm
+from job_tables import table_job
 from prefold.jobs.run import Interrupted, run_job
 from prefold.jobs.report.progress import Progress
 
@@ -344,8 +341,7 @@ except Interrupted:
 def test_a_second_signal_while_the_first_is_handled(tmp_path):
     source = tmp_path / "in.jsonl"
     write_records(source, 40)
-    tests = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for place in range(1, 100):
         out = tmp_path / f"{place}.jsonl"
         command = [sys.executable, "-c", SIGNALS_TOGETHER, str(source), str(out), str(place)]
@@ -455,13 +451,13 @@ import time
 from pathlib import Path
 from prefold.jobs.run import run_job
 from prefold.jobs.report.progress import Progress
-from tests.jobs.fakes import fake_llm
-from tests.jobs.tables import table_job
+from fake_jobs import fake_llm
+from job_tables import table_job
 llm = fake_llm(before=lambda i: time.sleep(0.001))
-import prefold.jobs.output as output
-output.COMMIT_SECONDS = 0.02
 print("start", flush=True)
-run_job(table_job(Path("in.jsonl"), Path("out.jsonl"), llm=llm, window=3000, streaming={streaming}), Progress())
+out = Path("out.jsonl")
+job = table_job(Path("in.jsonl"), out, llm=llm, commit_seconds=0.02, window=3000, streaming={streaming})
+run_job(job, Progress())
 print("end", flush=True)
 """
 
@@ -535,8 +531,14 @@ def test_what_an_input_gets_while_it_is_read_belongs_to_the_next_run(tmp_path, z
     assert sorted(json.loads(line)["record"] for line in out.read_text().splitlines()) == list(range(1, 21))
 
 
-def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", 1 << 17)
+@pytest.fixture
+def whole_digests_of(monkeypatch):
+    """Lets files of at most so many bytes be digested as a whole."""
+    return lambda most: monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", most)
+
+
+def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path, monkeypatch, whole_digests_of):
+    whole_digests_of(1 << 17)
     monkeypatch.setattr("prefold.jobs.source._DIGEST_BLOCKS", 2)
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     padding = b" " * (1 << 16) + b"\n"
@@ -560,9 +562,9 @@ def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path
 
 
 @pytest.fixture
-def large(monkeypatch):
+def large(monkeypatch, whole_digests_of):
     """All files are too large to be digested as a whole."""
-    monkeypatch.setattr("prefold.jobs.source._WHOLE_DIGEST", 0)
+    whole_digests_of(0)
     monkeypatch.setattr("prefold.spec.files._BLOCK", 16)
 
 

@@ -212,7 +212,7 @@ def has_tiles() -> bool:
 
 def main(library: str, seed: int, models: int, mode: str = "") -> None:
     memory = refuse_tiles() if mode == "refused" else None
-    loader._loaded = loader.LoadedKernels(loader.Kernels(Path(library)), "sanitized")
+    loader.process.loaded = loader.LoadedKernels(loader.Kernels(Path(library)), "sanitized")
     # Products by the library, also where it would leave them to PyTorch.
     from prefold.model import products
 

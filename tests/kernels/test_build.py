@@ -31,6 +31,7 @@ from prefold.kernels import compile as compiling
 from prefold.kernels import interface, loader
 from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
+from prefold.kernels.loader import KernelLoader
 from prefold.worker.attention import Heads, RowAttention, visibility
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -40,10 +41,10 @@ QUICK = ("-std=gnu++17", "-O0", "-Wno-psabi", "-Werror=missing-declarations")
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """An empty cache, and a process that has loaded nothing."""
+    """An empty cache, and a process that has loaded nothing. Tests that need another loader put it in its place."""
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path))
     monkeypatch.delenv("PREFOLD_KERNELS", raising=False)
-    monkeypatch.setattr(loader, "_loaded", None)
+    monkeypatch.setattr(loader, "process", KernelLoader())
     return tmp_path
 
 
@@ -68,9 +69,12 @@ def quick(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
+    """A machine without a compiler. It has the packages in the set that this is: none at first."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: None)
+    packages = set()
+    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: package in packages or None)
+    return packages
 
 
 def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
@@ -120,21 +124,20 @@ def test_many_builders_at_once(fresh, quick, monkeypatch):
     check_kernels(kernels.Kernels(paths[0]))
 
 
-def test_the_name_tells_flags_and_sources_apart(monkeypatch, tmp_path):
+def test_the_name_tells_flags_and_sources_apart(tmp_path):
     plain = fingerprint(NATIVE)
     assert fingerprint(NATIVE) == plain
     assert fingerprint((*NATIVE, "-g")) != plain
     (tmp_path / "a.cpp").write_text("int a;")
-    monkeypatch.setattr("prefold.kernels.build.SOURCES", tmp_path)
-    other = fingerprint(NATIVE)
+    other = fingerprint(NATIVE, tmp_path)
     assert other != plain
     (tmp_path / "a.cpp").write_text("int b;")
-    assert fingerprint(NATIVE) != other
+    assert fingerprint(NATIVE, tmp_path) != other
 
 
 def test_where_a_compiler_is_looked_for(no_compiler, monkeypatch, tmp_path):
     assert find_compiler() is None
-    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: package == "ziglang")
+    no_compiler.add("ziglang")
     zig = (sys.executable, "-m", "ziglang", "c++")
     assert find_compiler() == zig
     compiler = tmp_path / "c++"
@@ -159,14 +162,13 @@ def test_where_a_compiler_is_looked_for(no_compiler, monkeypatch, tmp_path):
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's list")
-def test_the_probe_says_what_linux_says(monkeypatch):
+def test_the_probe_says_what_linux_says():
     flags = set(next(line for line in cpu() if line.startswith("flags")).split())
     v3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"} <= flags
     v4 = v3 and {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags
     has = [v3, v4 and "avx512_vnni" in flags, v4 and "avx512_bf16" in flags,
            {"amx_tile", "amx_bf16", "amx_int8"} <= flags, v3 and "avx_vnni" in flags]  # fmt: skip
-    monkeypatch.setattr(loader, "LIBRARIES", Path("none"))
-    assert loader._probe() == sum(bit << number for number, bit in enumerate(has))
+    assert KernelLoader(libraries=Path("none")).probe() == sum(bit << number for number, bit in enumerate(has))
 
 
 def test_no_compiler_falls_back_with_one_warning(fresh, no_compiler):
@@ -296,14 +298,16 @@ def test_a_user_without_a_home_falls_back(fresh, monkeypatch):
 
 
 @needs_compiler
-def test_a_damaged_library_is_built_again(fresh, quick, monkeypatch):
+def test_a_damaged_library_is_built_again(fresh, quick):
     """That a build stands in the damaged one's place shows test_many_builders_at_once."""
     damaged, asked = fresh / "damaged.so", []
     damaged.write_bytes(b"not a library")
-    monkeypatch.setattr(
-        loader, "build", lambda flags, again=False: asked.append(again) or (quick if again else damaged)
-    )
-    loaded = kernels.load()
+
+    def build_again(flags, again=False):
+        asked.append(again)
+        return quick if again else damaged
+
+    loaded = KernelLoader(build=build_again).load().kernels
     assert asked == [False, True] and loaded is not None
     check_kernels(loaded)
 
@@ -320,18 +324,17 @@ def test_without_optimisation_and_instruction_sets(quick):
 def test_other_instruction_sets(fresh, name):
     """What this machine can run of what a wheel has, and what a compiler makes by itself."""
     of = next((variant for variant in variants() if variant.name == name), None)
-    if of is not None and of not in runnable(loader._probe()):
+    if of is not None and of not in runnable(loader.process.probe()):
         pytest.skip(f"this machine cannot run {name}")
     check_kernels(kernels.Kernels(build(flags=COMMON if of is None else of.flags)), rows=300)
 
 
 def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
-    monkeypatch.setattr(loader, "LIBRARIES", fresh / "none")
-    monkeypatch.setattr(loader, "build", Mock())
+    loader.process = KernelLoader(libraries=fresh / "none", build=Mock())
     done = CliRunner().invoke(main, ["--version"])
     assert done.stdout.splitlines() == [f"prefold {__version__}", "CPU kernels: will be compiled on first use"]
-    assert not loader.build.called
+    assert not loader.process.build.called
     monkeypatch.setenv("PREFOLD_KERNELS", "0")
     assert "CPU kernels: PyTorch: " in CliRunner().invoke(main, ["--version"]).stdout
 
@@ -345,8 +348,7 @@ def wheel(fresh, quick, no_compiler, monkeypatch):
     folder = fresh / "lib"
     folder.mkdir()
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
-    monkeypatch.setattr(loader, "LIBRARIES", folder)
-    monkeypatch.setattr(loader, "_probe", lambda: -1)
+    loader.process = KernelLoader(libraries=folder, probe=lambda: -1)
     (folder / "probe.so").write_bytes(b"")
     for variant in variants():
         shutil.copy(quick, folder / variant.library)
@@ -354,12 +356,11 @@ def wheel(fresh, quick, no_compiler, monkeypatch):
 
 
 @needs_compiler
-def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel, monkeypatch):
+def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel):
     assert kernels.status(compiles=False) == f"of the wheel: {variants()[0].name}"
     check_kernels(kernels.load())
     assert kernels.status() == f"of the wheel: {variants()[0].name}"
-    monkeypatch.setattr(loader, "_loaded", None)
-    monkeypatch.setattr(loader, "_probe", lambda: 0b1)
+    loader.process = KernelLoader(libraries=wheel, probe=lambda: 0b1)
     kernels.load()
     assert kernels.status() == f"of the wheel: {runnable(0b1)[0].name}"
 
@@ -381,38 +382,43 @@ def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel, damag
 
 @needs_compiler
 def test_libraries_of_another_interface_are_refused_with_one_warning(wheel, monkeypatch):
+    """Then the kernels are compiled: here again by a build of another interface, which is a warning of its own."""
     monkeypatch.setitem(interface.FUNCTIONS, "prefold_rope_float32", ":pppqqqqffi")
-    monkeypatch.setattr(loader, "_compiled", lambda flags: "compiled")
+    build_one = Mock(return_value=wheel / variants()[0].library)
     with pytest.warns(RuntimeWarning) as seen:
-        assert kernels.load() == "compiled"
+        assert KernelLoader(libraries=wheel, probe=lambda: -1, build=build_one).load().kernels is None
     message = str(seen[0].message)
-    assert len(seen) == 1 and "do not agree on prefold_rope_float32" in message and "install prefold again" in message
+    build_one.assert_called_once_with(flags=NATIVE)
+    assert len(seen) == 2 and "runs without its compiled kernels" in str(seen[1].message)
+    assert "do not agree on prefold_rope_float32" in message and "install prefold again" in message
     assert variants()[0].library in message
 
 
 @needs_compiler
 def test_a_compiled_library_of_another_interface_is_not_compiled_again(fresh, quick, monkeypatch):
-    monkeypatch.setattr(loader, "LIBRARIES", fresh / "none")
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
     monkeypatch.setitem(interface.CONSTANTS, "PANEL", 64)
-    monkeypatch.setattr(loader, "build", lambda flags, again=False: pytest.fail("again") if again else quick)
+
+    def build_once(flags, again=False):
+        assert not again
+        return quick
+
     with pytest.warns(RuntimeWarning, match="do not agree on PANEL; .*scripts/generate") as seen:
-        assert kernels.load() is None
+        assert KernelLoader(libraries=fresh / "none", build=build_once).load().kernels is None
     assert len(seen) == 1
 
 
 @needs_compiler
-def test_a_damaged_probe_of_a_wheel_is_a_warning(wheel, monkeypatch):
-    monkeypatch.setattr(loader, "_probe", Mock(side_effect=OSError("probe.so: file too short")))
+def test_a_damaged_probe_of_a_wheel_is_a_warning(wheel):
     with pytest.warns(RuntimeWarning) as seen:
-        assert kernels.load() is None
+        assert KernelLoader(libraries=wheel).load().kernels is None
     assert "probe.so: file too short" in str(seen[0].message) and len(seen) == 2  # the other: there is no compiler
 
 
 @needs_compiler
 @pytest.mark.parametrize("bits", [-1, 0])
 def test_a_variant_may_be_forced(wheel, monkeypatch, bits):
-    monkeypatch.setattr(loader, "_probe", lambda: bits)
+    loader.process = KernelLoader(libraries=wheel, probe=lambda: bits)
     worst = variants()[-1]
     monkeypatch.setenv("PREFOLD_ISA", worst.name)
     if worst in runnable(bits):

@@ -18,7 +18,7 @@ import pytest
 
 from prefold.kernels.build import build
 from prefold.kernels.compile import PROBE, VARIANTS, compile_sources, find_compiler, run_compiler, runnable
-from prefold.kernels.loader import _probe
+from prefold.kernels.loader import process
 
 PRODUCTS, ATTENTION = (Path(__file__).parent / f"emulated_{name}.cpp" for name in ("products", "attention"))
 MAIN = '#include <cstdio>\nextern "C" unsigned prefold_probe();\nint main() { printf("%u", prefold_probe()); }\n'
@@ -65,7 +65,7 @@ def compile_program(kind: Kind, target: Path, *sources: Path) -> Path:
 )
 def test_products_of_blocks_and_of_int8_and_attention(tmp_path, kind, name, cpu, lesser):
     program = compile_program(kind, tmp_path / "products.exe", PRODUCTS)
-    if kind is WINDOWS and next(v for v in VARIANTS if v.name == name) not in runnable(_probe()):
+    if kind is WINDOWS and next(v for v in VARIANTS if v.name == name) not in runnable(process.probe()):
         pytest.skip("Wine emulates no CPU, and this one is another")
     library = tmp_path / "kernels.so"
     if kind is X86:
@@ -100,4 +100,4 @@ def test_products_of_blocks_and_of_int8_and_attention(tmp_path, kind, name, cpu,
 def test_the_probe_says_what_a_cpu_has(tmp_path, kind, cpu, bits):
     (tmp_path / "main.cpp").write_text(MAIN)
     done = kind.run(cpu, compile_program(kind, tmp_path / "probe.exe", PROBE, tmp_path / "main.cpp"))
-    assert int(done.stdout) == (_probe() if bits is None else sum(1 << bit for bit in bits))
+    assert int(done.stdout) == (process.probe() if bits is None else sum(1 << bit for bit in bits))

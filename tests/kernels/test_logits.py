@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from machines import kernels_in_use
 
 from prefold import kernels
 from prefold.model import ops
@@ -58,13 +59,13 @@ def test_numbers_that_are_not_finite():
     assert largest[3:5].tolist() == [5, 5]
 
 
-def test_without_kernels_and_with_gradients(monkeypatch):
+def test_without_kernels_and_with_gradients():
     logits = torch.randn(5, 70, requires_grad=True)
     sums, largest = ops.log_sum_exp(logits)
     sums.sum().backward()
     torch.testing.assert_close(logits.grad, logits.detach().softmax(-1))
-    monkeypatch.setattr(kernels, "load", lambda: None)
-    other, place = ops.log_sum_exp(logits.detach())
+    with kernels_in_use(None):
+        other, place = ops.log_sum_exp(logits.detach())
     torch.testing.assert_close(other, sums.detach())
     assert torch.equal(place, largest)
 
@@ -89,11 +90,11 @@ def test_entropies_against_float64(columns, scale):
 
 
 @needs_kernels
-def test_entropies_of_numbers_that_are_not_finite(monkeypatch):
+def test_entropies_of_numbers_that_are_not_finite():
     """As by PyTorch: NaN."""
     logits = torch.randn(4, 100)
     logits[0, 7], logits[1, 5], logits[2] = torch.nan, torch.inf, -torch.inf
     found = ops.entropy(logits)[2]
     assert found[:3].isnan().all() and found[3].isfinite()
-    monkeypatch.setattr(kernels, "load", lambda: None)
-    torch.testing.assert_close(ops.entropy(logits)[2], found, equal_nan=True)
+    with kernels_in_use(None):
+        torch.testing.assert_close(ops.entropy(logits)[2], found, equal_nan=True)

@@ -17,7 +17,7 @@ from prefold.checkpoint.settings import CONTEXT
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.features.images.families import tower_of
 from prefold.model import ModelConfig, config_from, families, register_family, supported_architectures
-from prefold.model.families import _FAMILIES, llama
+from prefold.model.families import FAMILIES, llama
 from prefold.model.names import FUSED
 
 BASE = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")}
@@ -347,7 +347,7 @@ def test_a_family_of_ones_own():
         assert config("MyForCausalLM").heads == 3
         assert "MyForCausalLM" in supported_architectures()
     finally:
-        del _FAMILIES["MyForCausalLM"]
+        del FAMILIES["MyForCausalLM"]
 
 
 # Settings of text models in transformers that change what they compute without a tensor more or less.

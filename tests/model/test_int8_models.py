@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocks import write_model
+from machines import kernels_in_use
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend, tiny_checkpoint
 
@@ -43,7 +44,7 @@ def in_int8(model) -> list[bool]:
     every = []
     for layer in model.layers:
         linears = [module for module in layer.modules() if isinstance(module, Linear)]
-        used = {bool(compiled._calls["has_int8"]()) and _is_int8(linear) for linear in linears}
+        used = {compiled.has_int8 and _is_int8(linear) for linear in linears}
         assert len(used) == 1 and len(linears) in (4, 5)
         every.append(used.pop())
     return every
@@ -127,16 +128,13 @@ def test_refusals(tmp_path, options, message, remedy):
     assert remedy in str(error.value)
 
 
-def test_refusals_of_a_machine(monkeypatch):
+def test_refusals_of_a_machine():
     options = {"weights": "auto", "ranks": 1, "is_quantised": False}
     with pytest.raises(InputError, match="this is cuda, and int8 is computed on CPUs"):
         int8.check_int8(torch.bfloat16, torch.device("cuda"), **options)
-    monkeypatch.setattr(int8.kernels, "load", lambda: None)
-    with pytest.raises(InputError, match="no compiled kernels here"):
-        int8.check_int8(torch.bfloat16, torch.device("cpu"), **options)
-    monkeypatch.setattr(int8.kernels, "load", lambda: type("Without", (), {"has_int8": False})())
-    with pytest.raises(InputError, match="no VNNI"):
-        int8.check_int8(torch.bfloat16, torch.device("cpu"), **options)
+    for in_use, match in ((None, "no compiled kernels here"), (SimpleNamespace(has_int8=False), "no VNNI")):
+        with kernels_in_use(in_use), pytest.raises(InputError, match=match):
+            int8.check_int8(torch.bfloat16, torch.device("cpu"), **options)
 
 
 @needs_int8

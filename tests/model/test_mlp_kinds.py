@@ -66,12 +66,10 @@ class TheirExperts(nn.Module):
 
 
 @pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
+def checkpoint(tmp_path, keep):
     """A checkpoint of a family that two calls add, and the model of transformers."""
     load_plugins()  # into the tables themselves
-    monkeypatch.setattr(config, "_MLPS", dict(config._MLPS))
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    monkeypatch.setattr(families, "_REGISTERED", set(families._REGISTERED))
+    keep(config.MLPS, families.FAMILIES, families.REGISTERED)
     add_mlp("experts", MlpKind(f"{__name__}:Experts", lambda config: {}, others))
     register_family("TwoExpertsForCausalLM", lambda hf: replace(llama(hf), mlp="experts"))
     folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)

@@ -8,14 +8,15 @@ import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from machines import kernels_in_use
 from safetensors.torch import load_file, save_file
+from serving import serving
 from tiny import tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.cli import main
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.tasks import make_task
-from tests.serve.serving import serving
 
 
 @pytest.fixture(scope="module", params=[False, None])
@@ -36,14 +37,12 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module", params=["compiled", "without kernels"])
 def llm(request, folder):
     """The model as one compiled call, and as PyTorch's modules."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "without kernels":
-            patch.setattr(kernels, "load", lambda: None)  # as PREFOLD_KERNELS=0
-        elif kernels.load() is None:
-            pytest.skip("there is no compiler")
-        with LLM(str(folder), dtype="float32") as llm:
-            assert ("one compiled call" in llm.passes) == (request.param == "compiled")
-            yield llm
+    if kernels.load() is None and request.param == "compiled":
+        pytest.skip("there is no compiler")
+    in_use = kernels_in_use(kernels.load() if request.param == "compiled" else None)
+    with in_use, LLM(str(folder), dtype="float32") as llm:
+        assert ("one compiled call" in llm.passes) == (request.param == "compiled")
+        yield llm
 
 
 CALLS = {

@@ -32,11 +32,11 @@ LLAMA = {k: v for k, v in SIZES.items() if not k.endswith("_token_id")} | {"arch
 
 
 @pytest.fixture(autouse=True)
-def registered_here(monkeypatch):
+def registered_here(keep):
     """What a test registers is forgotten."""
     plugins.load_plugins()  # prefold's own features, for good
-    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
-    monkeypatch.setattr(families, "_REGISTERED", set())
+    keep(families.FAMILIES, families.REGISTERED)
+    families.REGISTERED.clear()
 
 
 def written(folder: Path, name: str, **more) -> Path:
@@ -82,7 +82,7 @@ def check_logits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "ranks"), [({"architectures": ["QuokkaForCausalLM"]}, 1), ({"model_type": "QuokkaForCausalLM"}, 2)]
 )
-def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ranks):
+def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, keep, named, ranks):
     """As a plugin, which other ranks import too, against transformers' Llama with that activation, and a bias on the
     attention's output."""
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act="relu2"))
@@ -98,8 +98,7 @@ def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, named, ran
     path.write_text(json.dumps(settings | named), encoding="utf-8")
     example = next(example for example in EXAMPLES if "quokka" in example.lower())
     (tmp_path / "quokkas.py").write_text(example, encoding="utf-8")
-    monkeypatch.setattr(config_module, "_MLPS", dict(config_module._MLPS))
-    monkeypatch.setattr(plugins, "_loaded", set(plugins._loaded))
+    keep(config_module.MLPS, plugins.loaded)
     monkeypatch.setenv(environment.PLUGINS, str(tmp_path / "quokkas.py"))
     write_tokenizer(tmp_path / "model")
     prompt, text = [5, 6, 7, 8], [9, 10, 11]
@@ -178,10 +177,11 @@ def test_a_registered_function_stands_in_place_of_the_checkpoints_code():
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path, monkeypatch, keep):
     """A .py file that registers a family, and no plugin of this process."""
     monkeypatch.setenv("PREFOLD_PLUGINS", "")
-    monkeypatch.setattr(plugins, "_loaded", set())
+    keep(plugins.loaded)
+    plugins.loaded.clear()
     path = tmp_path / "my_plugin.py"
     path.write_text(
         "from prefold.model import decoder, register_family\nregister_family('MyForCausalLM', decoder)\n",

@@ -33,18 +33,18 @@ def test_the_same_logits_as_without(tmp_path, dtype, tied):
         assert model.head_product is not None
 
 
-def test_slow_kernels_still_serve_bfloat16(monkeypatch):
+def test_slow_kernels_still_serve_bfloat16(multiply_by):
     if not kernels.load():
         pytest.skip("no kernels")
     weight, x = torch.randn(100, 36).bfloat16(), torch.randn(5, 36).bfloat16()
-    monkeypatch.setattr("prefold.model.products.product_kernels", lambda weight: None)
+    multiply_by(lambda weight: None)
     torch.testing.assert_close(pack_head(weight).wide(x), x.float() @ weight.float().T, rtol=1e-5, atol=1e-5)
     odd = torch.randn(100, 35).bfloat16()
     assert pack_head(odd) is None
 
 
-def test_float32_without_our_kernels(monkeypatch):
-    monkeypatch.setattr("prefold.model.products.product_kernels", lambda weight: None)
+def test_float32_without_our_kernels(multiply_by):
+    multiply_by(lambda weight: None)
     weight, x = torch.randn(100, 36), torch.randn(5, 36)
     if packed := pack_head(weight):
         torch.testing.assert_close(packed.wide(x), x @ weight.T, rtol=1e-5, atol=1e-5)

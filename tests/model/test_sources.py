@@ -71,13 +71,16 @@ def whole(path, stored, arch, where):
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 @pytest.mark.parametrize("block", [1, 3 * HEAD * WIDTH])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning", "ignore:overflow:RuntimeWarning")
-def test_what_is_read_in_blocks_is_what_is_dequantised_whole(tmp_path, monkeypatch, kind, arch, block):
+def test_what_is_read_in_blocks_is_what_is_dequantised_whole(tmp_path, kind, arch, block):
     path = tmp_path / "m.gguf"
     write(path, arch, gguf.GGMLQuantizationType[kind])
-    monkeypatch.setattr(GGUFSource, "BLOCK", block)
+
+    class Blocks(GGUFSource):
+        BLOCK = block
+
     config = SimpleNamespace(head_dim=HEAD, turned=HEAD, out_norms=False)
-    norms = [name for name in GGUFSource(GGUFFile(path), config).shapes if name.endswith("norm.weight")]
-    source = GGUFSource(GGUFFile(path), config, dict.fromkeys(norms, float(arch == "gemma3")))
+    norms = [name for name in Blocks(GGUFFile(path), config).shapes if name.endswith("norm.weight")]
+    source = Blocks(GGUFFile(path), config, dict.fromkeys(norms, float(arch == "gemma3")))
     for name, (stored, _) in source._stored.items():
         for where in [(), *PLACES.get(stored, [])]:
             expected = whole(path, stored, arch, where)

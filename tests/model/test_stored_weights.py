@@ -12,7 +12,7 @@ from tiny import DenseAttend, tiny_checkpoint
 from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.errors import InputError, OutOfMemoryError
-from prefold.model import load_model, stored
+from prefold.model import load_model
 from prefold.model.products import GatePanels, Panels, product_kernels
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
@@ -72,19 +72,18 @@ def test_automatic(tmp_path, monkeypatch):
     assert load(path, "fast").stored_as, "in float32 they are faster"
     assert not load(path, "fast", torch.bfloat16).stored_as
     size = sum(parameter.nbytes for parameter in load(path, "dtype", torch.bfloat16, pack=False).parameters())
-    monkeypatch.setattr(stored, "available_memory", lambda device: size)
+    monkeypatch.setattr("prefold.model.stored.available_memory", lambda device: size)
     assert load(path, "fast", torch.bfloat16).stored_as
     assert not load(path, "auto", pack=False).stored_as, "gradients need parameters"
 
 
-def test_a_model_that_fits_in_its_blocks_alone(tmp_path, monkeypatch):
+def test_a_model_that_fits_in_its_blocks_alone(tmp_path, free_memory):
     path = write_model(tmp_path / "m.gguf", MIXES["Q4_K_M"], layers=6)
-    free = path.stat().st_size * 3 // 2
-    monkeypatch.setattr("prefold.model.device.available_memory", lambda device: free)
+    free_memory(path.stat().st_size * 3 // 2)
     with pytest.raises(OutOfMemoryError):
         load(path, "dtype")
     assert load(path, "file").stored_as
-    free = path.stat().st_size // 2
+    free_memory(path.stat().st_size // 2)
     with pytest.raises(OutOfMemoryError, match="needs"):
         load(path, "file")
 
@@ -106,9 +105,9 @@ def test_all_tasks_of_the_built_in_model():
     np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-4)
 
 
-def test_who_has_no_code_for_it(tmp_path, monkeypatch):
+def test_who_has_no_code_for_it(tmp_path, multiply_by):
     path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"])
-    monkeypatch.setattr("prefold.model.stored.product_kernels", lambda weight: None)
+    multiply_by(lambda weight: None)
     with pytest.raises(InputError, match=r"no code for that on this CPU.*leave --weights out") as error:
         load(path, "file")
     assert error.value.field == "weights"

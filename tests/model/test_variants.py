@@ -55,7 +55,7 @@ def results(path: Path, weights: str, vocabulary: int, **environment: str) -> di
 
 
 def skip_unless_runnable(name: str) -> None:
-    if name not in [variant.name for variant in runnable(loader._probe())]:
+    if name not in [variant.name for variant in runnable(loader.process.probe())]:
         pytest.skip(f"this machine cannot run {name}")
 
 

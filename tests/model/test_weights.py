@@ -15,7 +15,6 @@ from tiny import MORE, DenseAttend, reference, tiny_checkpoint
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
 from prefold.model import config_from, load_model
-from prefold.model import device as devices
 from prefold.model.layers import Linear
 from prefold.model.products import packs_with_onednn, product_kernels
 
@@ -200,20 +199,20 @@ def test_a_damaged_file(tmp_path):
         load(folder)
 
 
-def test_memory_is_refused_before_loading(tmp_path, monkeypatch):
+def test_memory_is_refused_before_loading(tmp_path, free_memory):
     checkpoint = resolve("smollm2-135m", load_format="dummy")
-    monkeypatch.setattr(devices, "available_memory", lambda device: 600_000_000)
+    free_memory(600_000_000)
     with pytest.raises(OutOfMemoryError, match=r"smollm2-135m in float32 needs 0\.7 GB.*0\.6 GB.*bfloat16 \(0\.3 GB\)"):
         load_model(checkpoint, dtype=torch.float32, device="cpu")
-    monkeypatch.setattr(devices, "available_memory", lambda device: 300_000_000)
+    free_memory(300_000_000)
     with pytest.raises(OutOfMemoryError, match=r"in bfloat16 needs 0\.3 GB"):
         load_model(checkpoint, dtype=torch.bfloat16, device="cpu")
     tiny = tiny_checkpoint(tmp_path, "llama")
     size = (tiny / "model.safetensors").stat().st_size
-    monkeypatch.setattr(devices, "available_memory", lambda device: size * 9 // 10)
+    free_memory(size * 9 // 10)
     with pytest.raises(OutOfMemoryError):
         load(tiny)
-    monkeypatch.setattr(devices, "available_memory", lambda device: size * 2)
+    free_memory(size * 2)
     load(tiny)
 
 

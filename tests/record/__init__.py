@@ -8,6 +8,6 @@ Prefold is asked as its users ask: by its command line, over HTTP, and by `from 
 random and the same each time. A recording is a folder with a file for each job (`jobs/NAME`) and for each exchange
 (`SERVER/NAME`). What cannot be equal is written as a word: <id 1>, <time>, <port>, <seconds>, <folder>.
 
-`jobs.py` and `exchanges.py` are the tables, `models.py` makes the models, `running.py` and `forked.py` run it all,
-`normal.py` says what cannot be equal, and compares.
+`jobs.py` and `exchanges.py` are the tables, `models.py` makes the models, `running.py` runs it all (in the
+processes of `tests/support/forked.py`), `normal.py` says what cannot be equal, and compares.
 """

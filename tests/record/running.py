@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forked import begin
+
 from .exchanges import SERVERS, Exchange
-from .forked import begin
 from .jobs import Job, write_inputs
 from .models import ADAPTERS, MODELS, Models
 from .normal import joined_events, normal

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.engine.cache import CacheOptions
+from prefold.serve.handler import RequestHandler
 
 # By itself httpx waits 5 s for an answer, which a busy machine may need.
 httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(timeout=60)
@@ -45,6 +48,66 @@ def llm(tmp_path_factory):
     made = LLM(str(folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0))
     made.folder = folder
     return made
+
+
+@pytest.fixture
+def work_by(monkeypatch):
+    """Lets functions stand for `validate` and `finish` of a server's batches. Each is called with the function that it
+    stands for, and the batch."""
+
+    def put(server, **functions):
+        batches, work = server.state.batches, server.state.batches.work
+        by_name = {
+            name: partial(functions[name], getattr(work, name)) if name in functions else getattr(work, name)
+            for name in ("validate", "finish")
+        }
+        monkeypatch.setattr(batches, "work", SimpleNamespace(**by_name))
+
+    return put
+
+
+@pytest.fixture
+def prepare_by(monkeypatch):
+    """Lets a function prepare requests. It is called with the function that it stands for, the handler, and the
+    order."""
+
+    def put(function):
+        prepare = RequestHandler._prepare
+        monkeypatch.setattr(RequestHandler, "_prepare", lambda handler, order: function(prepare, handler, order))
+
+    return put
+
+
+@pytest.fixture
+def submit_by(monkeypatch):
+    """Lets a function submit requests to the engine. It is called with the function that it stands for, the handler,
+    and what that is given."""
+
+    def put(function):
+        submit = RequestHandler._submit
+        monkeypatch.setattr(
+            RequestHandler, "_submit", lambda handler, *given, **options: function(submit, handler, *given, **options)
+        )
+
+    return put
+
+
+@pytest.fixture
+def few_running(llm):
+    """Lets at most two sequences run at once in the engine that tests share."""
+    scheduler, before = llm.engine.generator.scheduler, llm.engine.generator.scheduler.max_running
+    scheduler.max_running = 2
+    yield
+    scheduler.max_running = before
+
+
+@pytest.fixture
+def few_rows(llm):
+    """Lets steps of the engine that tests share have at most 32 rows."""
+    budget, before = llm.engine.budget, llm.engine.budget.rows
+    budget.rows = 32
+    yield
+    budget.rows = before
 
 
 @pytest.fixture(scope="session")

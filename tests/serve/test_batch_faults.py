@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import threading
-import time
 
 import httpx
 import numpy as np
@@ -20,11 +19,10 @@ from prefold.serve.batch import _digest
 from prefold.serve.store import Store
 
 
-def test_a_restart_goes_on(llm, tmp_path, monkeypatch):
+def test_a_restart_goes_on(llm, tmp_path, monkeypatch, slow_steps):
     """The first server takes its time, so that it ends before the batch does."""
     folder, worker = str(tmp_path), llm.engine.worker
-    start = worker.start
-    monkeypatch.setattr(worker, "start", lambda *step: time.sleep(0.02) or start(*step))
+    slow_steps(worker, 0.02)
     with serving(llm, served_names=("tiny",), data_dir=folder) as server, client_of(server) as client:
         batch = batch_of(client, [completion(i, max_tokens=10 + i) for i in range(100)])  # they end one by one
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
@@ -51,8 +49,8 @@ def test_an_end_that_was_killed_is_made_again(llm, tmp_path, monkeypatch):
         return change(self, kind, id, changes, **options)
 
     monkeypatch.setattr(Store, "change", die)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.1)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        server.state.batches.retry_seconds = 0.1
         done = ended(client, batch_of(client, [completion(i) for i in range(20)]))
         assert planted and done.status == "completed" and done.request_counts.completed == 20
         found = lines_of(client, done.output_file_id)
@@ -71,8 +69,8 @@ def test_two_servers_do_not_share_a_folder(kept, llm):
 
 def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
     monkeypatch.setattr("prefold.serve.store.LOCKED_SECONDS", 0.1)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.1)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        server.state.batches.retry_seconds = 0.1
         batch = batch_of(client, [completion(i) for i in range(50)])
         other = sqlite3.connect(tmp_path / "prefold.sqlite", isolation_level=None, check_same_thread=False)
         other.execute("BEGIN EXCLUSIVE")
@@ -88,10 +86,10 @@ def test_a_locked_database_is_told_and_loses_nothing(llm, tmp_path, monkeypatch)
         assert len(list((tmp_path / "files").iterdir())) == 2
 
 
-def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
-    full, fsync, batch_failures = threading.Event(), os.fsync, []
+def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, fsync_by):
+    full, batch_failures = threading.Event(), []
 
-    def failing(number):
+    def failing(fsync, number):
         path = os.readlink(f"/proc/self/fd/{number}")
         if "/batches/" in path and os.fstat(number).st_size and not batch_failures:
             full.set()  # once there are lines, and before the batch can have ended
@@ -100,10 +98,9 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fsync(number)
 
-    monkeypatch.setattr(os, "fsync", failing)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("prefold.serve.batches.LOOK_SECONDS", 0.02)
+    fsync_by(failing)
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        server.state.batches.retry_seconds, server.state.batches.look_seconds = 0.05, 0.02
         batch = batch_of(client, [completion(i) for i in range(50)])
         until(full.is_set)
         with pytest.raises(openai.InternalServerError, match="No space left"):
@@ -122,15 +119,14 @@ def test_a_full_disk_is_told_and_loses_nothing(llm, tmp_path, monkeypatch):
         assert sorted(found) == sorted(f"c{i}" for i in range(50))
 
 
-def test_a_line_that_steps_fail_for_is_an_error_of_its_own(kept, client, llm, monkeypatch):
+def test_a_line_that_steps_fail_for_is_an_error_of_its_own(kept, client, llm, start_by):
     """All other lines of a batch of numbers are answered, as they are without it."""
     texts = ["zebra" if i == 37 else f"the yes {i}" for i in range(100)]
     others = {token for text in texts if text != "zebra" for token in llm.tokenizer.encode(text).tolist()}
     bad = set(llm.tokenizer.encode("zebra").tolist()) - others
     assert bad
-    start = llm.engine.worker.start
 
-    def fail(message, *more):
+    def fail(start, message, *more):
         # The rows of one text may come in several steps, and not every message has rows.
         if bad & set(np.asarray(getattr(message, "tokens", ())).tolist()):
             raise RuntimeError("made up")
@@ -140,9 +136,8 @@ def test_a_line_that_steps_fail_for_is_an_error_of_its_own(kept, client, llm, mo
         {"custom_id": f"c{i}", "method": "POST", "url": "/v1/embeddings", "body": {"input": text}}
         for i, text in enumerate(texts)
     ]
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.worker, "start", fail)
-        done = ended(client, batch_of(client, lines, "/v1/embeddings"))
+    start_by(llm.engine.worker, fail)
+    done = ended(client, batch_of(client, lines, "/v1/embeddings"))
     assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 99, 1)
     (wrong,) = lines_of(client, done.error_file_id).values()
     assert wrong["custom_id"] == "c37" and "made up" in json.dumps(wrong)

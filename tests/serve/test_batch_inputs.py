@@ -13,8 +13,6 @@ import pytest
 from batching import LONG, batch_of, client_of, completion, ended, lines_of, upload
 from serving import serving, until
 
-from prefold.serve.batch import BatchWork
-
 GOOD = json.dumps(completion(0)).encode()
 WRONG = {
     "array": (b"[\n" + GOOD + b"]\n", "is a JSON array"),
@@ -58,9 +56,9 @@ def test_a_file_that_is_gone_ends_the_batch(llm, tmp_path):
         assert server.state.failing is None
 
 
-def test_a_batch_is_cancelled_though_its_file_is_gone(llm, tmp_path, monkeypatch):
-    monkeypatch.setattr(BatchWork, "validate", lambda self, one: None)
+def test_a_batch_is_cancelled_though_its_file_is_gone(llm, tmp_path, work_by):
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
+        work_by(server, validate=lambda validate, one: None)
         batch = batch_of(client, [completion(0)])
         server.state.store.path(batch.input_file_id).unlink()
         client.batches.cancel(batch.id)
@@ -81,12 +79,12 @@ def test_a_file_is_not_forgotten_while_a_batch_begins_to_read_it(kept, client, m
     assert httpx.get(f"{kept.url}/health").status_code == 200
 
 
-def test_what_fails_is_told_without_paths_and_ids(llm, tmp_path, monkeypatch):
-    def failing(self, one):
+def test_what_fails_is_told_without_paths_and_ids(llm, tmp_path, work_by):
+    def failing(validate, one):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(tmp_path / "files" / one.id))
 
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server, client_of(server) as client:
-        monkeypatch.setattr(BatchWork, "validate", failing)
+        work_by(server, validate=failing)
         batch = batch_of(client, [completion(0)])
         until(lambda: server.state.failing is not None)
         reason = httpx.get(f"{server.url}/health").json()["reason"]

@@ -15,7 +15,6 @@ from prefold.api.streams import ResponseStream
 from prefold.engine.pace import StepPolicy
 from prefold.engine.schedule.fair import FairAdmission
 from prefold.engine.schedule.steps import MakeStore, SlotStep
-from prefold.serve import batches
 from prefold.spec.requests import Owner, Readout, Request
 from prefold.trie import Spool
 
@@ -23,14 +22,13 @@ LAST = Readout("last")
 
 
 @pytest.mark.parametrize("kind", ["completions", "embeddings"])
-def test_live_requests_go_on_beside_a_batch(client, llm, kind, monkeypatch):
+def test_live_requests_go_on_beside_a_batch(client, llm, kind, slow_steps):
     if kind == "completions":
         lines, endpoint = [completion(i, **LONG) for i in range(300)], "/v1/completions"
     else:
         lines, endpoint = embeddings(3000), "/v1/embeddings"
         # However long it takes to ask meanwhile: the batch does not end before.
-        start = llm.engine.worker.start
-        monkeypatch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
+        slow_steps(llm.engine.worker, 0.01)
     batch = batch_of(client, lines, endpoint)
     until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 3)
     options = {
@@ -58,10 +56,10 @@ def embeddings(count):
     ]
 
 
-def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, monkeypatch):
-    start, steps = llm.engine.worker.start, []
+def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, monkeypatch, few_rows, start_by):
+    steps = []
 
-    def begin(message, *more):
+    def begin(start, message, *more):
         if isinstance(message, MakeStore):
             return start(message, *more)
         steps.append(message)
@@ -69,10 +67,9 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
             until(lambda: any(new.request.sampling for new in llm.engine.generator._new.copy()))
         return start(message, *more)
 
-    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
     # However long steps take, which on a busy machine leaves the batch nothing beside a short text.
     monkeypatch.setattr(kept.state.handler.step_policy, "_batch_rows", lambda *given: 8)
-    monkeypatch.setattr(llm.engine.worker, "start", begin)
+    start_by(llm.engine.worker, begin)
     lines = embeddings(200)
     batch = batch_of(client, lines, "/v1/embeddings")
     until(lambda: len(steps) > 1)
@@ -87,9 +84,9 @@ def test_numbers_of_a_batch_and_texts_are_in_the_same_steps(kept, client, llm, m
     assert np.allclose(vectors, llm.embed([line["body"]["input"] for line in lines]), atol=1e-5)
 
 
-def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm, monkeypatch):
+def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm, few_rows, start_by):
     service, worker = llm.engine, llm.engine.worker
-    begin, steps, results = worker.start, [], []
+    steps, results = [], []
     live = [Request(np.array([1, i // 64, i % 64, i % 7], np.int32)) for i in range(4000)]
     spool = Spool()
     for i in range(4):
@@ -101,7 +98,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
 
     batch = threading.Thread(target=run)
 
-    def start(message, *more):
+    def start(begin, message, *more):
         kinds = {"batch" if token >= 200 else "live" for token in message.tokens.tolist()}
         steps.append(kinds)
         if len(steps) == 2:
@@ -109,8 +106,7 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
             until(lambda: service.generator.num_waiting)
         return begin(message, *more)
 
-    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
-    monkeypatch.setattr(worker, "start", start)
+    start_by(worker, start)
 
     async def ask():
         reply = ResponseStream(asyncio.get_running_loop(), 1)
@@ -129,10 +125,10 @@ def test_a_batch_has_its_share_beside_a_large_live_request_that_never_pauses(llm
     assert any("live" in kinds for kinds in steps[first + 1 :]), steps
 
 
-def test_a_batch_of_numbers_that_is_cancelled_ends_before_the_next_step(client, llm, monkeypatch):
-    begin, calls, steps = llm.engine.worker.start, [], []
+def test_a_batch_of_numbers_that_is_cancelled_ends_before_the_next_step(client, llm, few_rows, start_by):
+    calls, steps = [], []
 
-    def start(message, *more):
+    def start(begin, message, *more):
         if isinstance(message, MakeStore):
             return begin(message, *more)
         steps.append(message.num_rows)
@@ -140,16 +136,16 @@ def test_a_batch_of_numbers_that_is_cancelled_ends_before_the_next_step(client, 
             calls.append(client.batches.cancel(client.batches.list(limit=1).data[0].id))
         return begin(message, *more)
 
-    monkeypatch.setattr(type(llm.engine), "max_batch_rows", 32)
-    monkeypatch.setattr(llm.engine.worker, "start", start)
+    start_by(llm.engine.worker, start)
     done = ended(client, batch_of(client, embeddings(200), "/v1/embeddings"))
     assert done.status == "cancelled" and done.request_counts.completed < 200 and len(calls) == 1
     assert len(client.embeddings.create(model="tiny", input="yes").data) == 1
 
 
-def test_a_batch_begins_at_once(client, monkeypatch):
-    monkeypatch.setattr(batches, "LOOK_SECONDS", 3000.0)
+def test_a_batch_begins_at_once(kept, client):
+    batches = kept.state.batches
+    before, batches.look_seconds = batches.look_seconds, 3000.0
     time.sleep(0.5)  # until the looks that have begun are over
     assert ended(client, batch_of(client, [completion(1)])).status == "completed"
-    monkeypatch.undo()
+    batches.look_seconds = before
     assert ended(client, batch_of(client, [completion(1)])).status == "completed"

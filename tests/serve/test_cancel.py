@@ -17,7 +17,7 @@ LONG = {"prompt": "the yes no", "max_tokens": 480, "ignore_eos": True, "temperat
 def is_idle(server, llm):
     scheduler = llm.engine.generator.scheduler
     idle = not server.state.handler.backpressure.replies and not scheduler.has_work and not server.state.open
-    return idle and not llm.engine.generator._open
+    return idle and not llm.engine.generator.open
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -33,15 +33,17 @@ def test_one_that_leaves(server, llm, stream):
     check_books(llm.engine.generator.scheduler)
 
 
-def test_half_a_body_and_waiting(server, llm, monkeypatch):
+def test_half_a_body_and_waiting(server, llm):
     Raw(server).send("/v1/completions", LONG, whole=False).close()
     Raw(server).send("/v1/embeddings", {"input": "yes"}, whole=False).close()
-    monkeypatch.setattr(server.state.handler.backpressure, "most_running", 0)
+    backpressure = server.state.handler.backpressure
+    before, backpressure.most_running = backpressure.most_running, 0
     with no_steps(llm.engine):
         raw = Raw(server).send("/v1/completions", LONG)
         until(lambda: server.state.handler.backpressure.waiting[0] == 1)
         raw.close()
         until(lambda: not server.state.handler.backpressure.replies)
+    backpressure.most_running = before
     until(lambda: is_idle(server, llm))
 
 

@@ -12,28 +12,25 @@ from generating import until_idle
 from serving import serving, until
 
 from prefold.errors import OutOfMemoryError, RankError
-from prefold.serve.batch import BatchWork
 
 BODY = {"prompt": "yes the no", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def broken(llm, monkeypatch):
+def broken(llm, start_by):
     """Every step raises what is in the list that this is."""
-    worker, errors = llm.engine.generator.worker, []  # it has its store
-    real = worker.start
+    errors = []
 
-    def start(message, *more):
+    def start(real, *given):
         if errors:
             raise errors[0]
-        return real(message, *more)
+        return real(*given)
 
-    monkeypatch.setattr(worker, "start", start)
+    start_by(llm.engine.generator.worker, start)  # it has its store
     # It falls to one row where memory is too small, and other tests share the engine.
-    monkeypatch.setattr(llm.engine._budget, "rows", llm.engine._budget.rows)
-    monkeypatch.setattr("prefold.serve.batches.RETRY_SECONDS", 0.05)
-    monkeypatch.setattr("prefold.serve.batches.LOOK_SECONDS", 0.02)
-    return errors
+    budget, before = llm.engine.budget, llm.engine.budget.rows
+    yield errors
+    budget.rows = before
 
 
 def health(server):
@@ -69,14 +66,15 @@ def test_memory_that_is_too_small(llm, broken):
 
 @pytest.mark.parametrize("error", [RankError("rank 1 has died"), OutOfMemoryError("not even one row fits")])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error, monkeypatch):
+def test_a_batch_waits_until_the_engine_works_again(llm, broken, tmp_path, path, error, work_by):
     """None of its lines is answered with an error that is the engine's."""
-    lines, tries, finish = [], [], BatchWork.finish
-    monkeypatch.setattr(BatchWork, "finish", lambda work, one: tries.append(one) or finish(work, one))
+    lines, tries = [], []
     for i in range(12):
         body = BODY | {"prompt": f"{i} yes", "max_tokens": 12} if path == "/v1/completions" else {"input": f"{i} yes"}
         lines.append(json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body | {"model": "tiny"}}))
     with serving(llm, served_names=("tiny",), data_dir=str(tmp_path)) as server:
+        server.state.batches.retry_seconds, server.state.batches.look_seconds = 0.05, 0.02
+        work_by(server, finish=lambda finish, one: tries.append(one) or finish(one))
         broken.append(error)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")

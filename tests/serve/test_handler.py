@@ -129,18 +129,15 @@ def test_texts_that_end_an_output_are_bounded(server, stop):
         assert (found.status_code, found.json()["error"]["param"]) == (400, "stop")
 
 
-def test_the_first_failure_ends_a_request(server, monkeypatch):
+def test_the_first_failure_ends_a_request(server, submit_by):
     """The first prompt is never answered."""
-    submit = RequestHandler._submit
 
-    def begin(self, requests, readout, replies, **options):
-        submit(self, requests[:1], readout, replies[:1], **options)
+    def begin(submit, handler, requests, readout, replies, **options):
         replies[1].post(replies[1].put, [InputError("made up", remedy="none")])
 
-    monkeypatch.setattr(RequestHandler, "_submit", begin)
+    submit_by(begin)
     asked = {"prompt": ["the yes", "no"], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        monkeypatch.setattr(server.state.handler.engine, "_answer", lambda reply, answer: None)
         found = client.post("/v1/completions", json=asked)
     assert found.status_code == 400 and "made up" in found.text
 

@@ -149,10 +149,20 @@ def test_tenants_share_no_images(llm, tmp_path):
     assert [b - a for a, b in itertools.pairwise(runs)] == [1, 0, 1]
 
 
-def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeypatch):
+@pytest.fixture
+def read_by(llm, monkeypatch):
+    """Lets the LLM, and the tasks that it makes from now on, read images with these settings."""
+
+    def put(images):
+        monkeypatch.setattr(llm, "images", images)
+        monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
+
+    return put
+
+
+def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, read_by):
     """Though both have the same pixels at the same time. What is kept for each is counted as that tenant's."""
-    monkeypatch.setattr(llm, "images", replace(llm.images, recent=image_cache(0)))
-    monkeypatch.setattr(llm, "_tasks", {})
+    read_by(replace(llm.images, recent=image_cache(0)))
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     data = base64.b64decode(url_of(PICTURES[0]).partition(",")[2])
@@ -177,12 +187,11 @@ def test_one_tenants_image_is_not_read_from_anothers_file(llm, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("paths", [True, False])  # as in Python, and as `prefold serve` makes its reader
-def test_uploaded_files(llm, tmp_path, monkeypatch, paths):
+def test_uploaded_files(llm, tmp_path, read_by, paths):
     import anthropic
     import openai
 
-    monkeypatch.setattr(llm, "images", llm.images if paths else llm.images.with_reader(**image_reading(JobSpec())))
-    monkeypatch.setattr(llm, "_tasks", {})  # they have the reader of their time
+    read_by(llm.images if paths else llm.images.with_reader(**image_reading(JobSpec())))
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(f'[[key]]\nkey = "k-{name}"\ntenant = "{name}"\n' for name in ("a", "b")))
     data, question = base64.b64decode(url_of(PICTURES[0]).partition(",")[2]), {"type": "text", "text": "what?"}

@@ -16,16 +16,15 @@ def llm(tmp_path_factory):
     return LLM(str(folder), dtype="float32", device="cpu", looped={"exits": "save"}, kv_memory=1 << 18)
 
 
-def test_numbers_of_a_batch_are_bounded_as_its_texts_are(llm, tmp_path, monkeypatch):
+def test_numbers_of_a_batch_are_bounded_as_its_texts_are(llm, tmp_path, start_by):
     """They run for the batch, so that the policy of admission knows of them; one that is too long has its own error."""
     scheduler, running = llm.engine.generator.scheduler, []
-    start = llm.engine.worker.start
 
-    def watched(*given):
+    def watched(start, *given):
         running.append((scheduler.waiting.num_running(batch=True), scheduler.waiting.num_running(batch=False)))
         return start(*given)
 
-    monkeypatch.setattr(llm.engine.worker, "start", watched)
+    start_by(llm.engine.worker, watched)
     lengths = {str(i): 1 + i for i in range(20)} | {"long": 250}
     assert lengths["long"] * 2 > scheduler.pool.num_slots > 20 * 2
     where = {"url": "/v1/embeddings", "method": "POST"}

@@ -67,13 +67,12 @@ def test_families_of_vllms_dashboards(measured):
     assert buckets == sorted(buckets) and buckets[-1] == next(s.value for s in steps if s.name.endswith("_count")) > 0
 
 
-def test_requests_that_are_given_up_or_fail(measured, monkeypatch):
+def test_requests_that_are_given_up_or_fail(measured, submit_by):
     body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{measured.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_raw())
     until(lambda: value(measured, "request_success_total", finished_reason="abort") == 1)
-    handler = measured.state.handler
-    monkeypatch.setattr(type(handler), "_submit", lambda *args, **options: 1 / 0)
+    submit_by(lambda *args, **options: 1 / 0)
     assert httpx.post(f"{measured.url}/v1/completions", json={"prompt": "a"}, timeout=60).status_code == 500
     assert value(measured, "request_success_total", finished_reason="error") == 1
 

@@ -136,7 +136,7 @@ def test_docs_work_without_anything_from_elsewhere(browser, server):
     assert browser.complaints() == []
 
 
-def test_a_dialect_is_a_list_of_entries(llm, monkeypatch):
+def test_a_dialect_is_a_list_of_entries(llm, keep):
     """Its path is answered, refused in its form, and described by the struct of its body."""
 
     class Greeting(Body):
@@ -149,7 +149,8 @@ def test_a_dialect_is_a_list_of_entries(llm, monkeypatch):
 
     polite = Dialect("polite", lambda status, message, code, param: (status, {"sorry": message}))
     own = SimpleNamespace(ENTRIES=[Entry(polite, "POST", "/greet", greet, (Greeting,))])
-    monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
+    keep(app.DIALECTS)
+    app.DIALECTS.append(own)
     with serving(llm) as server:
         assert httpx.post(f"{server.url}/greet", json={"name": "Ada"}).json() == {"said": "Hello Ada"}
         assert httpx.post(f"{server.url}/greet", json={"name": 5}).json() == {"sorry": "'name' is 5; give a text"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 
 import httpx
 import numpy as np
@@ -91,11 +90,10 @@ def test_its_data(server, llm):
     assert sum(row[6] != 0 for row in found["nodes"]) == 0
 
 
-def test_tokens_of_requests_that_run_are_counted(llm):
+def test_tokens_of_requests_that_run_are_counted(llm, slow_steps):
     """As their rows are: else the page says that more rows were computed than tokens were asked for."""
-    with serving(llm) as server, pytest.MonkeyPatch.context() as patch:
-        start = llm.engine.worker.start
-        patch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.005) or start(*given))
+    slow_steps(llm.engine.worker, 0.005)
+    with serving(llm) as server:
         llm.engine.generator.scheduler.cache.clear()
         before = httpx.get(f"{server.url}/page/data").json()["computed"]
         body = {"prompt": "the yes no yes " * 10, "max_tokens": 400, "ignore_eos": True, "stream": True}

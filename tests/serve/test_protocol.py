@@ -168,7 +168,7 @@ def test_a_client_that_takes_it_slowly_gets_all(impatient):
 
 
 @pytest.mark.parametrize("ping_seconds", [0.2, 60.0])
-def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds):
+def test_a_stream_whose_client_takes_nothing_ends(llm, keep, ping_seconds):
     """Also where comments are sent meanwhile, which nobody takes either."""
     closed = []
 
@@ -185,7 +185,8 @@ def test_a_stream_whose_client_takes_nothing_ends(llm, monkeypatch, ping_seconds
         return EventStream(events(), context.request, context.state.options)
 
     own = SimpleNamespace(ENTRIES=[Entry(OPENAI, "GET", "/stream", stream)])
-    monkeypatch.setattr(app, "DIALECTS", (*app.DIALECTS, own))
+    keep(app.DIALECTS)
+    app.DIALECTS.append(own)
     with serving(llm, send_seconds=0.5, ping_seconds=ping_seconds) as server:
         raw = Raw(server).send("/stream", b"", method="GET")
         raw.read_until(b"data: ")

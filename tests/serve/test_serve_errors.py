@@ -82,18 +82,17 @@ def test_a_server_that_cannot_answer_now(llm, dialect):
 
 
 @pytest.fixture
-def broken(llm, monkeypatch):
+def broken(llm, start_by):
     """Steps fail that have a row at a position of at least the number in this list, or any step where it is 0."""
-    worker, places = llm.engine.worker, []
-    real = worker.start
+    places = []
 
-    def start(message, *more):
+    def start(real, message, *more):
         positions = getattr(message, "positions", None)
         if places and positions is not None and (positions >= places[0]).any():
             raise RuntimeError("the step failed")
         return real(message, *more)
 
-    monkeypatch.setattr(worker, "start", start)
+    start_by(llm.engine.worker, start)
     return places
 
 

@@ -10,7 +10,6 @@ import pytest
 from serving import serving
 from starlette.routing import Route
 
-from prefold.serve import keys as keys_module
 from prefold.serve.app import make_app
 from prefold.serve.keys import Keys
 
@@ -95,11 +94,11 @@ def test_pages_of_other_origins_get_nothing(locked):
             assert "unsafe" not in found["content-security-policy"] and found["x-content-type-options"] == "nosniff"
 
 
-def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, capfd):
+def test_neither_keys_nor_prompts_are_logged(locked, llm, start_by, caplog, capfd):
     """Not when all goes well, and not when a request is wrong, or a step fails."""
     secret = "hidden thought"
 
-    def fails(message, prepared=None):
+    def fails(*given):
         raise RuntimeError("the step failed")
 
     with httpx.Client(base_url=locked.url, timeout=60) as client, caplog.at_level(0):
@@ -113,9 +112,8 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, c
         ):
             client.post(path, json=body, headers=OTHER)
         client.get("/v1/models", headers={"authorization": "Bearer sk-wrong"})
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.engine.worker, "start", fails)
-            assert client.post("/v1/embeddings", json={"input": secret + "s"}, headers=OTHER).status_code == 500
+        start_by(llm.engine.worker, fails)
+        assert client.post("/v1/embeddings", json={"input": secret + "s"}, headers=OTHER).status_code == 500
         locked.reload_keys()
         metrics = client.get("/metrics", headers=ADMIN).text
     said = capfd.readouterr()
@@ -124,33 +122,33 @@ def test_neither_keys_nor_prompts_are_logged(locked, llm, monkeypatch, caplog, c
     assert secret not in written and "sk-" not in written
 
 
-def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_makes_of_them(tmp_path, monkeypatch):
+@pytest.fixture
+def compared(monkeypatch):
+    """What is compared in constant time."""
+    found, real = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: found.append((a, b)) or real(a, b))
+    return found
+
+
+def test_keys_are_hashed_compared_in_constant_time_and_found_by_what_a_secret_makes_of_them(tmp_path, compared):
     path = tmp_path / "keys.toml"
     path.write_text(KEYS)
     keys, others = Keys(str(path)), Keys(str(path))
     assert "sk-" not in repr(vars(keys))
-    assert len(keys._tenants) == 2 and not keys._tenants.keys() & others._tenants.keys()
-    assert not keys._tenants.keys() & {digest for digest, _ in keys._tenants.values()}
-    compared, real = [], hmac.compare_digest
-
-    def compare(a, b):
-        compared.append((a, b))
-        return real(a, b)
-
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", compare)
+    assert len(keys.by_digest) == 2 and not keys.by_digest.keys() & others.by_digest.keys()
+    assert not keys.by_digest.keys() & {digest for digest, _ in keys.by_digest.values()}
     for key in ("sk-admin-of-first", "sk-of-second", "sk-none", ""):
         compared.clear()
         keys.tenant({"x-api-key": key})
         assert len(compared) == 1 and all(len(a) == len(b) == 32 for a, b in compared)
 
 
-def test_many_keys_cost_no_more_than_few(tmp_path, monkeypatch):
+def test_many_keys_cost_no_more_than_few(tmp_path, compared):
     path = tmp_path / "keys.toml"
     path.write_text("".join(f'[[key]]\nkey = "sk-{i}"\ntenant = "{i}"\n' for i in range(500)))
-    keys, compared = Keys(str(path)), []
-    monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: compared.append(a) or a == b)
+    keys = Keys(str(path))
     assert [keys.tenant({"x-api-key": f"sk-{i}"}).name for i in range(500)] == [str(i) for i in range(500)]
-    assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.tenants) == 500
+    assert keys.tenant({"x-api-key": "sk-500"}) is None and len(compared) == 501 and len(keys.by_digest) == 500
 
 
 def test_a_key_need_not_be_ascii(tmp_path):

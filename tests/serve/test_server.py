@@ -339,12 +339,11 @@ def test_metrics_say_whose_prompts_were_there(llm, tmp_path):
 
 
 @pytest.fixture
-def poisoned(llm, monkeypatch):
+def poisoned(llm, start_by):
     """Steps fail that have the first row of a prompt beginning with Q, or for the reasons in the list that this is."""
-    worker, reasons = llm.engine.worker, []
-    real, (poison,) = worker.start, llm.tokenizer.encode("Q").tolist()
+    reasons, (poison,) = [], llm.tokenizer.encode("Q").tolist()
 
-    def start(message, *more):
+    def start(real, message, *more):
         if reasons:
             raise reasons.pop()
         tokens = getattr(message, "tokens", None)
@@ -352,7 +351,7 @@ def poisoned(llm, monkeypatch):
             raise RuntimeError("the step failed")
         return real(message, *more)
 
-    monkeypatch.setattr(worker, "start", start)
+    start_by(llm.engine.worker, start)
     return reasons
 
 
@@ -422,7 +421,7 @@ def test_one_request_that_steps_fail_for(llm, poisoned):
         assert found[p][1].json()["data"][0]["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
     generator = llm.engine.generator
     until_idle(llm.engine)
-    assert not generator._on_hold
+    assert not generator.on_hold
     check_books(generator.scheduler)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import httpx
 import openai
 import pytest
 from batching import client_of, completion, content, ended, upload
 from serving import serving
 
-from prefold.jobs import output
 from prefold.serve.http import Refusal
 from prefold.serve.store import Store
 
@@ -77,12 +74,11 @@ def test_uploads_count_while_they_come(server):
     assert server.state.store.receiving["a"] == 60_000
 
 
-def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch):
-    monkeypatch.setattr(output, "COMMIT_SECONDS", 0.0)
+def test_a_batch_whose_answers_are_too_many_fails(server, monkeypatch, few_running, slow_steps):
+    server.state.batches.work.commit_seconds = 0.0
     engine = server.state.handler.engine
-    start = engine.worker.start  # few answers at a time, so that there are looks between them
-    monkeypatch.setattr(engine.generator.scheduler, "max_running", 2)
-    monkeypatch.setattr(engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
+    # Few answers at a time, so that there are looks between them.
+    slow_steps(engine.worker, 0.01)
     b, store = client_of(server, "b"), server.state.store
     url, total = "/v1/embeddings", 500
     lines = [{"custom_id": f"{i}", "method": "POST", "url": url, "body": {"input": f"yes {i}"}} for i in range(total)]

@@ -13,7 +13,6 @@ from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.serve import limits
-from prefold.serve.handler import RequestHandler
 
 TEXTS = ["yes no", "the", "no the yes"]
 CHAT = [{"role": "user", "content": "is it the one? yes or no"}]
@@ -211,7 +210,7 @@ def test_a_classifier_reads_pairs(tmp_path):
             assert (found.status_code, found.json()["error_type"]) == (424, "Backend"), found.text
 
 
-def test_classifier(tmp_path, monkeypatch):
+def test_classifier(tmp_path, prepare_by):
     labels = {0: "bad", 1: "good", 2: "odd"}
     folder = tiny_checkpoint(tmp_path, "qwen3", head="classifier", num_labels=3, id2label=labels,
                              label2id={v: k for k, v in labels.items()})  # fmt: skip
@@ -222,9 +221,13 @@ def test_classifier(tmp_path, monkeypatch):
         assert found[0]["label"] == expected.label
         scores = {one["label"]: one["score"] for one in found}
         assert scores == pytest.approx(dict(expected.probabilities), abs=1e-6)
-        waiting, prepare = [], RequestHandler._prepare
-        noted = lambda self, order: waiting.append(self.backpressure.waiting[0]) or prepare(self, order)  # noqa: E731
-        monkeypatch.setattr(RequestHandler, "_prepare", noted)
+        waiting = []
+
+        def noted(prepare, handler, order):
+            waiting.append(handler.backpressure.waiting[0])
+            return prepare(handler, order)
+
+        prepare_by(noted)
         server.state.handler.backpressure.most_running = 0
         many = httpx.post(f"{server.url}/predict", json={"inputs": [["the yes"], ["no"]]}).json()
         assert waiting == [1]  # one request, however many texts it has

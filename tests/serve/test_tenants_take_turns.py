@@ -11,11 +11,9 @@ from batching import client_of, upload
 from serving import serving, until
 
 from prefold.errors import InputError
-from prefold.serve import batches as module
 from prefold.serve import handler
 from prefold.serve.batch import OpenBatch
 from prefold.serve.batches import Batches
-from prefold.serve.handler import RequestHandler
 from prefold.serve.limits import FairQueue
 from prefold.serve.store import Store
 
@@ -66,15 +64,15 @@ TEMPLATE = {"messages": [{"role": "user", "content": "1"}], "chat_template": "{{
         ("_pool_of_images", 2, "/v1/completions", {"prompt": "yes"}),
     ],
 )
-def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, pool, threads, path, body):
+def test_requests_are_prepared_in_turn(llm, keys, monkeypatch, prepare_by, pool, threads, path, body):
     gate, order = threading.Event(), []
 
-    def prepare(self, order_):
+    def prepare(real, handler, order_):
         gate.wait(60)
         order.append(order_.owner.tenant)
         raise InputError("it is only counted")
 
-    monkeypatch.setattr(RequestHandler, "_prepare", prepare)
+    prepare_by(prepare)
     if pool == "_pool_of_images":
         monkeypatch.setattr(handler, "has_images", lambda item: True)
     with serving(llm, api_keys=keys, allow_chat_template=True) as server, pytest.MonkeyPatch.context() as patched:
@@ -104,31 +102,30 @@ def test_batches_are_taken_in_turn(tmp_path):
     store = Store(tmp_path)
     batches = Batches(store, print)
     for id in ("a1", "a2", "b1", "a3", "b2", "c1"):
-        batches._hold(OpenBatch(id, id[0], "in_progress", time.time() + 60, "file"))
+        batches.hold(OpenBatch(id, id[0], "in_progress", time.time() + 60, "file"))
     taken = []
-    while (one := batches._take(lambda one: True)) is not None:
+    while (one := batches.take(lambda one: True)) is not None:
         taken.append(one.id)
     assert taken == ["a1", "b1", "c1", "a2", "b2", "a3"]
     store.close()
 
 
-def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LINES_A_TURN", 4)
-    start, ended = llm.engine.worker.start, {}
+def test_a_large_batch_gives_way_to_that_of_another_tenant(llm, keys, tmp_path, work_by, few_running, slow_steps):
+    ended = {}
     # Few answers at a time, so that there is a look whether the turn is over behind each.
-    monkeypatch.setattr(llm.engine.generator.scheduler, "max_running", 2)
-    monkeypatch.setattr(llm.engine.worker, "start", lambda *given: time.sleep(0.01) or start(*given))
-    note = Batches._note
+    slow_steps(llm.engine.worker, 0.01)
 
-    def noted(self, one, body):
-        if body["status"] == "completed":
-            counts = [found["request_counts"]["completed"] for _, found in self._store.all("batch")]
+    def noted(finish, one):
+        body = finish(one)
+        if body is not None and body["status"] == "completed":
+            counts = [found["request_counts"]["completed"] for _, found in server.state.store.all("batch")]
             ended.setdefault(one.tenant, counts)
-        note(self, one, body)
+        return body
 
-    monkeypatch.setattr(Batches, "_note", noted)
     url, sizes = "/v1/embeddings", {"a": 160, "b": 12}
     with serving(llm, api_keys=keys, served_names=("tiny",), data_dir=str(tmp_path / "data")) as server:
+        work_by(server, finish=noted)
+        server.state.batches.lines_a_turn = 4
         for key, size in sizes.items():
             body = lambda i: {"custom_id": str(i), "method": "POST", "url": url, "body": {"input": f"yes {i}"}}  # noqa: E731
             client = client_of(server, key)

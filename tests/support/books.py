@@ -34,19 +34,19 @@ def check_books(books: Any) -> None:
 def _check_scheduler(scheduler: GenerateScheduler) -> None:
     """Slots, users of nodes and states of sequences agree."""
     check_books(scheduler.tree)
-    slots_of = [np.arange(start, start + size) for start, size in scheduler.pool._sizes.items()]
+    slots_of = [np.arange(start, start + size) for start, size in scheduler.pool.sizes.items()]
     users: dict[Node, int] = {}
-    states = {"running": scheduler.running, "waiting": scheduler.waiting, "ending": scheduler._ending}
+    states = {"running": scheduler.running, "waiting": scheduler.waiting, "ending": scheduler.ending}
     in_trie = [sequence for sequences in states.values() for sequence in sequences]
     for sequence in in_trie:
-        assert sequence in states[sequence.state] and sequence.key in scheduler._requests
+        assert sequence in states[sequence.state] and sequence.key in scheduler.requests
         assert sequence.state != "waiting" or not len(sequence.tail.slots)
         slots_of.append(sequence.tail.slots)
         assert sequence.tail.num_computed <= len(sequence.tail.slots)
         for node in sequence.leaf.path():
             users[node] = users.get(node, 0) + 1
             assert sequence.state == "waiting" or len(node.slots) == len(node)
-    for node in scheduler._nodes():
+    for node in scheduler.nodes():
         slots_of.append(node.slots)
         assert node.num_computed <= len(node.slots) <= len(node)
         assert node.users == users.get(node, 0), (node.users, users.get(node, 0))
@@ -59,11 +59,11 @@ def _check_scheduler(scheduler: GenerateScheduler) -> None:
     assert np.array_equal(slots, np.arange(1, scheduler.pool.num_slots + 1)), "slots leak, or are used twice"
     assert len(scheduler.running) <= scheduler.max_running
     check_admission(scheduler.waiting, scheduler.running)
-    assert set(in_trie) == {sequence for request in scheduler._requests.values() for sequence in request}
-    assert all(scheduler._requests.values()), "a request without sequences"
+    assert set(in_trie) == {sequence for request in scheduler.requests.values() for sequence in request}
+    assert all(scheduler.requests.values()), "a request without sequences"
     if scheduler.cache is not None:
         check_books(scheduler.cache)
-        holders = [*scheduler._nodes(), *(sequence.tail for sequence in in_trie)]
+        holders = [*scheduler.nodes(), *(sequence.tail for sequence in in_trie)]
         for account in scheduler.cache.accounts:
             assert account.num_slots == sum(len(node.slots) for node in holders if node.account is account)
 
@@ -71,24 +71,24 @@ def _check_scheduler(scheduler: GenerateScheduler) -> None:
 @check_books.register(StateScheduler)
 def _check_states(scheduler: StateScheduler) -> None:
     _check_scheduler(scheduler)
-    slots = [*scheduler._free, *(state.slot for state in scheduler.states.values())]
+    slots = [*scheduler.free_states, *(state.slot for state in scheduler.states.values())]
     assert sorted(slots) == list(range(ZERO + 1, scheduler.state_slots + 1)), "slots of states leak, or are used twice"
-    tails = {sequence.tail for sequence in (*scheduler.running, *scheduler._ending)}
-    nodes = {*scheduler._nodes(), *tails}
+    tails = {sequence.tail for sequence in (*scheduler.running, *scheduler.ending)}
+    nodes = {*scheduler.nodes(), *tails}
     assert set(scheduler.states) <= nodes
     assert all(0 < state.rows <= node.num_computed for node, state in scheduler.states.items())
-    unread = {sequence for sequences in scheduler._unread.values() for sequence in sequences}
-    assert unread <= {sequence for request in scheduler._requests.values() for sequence in request}
+    unread = {sequence for sequences in scheduler.unread.values() for sequence in sequences}
+    assert unread <= {sequence for request in scheduler.requests.values() for sequence in request}
 
 
 @check_books.register(ShiftingScheduler)
 def _check_shifting(scheduler: ShiftingScheduler) -> None:
     _check_scheduler(scheduler)
     _check_chunks(scheduler.chunks)
-    assert scheduler._may_shift <= set(scheduler._requests)
-    for node in scheduler._apart:
+    assert scheduler.may_shift <= set(scheduler.requests)
+    for node in scheduler.apart:
         above = node.parent
-        assert above is not None and (above in scheduler._apart or above.parent is not None)
+        assert above is not None and (above in scheduler.apart or above.parent is not None)
         assert all(child is not node for child in above.children.values()), "rows apart are met by others"
         assert not node.children
 
@@ -97,37 +97,37 @@ def check_admission(admission: Admission, running: Collection[SequenceState]) ->
     """Queues, counts and running sequences agree; where sequences are admitted in their order there is one queue."""
     if not isinstance(admission, FairAdmission):
         return
-    admitted = {sequence for queue in admission._queues.values() for sequence in queue.running}
+    admitted = {sequence for queue in admission.queues.values() for sequence in queue.running}
     assert set(running) <= admitted
     assert all(sequence.state in ("running", "ending") for sequence in admitted)
     for is_batch in (False, True):
-        queues = [queue for queue in admission._queues.values() if queue.owner.is_batch == is_batch]
+        queues = [queue for queue in admission.queues.values() if queue.owner.is_batch == is_batch]
         assert admission._num_waiting[is_batch] == sum(len(queue.waiting) for queue in queues)
         assert admission._num_running[is_batch] == sum(len(queue.running) for queue in queues)
-        entered = [queue for _, _, queue in admission._heaps[is_batch]]
+        entered = [queue for _, _, queue in admission.heaps[is_batch]]
         assert len(set(entered)) == len(entered)
         assert {queue for queue in queues if queue.entered} == set(entered)
         assert all(queue.entered for queue in queues if queue.may_run), "a sequence is never admitted"
-    for queue in admission._queues.values():
+    for queue in admission.queues.values():
         assert list(queue.waiting.values()) == sorted(queue.waiting.values(), reverse=True)
 
 
 @check_books.register(RadixCache)
 def _check_cache(cache: RadixCache) -> None:
     """The cache's counts and the tree agree."""
-    cached = [node for node in cache._tree.nodes() if node.kept]
-    assert set(cached) == set(cache._kept)
+    cached = [node for node in cache.tree.nodes() if node.kept]
+    assert set(cached) == set(cache.kept)
     assert cache.rows == sum(node.num_computed for node in cached if not node.pins)
     assert all(node.users == 0 and node.num_pending == 0 for node in cached)
     evictable = {node for node in cached if not node.children and not node.pins}
-    leaves = [entry for account in cache.accounts for entry in account.leaves if cache._is_evictable(entry)]
+    leaves = [entry for account in cache.accounts for entry in account.leaves if cache.is_evictable(entry)]
     assert {entry[2] for entry in leaves} == evictable
-    assert all(entry[0] == cache._worth(entry[2]) for entry in leaves)
+    assert all(entry[0] == cache.worth(entry[2]) for entry in leaves)
     nodes: dict[Account | None, list[Node]] = {}
     for node in cached:
         nodes.setdefault(node.account, []).append(node)
     held = Counter[Account | None]()
-    for node in cache._tree.nodes():
+    for node in cache.tree.nodes():
         held[node.account] += node.num_slots
     for account in cache.accounts:
         own = nodes.get(account, [])
@@ -138,58 +138,58 @@ def _check_cache(cache: RadixCache) -> None:
         assert all(entry[2].account is account for entry in account.leaves)
     assert cache.rows == sum(account.rows for account in cache.accounts)
     _check_accounts(cache.accounts)
-    pinned = [(node.num_pending, node.parent) for node in cache._tree.nodes() if node.pins]
+    pinned = [(node.num_pending, node.parent) for node in cache.tree.nodes() if node.pins]
     assert not any(waits or up is None or (up.parent is not None and not up.pins) for waits, up in pinned)
 
 
 def _check_accounts(accounts: Accounts) -> None:
     """The order of the accounts and their rows agree."""
-    assert set(accounts._with_rows) == {account for account in accounts if account.rows}
-    assert all(account in accounts._grown for account in accounts if account.has_grown)
-    if len(accounts._with_rows) > 1:
-        largest = {account: size for size, _, account in sorted(accounts._by_size, reverse=True)}
-        assert all(account.has_grown or largest[account] <= -account.size for account in accounts._with_rows)
+    assert set(accounts.with_rows) == {account for account in accounts if account.rows}
+    assert all(account in accounts.grown for account in accounts if account.has_grown)
+    if len(accounts.with_rows) > 1:
+        largest = {account: size for size, _, account in sorted(accounts.by_size, reverse=True)}
+        assert all(account.has_grown or largest[account] <= -account.size for account in accounts.with_rows)
 
 
 def _check_chunks(chunks: ChunkIndex) -> None:
     """The blocks that are noted and the rows of the tree agree."""
     expected: dict[Hashable, dict[Key, set[Node]]] = {}
-    for node in chunks._tree.nodes():
+    for node in chunks.tree.nodes():
         path, stop = node.path(), node.start + node.num_computed
         tokens = np.concatenate([node_above.tokens for node_above in path])[:stop]
         assert path[0].parent is not None
-        for end in range(chunks._size, stop + 1, chunks._size):
-            block = tokens[end - chunks._size : end]
+        for end in range(chunks.size, stop + 1, chunks.size):
+            block = tokens[end - chunks.size : end]
             if end > node.start and block.max() < MEDIA_BASE:
-                key = (_images_before(tokens, end - chunks._size), int(window_hashes(block, chunks._size)[0]))
+                key = (_images_before(tokens, end - chunks.size), int(window_hashes(block, chunks.size)[0]))
                 expected.setdefault(path[0].parent.namespace, {}).setdefault(key, set()).add(node)
-    noted = {name: {key: set(places) for key, places in table.items()} for name, table in chunks._blocks.items()}
+    noted = {name: {key: set(places) for key, places in table.items()} for name, table in chunks.blocks.items()}
     assert noted == expected
 
 
 @check_books.register(LiveWindow)
 def _check_window(window: LiveWindow) -> None:
     """Totals and queues are right."""
-    check_books(window._trie)
+    check_books(window.trie)
     sums: dict[WaitingNode, list[int]] = {}
-    for key, waiting in window._waiting.items():
+    for key, waiting in window.by_key.items():
         assert waiting.leaf.ending[key] is waiting
         for node in waiting.leaf.path():
             total = sums.setdefault(node, [0, 0])
             total[0] += 1
             total[1] += len(waiting.tokens)
-    assert sums == {node: [node.requests, node.tokens] for node in window._trie.nodes()}
+    assert sums == {node: [node.requests, node.tokens] for node in window.trie.nodes()}
     assert sum(len(node.ending) for node in sums) == len(window)
-    assert window.num_tokens == sum(len(waiting.tokens) for waiting in window._waiting.values())
-    entered = {(node, is_whole, -tokens) for heap in window._queues.values() for tokens, _, node, is_whole in heap}
+    assert window.num_tokens == sum(len(waiting.tokens) for waiting in window.by_key.values())
+    entered = {(node, is_whole, -tokens) for heap in window.heaps.values() for tokens, _, node, is_whole in heap}
     for bucket in buckets_of(window):
         assert (bucket.node, bucket.is_whole, bucket.tokens) in entered, "a bucket that would never leave"
 
 
 def buckets_of(window: LiveWindow) -> list[Bucket]:
     """All buckets of a window."""
-    tops = [child for root in window._trie.roots.values() for child in root.children.values()]
-    return [window._bucket(*place) for child in tops for place in window._buckets_below(child)]
+    tops = [child for root in window.trie.roots.values() for child in root.children.values()]
+    return [window.bucket(*place) for child in tops for place in window.buckets_below(child)]
 
 
 @check_books.register(RadixTrie)

@@ -29,7 +29,14 @@ def bytes_held(scheduler: ImageScheduler) -> int:
 
 
 def engine_of(
-    llm: LLM, *, rows: int = 4096, sharing: str = "full", slots: int | None = None, media=None, **options
+    llm: LLM,
+    *,
+    rows: int = 4096,
+    sharing: str = "full",
+    slots: int | None = None,
+    media=None,
+    cache_prefill: bool = False,
+    **options,
 ) -> ModelEngine:
     """An engine over the model and adapters of `llm`, with a KV store of its own. media: its table of images."""
     if slots is not None:
@@ -37,7 +44,9 @@ def engine_of(
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return ModelEngine(
         LocalWorker(llm.model, llm.engine.worker.adapters, parts=parts_of(llm.model, llm.checkpoint)),
-        EngineOptions(sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids),
+        EngineOptions(
+            sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids, cache_prefill=cache_prefill
+        ),
         resources=[] if media is None else [media],
     )
 

@@ -271,7 +271,7 @@ class Dense:
                     else:
                         out = self._layer(out, name)
                 if loop.get("between") == "norm":
-                    out = self._norm(out, "model.norm")
+                    out = self.norm(out, "model.norm")
                 after = after + weight[:, block : block + 1] * out
             x = after
             states.append(self._as_read(x, loop.get("between")))
@@ -290,7 +290,7 @@ class Dense:
     def _layer(self, x: Tensor, name: str, seen: Tensor | None = None) -> Tensor:
         """seen: the states that keys and values are made of; by default x."""
         x = x + self._llama_attention(x, name, seen)
-        return x + self._llama_mlp(x, name)
+        return x + self.llama_mlp(x, name)
 
     def leaving(self, states: list[Tensor]) -> Tensor:
         """The probability of each token to leave after each visit, [visits, tokens], by the gate."""
@@ -299,13 +299,13 @@ class Dense:
         for number, state in enumerate(states):
             read = state
             if self.config.get("loop", {}).get("gate_reads") == "features":
-                read = self._features(states[: number + 1])
+                read = self.features(states[: number + 1])
             share = torch.sigmoid(linear(read, self.t[name + ".weight"], self.t[name + ".bias"])[:, 0])
             found.append(left if number == len(states) - 1 else share * left)
             left = left * (1 - share)
         return torch.stack(found)
 
-    def _features(self, states: list[Tensor]) -> Tensor:
+    def features(self, states: list[Tensor]) -> Tensor:
         """The four features of the last of these states, a row at a time."""
         found = []
         for row in range(len(states[-1])):
@@ -319,7 +319,7 @@ class Dense:
             found.append([float(p.max()), same, entropy, cosine])
         return torch.tensor(found)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.config.get("rms_norm_eps", self.config.get("norm_eps"))
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * self.t[name + ".weight"]
 
@@ -330,7 +330,7 @@ class Dense:
         seen = torch.ones(len(q), len(q)).tril().bool()
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(1)
 
-    def _angles(self, rows: int, dim: int) -> Tensor:
+    def angles(self, rows: int, dim: int) -> Tensor:
         base = self.config.get("rope_theta", self.config.get("rope_base"))
         return torch.arange(rows)[:, None, None] * base ** (-torch.arange(0, dim, 2) / dim)
 
@@ -339,9 +339,9 @@ class Dense:
         for _ in range(self.config["total_ut_steps"]):
             for number in range(self.config["num_hidden_layers"]):
                 name = f"model.layers.{number}."
-                x = x + self._norm(self._llama_attention(x, name), name + "input_layernorm_2")
-                x = x + self._norm(self._llama_mlp(x, name), name + "post_attention_layernorm_2")
-            x = self._norm(x, "model.norm")
+                x = x + self.norm(self._llama_attention(x, name), name + "input_layernorm_2")
+                x = x + self.norm(self.llama_mlp(x, name), name + "post_attention_layernorm_2")
+            x = self.norm(x, "model.norm")
             states.append(x)
         return states
 
@@ -355,7 +355,7 @@ class Dense:
             for number in layers:
                 name = f"model.layers.{number}."
                 x = x + self._llama_attention(x, name)
-                x = x + self._llama_mlp(x, name)
+                x = x + self.llama_mlp(x, name)
             return x
 
         given, states = through(x, range(prelude)), []
@@ -365,10 +365,10 @@ class Dense:
                 x = linear(torch.cat((x, given), -1), self.t["model.inject.weight"])
             x = through(x, range(prelude + block * size, prelude + (block + 1) * size))
             if between == "norm":
-                x = self._norm(x, "model.norm")
+                x = self.norm(x, "model.norm")
             if coda:
-                ends = self._norm(x, "model.norm") if between == "inject" else x
-                states.append(self._norm(through(ends, range(last - coda, last)), "model.norm"))
+                ends = self.norm(x, "model.norm") if between == "inject" else x
+                states.append(self.norm(through(ends, range(last - coda, last)), "model.norm"))
             else:
                 states.append(self._as_read(x, between))
         return states
@@ -377,16 +377,16 @@ class Dense:
         """A state as it is read after any visit where there is no coda."""
         if between == "norm":
             return x
-        return self._norm(self._norm(x, "model.norm") if between == "inject" else x, "model.norm")
+        return self.norm(self.norm(x, "model.norm") if between == "inject" else x, "model.norm")
 
     def _llama_attention(self, x: Tensor, layer: str, seen: Tensor | None = None) -> Tensor:
-        h, heads = self._norm(x, layer + "input_layernorm"), self.config["num_attention_heads"]
+        h, heads = self.norm(x, layer + "input_layernorm"), self.config["num_attention_heads"]
         of = {"q": h, "k": h, "v": h}
         if seen is not None:
-            of["k"] = of["v"] = self._norm(seen, layer + "input_layernorm")
+            of["k"] = of["v"] = self.norm(seen, layer + "input_layernorm")
         dim = x.shape[1] // heads
         q, k, v = (linear(of[n], self.t[f"{layer}self_attn.{n}_proj.weight"]).unflatten(1, (-1, dim)) for n in "qkv")
-        angles = self._angles(len(x), dim)
+        angles = self.angles(len(x), dim)
 
         def turned(x: Tensor) -> Tensor:  # the halves of a head against each other
             a, b = x[..., : dim // 2], x[..., dim // 2 :]
@@ -394,8 +394,8 @@ class Dense:
 
         return linear(self._attend(turned(q), turned(k), v), self.t[layer + "self_attn.o_proj.weight"])
 
-    def _llama_mlp(self, x: Tensor, layer: str) -> Tensor:
-        h = self._norm(x, layer + "post_attention_layernorm")
+    def llama_mlp(self, x: Tensor, layer: str) -> Tensor:
+        h = self.norm(x, layer + "post_attention_layernorm")
         gate, up = (linear(h, self.t[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return linear(silu(gate) * up, self.t[layer + "mlp.down_proj.weight"])
 
@@ -410,18 +410,18 @@ class Dense:
             x = linear(torch.cat((x, given), -1), self.t["transformer.adapter.weight"])
             for number in range(c["n_layers_in_recurrent_block"]):
                 x = self._sandwich(x, f"transformer.core_block.{number}.")
-        x = self._norm(x, "transformer.ln_f")
+        x = self.norm(x, "transformer.ln_f")
         for number in range(c["n_layers_in_coda"]):
             x = self._sandwich(x, f"transformer.coda.{number}.")
-        return [self._norm(x, "transformer.ln_f")]
+        return [self.norm(x, "transformer.ln_f")]
 
     def _sandwich(self, x: Tensor, layer: str) -> Tensor:
         heads, hidden = self.config["n_heads"], self.config["n_embd"]
-        qkv = linear(self._norm(x, layer + "norm_1"), self.t[layer + "attn.Wqkv.weight"])
+        qkv = linear(self.norm(x, layer + "norm_1"), self.t[layer + "attn.Wqkv.weight"])
         q, k, v = (part.unflatten(1, (heads, -1)) for part in qkv.split(hidden, 1))
         if layer + "attn.qk_bias" in self.t:
             q, k = q + self.t[layer + "attn.qk_bias"][0], k + self.t[layer + "attn.qk_bias"][1]
-        angles = self._angles(len(x), hidden // heads)
+        angles = self.angles(len(x), hidden // heads)
 
         def turned(x: Tensor) -> Tensor:  # each number of a head against its neighbour
             a, b = x[..., 0::2], x[..., 1::2]
@@ -429,9 +429,9 @@ class Dense:
             return torch.stack(pairs, -1).flatten(-2)
 
         o = linear(self._attend(turned(q), turned(k), v), self.t[layer + "attn.proj.weight"])
-        x = self._norm(x + o, layer + "norm_2")
-        gate, up = linear(self._norm(x, layer + "norm_3"), self.t[layer + "mlp.fc.weight"]).chunk(2, -1)
-        return self._norm(x + linear(silu(gate) * up, self.t[layer + "mlp.proj.weight"]), layer + "norm_4")
+        x = self.norm(x + o, layer + "norm_2")
+        gate, up = linear(self.norm(x, layer + "norm_3"), self.t[layer + "mlp.fc.weight"]).chunk(2, -1)
+        return self.norm(x + linear(silu(gate) * up, self.t[layer + "mlp.proj.weight"]), layer + "norm_4")
 
 
 def state_noise(seed: int, rows: int, columns: int) -> Tensor:

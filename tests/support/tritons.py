@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from prefold import kernels
 from prefold.model import device
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
+@contextmanager
+def triton_on(*kinds: str) -> Iterator[None]:
+    """A context in which our Triton kernels run on these kinds of device, and on no other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "TRITON_DEVICES", kinds)
+        yield
+
+
 @pytest.fixture
-def on_triton(monkeypatch) -> str:
+def on_triton(request) -> Iterator[str]:
     """The device on which everything goes through Triton's kernels, where they can take it."""
     if not device.has_triton():
         pytest.skip("Triton is not installed")
     if DEVICE == "cpu":
         mend_interpreter()
-        monkeypatch.setattr(device, "TRITON_DEVICES", ("cpu",))
-        monkeypatch.setattr(kernels, "load", lambda: None)
-    return DEVICE
+        request.getfixturevalue("no_kernels")
+    with triton_on(DEVICE):
+        yield DEVICE
 
 
 def mend_interpreter() -> None:

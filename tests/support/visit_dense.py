@@ -70,7 +70,7 @@ class RowByRow:
                 before = x
                 x = self._through(self._brought(x, row), row, t, self.blocks[block])
                 if self.between == "norm":
-                    x = self.dense._norm(x, "model.norm")
+                    x = self.dense.norm(x, "model.norm")
                 reads.append(self._read(x))
                 share = self._share(reads) if may.threshold not in (None, 1) else torch.zeros(())
                 stays, has_left = stays * (1 - share), has_left + share * stays
@@ -96,7 +96,7 @@ class RowByRow:
         """reads: the states as they are read after each visit so far."""
         name = "model.early_exit_gate" if self.dense.family == "ouro" else "model.gate"
         features = self.dense.config.get("loop", {}).get("gate_reads") == "features"
-        read = self.dense._features(reads) if features else reads[-1]
+        read = self.dense.features(reads) if features else reads[-1]
         return torch.sigmoid(linear(read, self.t[name + ".weight"], self.t[name + ".bias"]))[0, 0]
 
     @property
@@ -107,15 +107,15 @@ class RowByRow:
         if not self.coda:
             return self._read(x)
         if self.between == "inject":
-            x = self.dense._norm(x, self._final_norm)
-        return self.dense._norm(self._through(x, row, "coda", self.coda), self._final_norm)
+            x = self.dense.norm(x, self._final_norm)
+        return self.dense.norm(self._through(x, row, "coda", self.coda), self._final_norm)
 
     def _read(self, x: Tensor) -> Tensor:
         """A state as it is read after any visit where there is no coda."""
         if self.between == "norm":
             return x
-        x = self.dense._norm(x, self._final_norm) if self.between == "inject" else x
-        return self.dense._norm(x, self._final_norm)
+        x = self.dense.norm(x, self._final_norm) if self.between == "inject" else x
+        return self.dense.norm(x, self._final_norm)
 
     def _brought(self, x: Tensor, row: int) -> Tensor:
         if self.between != "inject":
@@ -150,7 +150,7 @@ class RowByRow:
         return torch.einsum("hk,khd->hd", weights, v).reshape(1, -1)
 
     def _qkv(self, x: Tensor, row: int, layer: str) -> tuple[Tensor, Tensor, Tensor]:
-        c, t, norm = self.dense.config, self.t, self.dense._norm
+        c, t, norm = self.dense.config, self.t, self.dense.norm
         if self.dense.family == "huginn":
             heads = c["n_heads"]
             qkv = linear(norm(x, layer + "norm_1"), t[layer + "attn.Wqkv.weight"])
@@ -162,7 +162,7 @@ class RowByRow:
             dim = c["hidden_size"] // c["num_attention_heads"]
             q, k, v = (linear(h, t[f"{layer}self_attn.{n}_proj.weight"]).view(-1, dim) for n in "qkv")
         if row not in self.turns:
-            angles = self.dense._angles(row + 1, q.shape[-1])[-1]
+            angles = self.dense.angles(row + 1, q.shape[-1])[-1]
             self.turns[row] = angles.cos(), angles.sin()
         q, k = self._turned(torch.cat((q, k)), *self.turns[row]).split((len(q), len(k)))
         return q, k, v
@@ -175,7 +175,7 @@ class RowByRow:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
     def _finish(self, x: Tensor, o: Tensor, layer: str) -> Tensor:
-        t, norm = self.t, self.dense._norm
+        t, norm = self.t, self.dense.norm
         if self.dense.family == "huginn":
             x = norm(x + linear(o, t[layer + "attn.proj.weight"]), layer + "norm_2")
             gate, up = linear(norm(x, layer + "norm_3"), t[layer + "mlp.fc.weight"]).chunk(2, -1)
@@ -183,7 +183,7 @@ class RowByRow:
         o = linear(o, t[layer + "self_attn.o_proj.weight"])
         ouro = self.dense.family == "ouro"
         x = x + (norm(o, layer + "input_layernorm_2") if ouro else o)
-        mlp = self.dense._llama_mlp(x, layer)
+        mlp = self.dense.llama_mlp(x, layer)
         return x + (norm(mlp, layer + "post_attention_layernorm_2") if ouro else mlp)
 
     @property

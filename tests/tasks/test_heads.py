@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from serving import serving
 from tiny import reference, tiny_checkpoint
 
 from prefold import LLM
 from prefold.cli import main
 from prefold.errors import CheckpointError, UnsupportedModelError
-from tests.serve.serving import serving
 
 PAD = 5
 # With padding at the end, in the middle, nowhere and everywhere.

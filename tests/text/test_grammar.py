@@ -394,9 +394,8 @@ def test_large_schemas_are_followed(tokenizers, name):
     assert matcher.failed is None
 
 
-def test_a_schema_that_is_too_large_is_refused_before_the_first_token(tokenizers, monkeypatch):
-    monkeypatch.setattr("prefold.text.grammar.MOST_ITEMS", 500)
-    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS])
+def test_a_schema_that_is_too_large_is_refused_before_the_first_token(tokenizers):
+    compiler = GrammarCompiler(tokenizers["gpt-2"], tokenizers["gpt-2"].vocab_size, [EOS], most_items=500)
     with pytest.raises(InputError, match=r"too large: Parser Error: Current row has 1207 items; max is 500;") as caught:
         compiler.matcher(Grammar("json_schema", json.dumps(calls(2, 300))))
     assert (caught.value.field, caught.value.code) == ("grammar", "invalid_grammar")

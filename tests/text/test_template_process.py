@@ -52,23 +52,22 @@ LARGE = [  # they get no more memory
 def templates():
     made = ChatTemplates({"default": CHAT}, {"bos_token": "<s>"})
     yield made
-    made._process._subprocess.end()
+    made.process.subprocess.end()
 
 
 @pytest.fixture
 def holed():
     made = ChatTemplates({}, {})
-    made._process._subprocess = Subprocess("holed", [str(1 << 30)])
+    made.process.subprocess = Subprocess("holed", [str(1 << 30)])
     yield made
-    made._process._subprocess.end()
+    made.process.subprocess.end()
 
 
 @pytest.fixture(scope="module")
 def small():
-    made = ChatTemplates({}, {})
-    made._process = TemplateProcess(300 << 20)
+    made = ChatTemplates({}, {}, process=TemplateProcess(300 << 20))
     yield made
-    made._process._subprocess.end()
+    made.process.subprocess.end()
 
 
 def test_a_template_of_a_stranger_writes_the_same(templates):
@@ -101,14 +100,13 @@ def test_a_template_that_takes_too_much_is_stopped_and_harms_no_other(small, tem
     assert small.render([USER], template="{{ messages[0].content }}", in_subprocess=True) == "Grüße"
 
 
-def test_a_template_that_writes_too_much_is_stopped_while_it_writes(monkeypatch):
+def test_a_template_that_writes_too_much_is_stopped_while_it_writes():
     """It is not begun again: neither for want of memory, nor because a message has no content."""
     calls = []
     values = {"messages": [USER, {"role": "assistant"}], "piece": lambda: calls.append(1) or "abc"}
     source = "{% for i in range(1000) %}{{ piece() }}{% endfor %}"
-    monkeypatch.setattr(template_process, "LONGEST", 10)
     with pytest.raises(InputError, match="the chat template x was stopped: it writes more than 10 letters") as caught:
-        template_process._written(name="x", source=source, values=values)
+        template_process.written(longest=10, name="x", source=source, values=values)
     assert (caught.value.field, caught.value.code) == ("chat_template", "template_limit")
     assert len(calls) == 4
 
@@ -147,7 +145,7 @@ def test_only_templates_that_are_given_as_texts():
         == made.render([USER], template="default", in_subprocess=True)
         == "Grüße"
     )
-    assert made._process._subprocess.process is None
+    assert made.process.subprocess.process is None
 
 
 def test_a_number_that_python_does_not_write(templates):
@@ -159,7 +157,7 @@ def test_a_number_that_python_does_not_write(templates):
 @pytest.mark.parametrize("call", ["spin()", "die()"])
 def test_the_process_ends_in_compiled_code_too(holed, call):
     assert holed.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"
-    process = holed._process._subprocess.process
+    process = holed.process.subprocess.process
     with pytest.raises(InputError, match=r"stopped: it ran for more than 0\.2 s, or ended its process") as caught:
         holed.render([USER], template="{{ " + call + " }}", template_seconds=0.2, in_subprocess=True)
     assert caught.value.code == "template_limit" and process.poll() is not None
@@ -183,14 +181,14 @@ def test_an_interrupted_answer_is_not_taken_for_the_next(templates, monkeypatch)
 
     templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Subprocess, "_receive", interrupted)
+        patched.setattr(Subprocess, "receive", interrupted)
         templates.render([USER], template="{{ 'b' }}", in_subprocess=True)
     assert templates.render([USER], template="{{ 'c' }}", in_subprocess=True) == "c"
 
 
 def test_a_process_that_was_killed_is_started_again(templates):
     templates.render([USER], template="{{ 'a' }}", in_subprocess=True)
-    process = templates._process._subprocess.process
+    process = templates.process.subprocess.process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert templates.render([USER], template="{{ 'a' }}", in_subprocess=True) == "a"

@@ -20,7 +20,10 @@ SMALL = ["--nodes=9", "--chains=3", "--hops=1", "--hidden=16", "--steps=7", "--g
 
 @pytest.fixture(scope="module")
 def example():
-    return module("looped_model")
+    """The example, whose runs save after every second step."""
+    made = module("looped_model")
+    made.SAVE_EVERY = 2
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +58,6 @@ def test_the_answer_is_the_end_of_the_chain(example, nodes, chains):
 
 
 def test_an_interrupted_run_goes_on(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(example, "SAVE_EVERY", 2)
     whole = example.main([*SMALL, f"--out={tmp_path / 'whole'}"])
     read, calls = example.visit_logprobs, []
 
@@ -69,7 +71,6 @@ def test_an_interrupted_run_goes_on(example, tmp_path, monkeypatch, capsys):
     out = tmp_path / "interrupted"
     with pytest.raises(KeyboardInterrupt):
         example.main([*SMALL, f"--out={out}"])
-    monkeypatch.setattr(example, "visit_logprobs", read)
     with pytest.raises(SystemExit, match="other options"):
         example.main([*SMALL, "--seed=3", f"--out={out}"])
     assert example.main([*SMALL, f"--out={out}"]) == whole
@@ -153,7 +154,6 @@ def test_packs_ask_what_they_say(router_example, example):
     "more", [["--reads=request"], pytest.param(["--reads=row"], marks=pytest.mark.slow), ["--sure=0.5"]]
 )
 def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, capsys, more):
-    monkeypatch.setattr(sys.modules["looped_model"], "SAVE_EVERY", 2)
     given = [*ROUTER, f"--model={trained}", *more]
     whole = router_example.main([*given, f"--out={tmp_path / 'whole'}"])
     assert whole["fixed"]["visits"] == {1: 8.0, 2: 8.0}
@@ -170,7 +170,6 @@ def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, 
     out = tmp_path / "interrupted"
     with pytest.raises(KeyboardInterrupt):
         router_example.main([*given, f"--out={out}"])
-    monkeypatch.setattr(router_example, "routed_logprobs", ask)
     assert router_example.main([*given, f"--out={out}"]) == whole
     assert "going on after step 4" in capsys.readouterr().out
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out))

@@ -18,11 +18,21 @@ def example(dtype: torch.dtype, rows: int = 7, vocab: int = 101, targets: int = 
     return hidden, weight, rng.integers(0, rows, targets), rng.integers(0, vocab, targets)
 
 
+@pytest.fixture
+def block_by(monkeypatch):
+    """Lets a block have so many numbers, if these are of at least so many columns."""
+
+    def put(numbers, columns):
+        monkeypatch.setattr(losses, "BLOCK", numbers)
+        monkeypatch.setattr(losses, "MIN_COLUMNS", columns)
+
+    return put
+
+
 @pytest.fixture(params=[1, 10, 101, 1000])
-def columns(request, monkeypatch):
+def columns(request, block_by):
     """Columns of a block."""
-    monkeypatch.setattr(losses, "BLOCK", 0)
-    monkeypatch.setattr(losses, "MIN_COLUMNS", request.param)
+    block_by(0, request.param)
 
 
 def by_the_book(hidden, weight, reads, ids):
@@ -79,9 +89,9 @@ def test_large_logits_do_not_overflow():
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-2)
 
 
-def test_no_more_than_a_block_of_logits_is_ever_there(monkeypatch):
+def test_no_more_than_a_block_of_logits_is_ever_there(block_by):
     """Of 64 rows and 5000 ids, blocks of 512 columns: no tensor of more numbers than a block, or the weight, has."""
-    monkeypatch.setattr(losses, "BLOCK", 1)
+    block_by(1, losses.MIN_COLUMNS)
     hidden, weight, reads, ids = example(torch.float32, rows=64, vocab=5000)
     largest = 0
 

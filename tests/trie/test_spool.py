@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefold.errors import InputError
 from prefold.spec.requests import Namespace, Request, Sampling
-from prefold.trie import Spool, spool
+from prefold.trie import Spool
 
 requests = st.lists(
     st.tuples(
@@ -79,11 +79,10 @@ def test_requests_of_one_adapter_come_together(job, memory_bytes, max_tokens, ra
                 assert not share or sum(w.unique_tokens for w in own) == len(unique)
 
 
-def test_more_runs_than_can_be_merged_at_once(monkeypatch):
-    monkeypatch.setattr(spool, "_FAN_IN", 3)
+def test_more_runs_than_can_be_merged_at_once():
     rng = np.random.default_rng(0)
     job = [(rng.integers(0, 3, rng.integers(1, 8)).tolist(), None, str(i).encode()) for i in range(1000)]
-    with fill(job, memory_bytes=5000) as filled:
+    with fill(job, memory_bytes=5000, fan_in=3) as filled:
         assert len(filled._runs) > 27  # three levels
         for _ in range(2):
             assert contents(filled.windows(max_tokens=100)) == sorted(expected(job), key=lambda r: r[0])

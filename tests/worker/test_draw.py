@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 from choosing import choose_for, draw_for
-from tritons import on_triton  # noqa: F401 (a fixture)
+from machines import kernels_in_use
+from tritons import on_triton, triton_on  # noqa: F401 (a fixture)
 
 from prefold import kernels
 from prefold.engine.sampling import SamplerState
 from prefold.engine.schedule.steps import NOT_FINITE
 from prefold.spec.requests import Sampling
-from prefold.worker import sampler as module
 from prefold.worker.sampler import filter_tokens
 
+COMPILED = kernels.load()
 OPTIONS = [
     Sampling(temperature=1.0),
     Sampling(temperature=0.3),
@@ -32,14 +33,13 @@ OPTIONS = [
 
 
 @pytest.fixture
-def both(on_triton, monkeypatch):  # noqa: F811
+def both(on_triton):  # noqa: F811
     """Tokens by NumPy, and by the kernel, which reads the row of each draw out of `logits`."""
 
     def compare(logits: torch.Tensor, options: list[Sampling], keys: list[int]) -> tuple[list[int], list[int]]:
         rows = [i % len(logits) for i in range(len(options))]
         found = draw_for(logits.to(on_triton), rows, options, keys).tolist()
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "runs_triton", lambda device: False)
+        with triton_on():
             return found, draw_for(logits, rows, options, keys).tolist()
 
     return compare
@@ -118,7 +118,7 @@ def states(seed: int = 0) -> list[SamplerState]:
 
 
 @pytest.mark.parametrize("altered", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_tokens_of_all_options_are_those_of_numpy(on_triton, altered, monkeypatch):  # noqa: F811
+def test_tokens_of_all_options_are_those_of_numpy(on_triton, altered):  # noqa: F811
     """With tokens that the states have not been told of yet, and several samples of one row."""
     logits = torch.randn(9, 120, generator=torch.Generator().manual_seed(1)) * 2
     logits[:, 3] = 9  # an end that is likely
@@ -129,8 +129,8 @@ def test_tokens_of_all_options_are_those_of_numpy(on_triton, altered, monkeypatc
     for state, n in zip(some, ahead, strict=True):
         state.position += n
     assert found == choose_for(logits.to(on_triton), some, rows)
-    monkeypatch.setattr(module, "runs_triton", lambda device: False)
-    assert found == choose_for(logits, some, rows)
+    with triton_on():
+        assert found == choose_for(logits, some, rows)
 
 
 def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
@@ -140,19 +140,17 @@ def test_where_nothing_may_follow_there_is_no_token(on_triton):  # noqa: F811
     assert choose_for(logits.to(on_triton), banned, [0, 0]).ids == [-1, -1]
 
 
-def test_logits_that_are_not_finite_give_no_token(on_triton, monkeypatch):  # noqa: F811
+def test_logits_that_are_not_finite_give_no_token(on_triton):  # noqa: F811
     """On the device and on the host, whatever is asked of them; the rows beside them are as they were."""
     logits = torch.randn(6, 90, generator=torch.Generator().manual_seed(4))
     logits[1], logits[2, 7], logits[3, 8], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
     asked = (Sampling(), Sampling(logit_bias=((7, -50.0),)), Sampling(logprobs=1), OPTIONS[0], OPTIONS[8])
     some = [[SamplerState(options, seed=i) for i in range(6)] for options in asked]
     found = [choose_for(logits.to(on_triton), samples) for samples in some]
-    monkeypatch.undo()
-    for compiled in (True, False):
-        if not compiled:
-            monkeypatch.setattr(kernels, "load", lambda: None)
-        for one, samples in zip(found, some, strict=True):
-            assert one.ids[1:5] == [NOT_FINITE] * 4
-            assert one.logprobs[1:5] == [None] * 4
-            assert one.ids == choose_for(logits, samples).ids
-            assert one.ids[5] == choose_for(logits[5:], samples[5:]).ids[0]
+    for in_use in (COMPILED, None):
+        with triton_on(), kernels_in_use(in_use):
+            for one, samples in zip(found, some, strict=True):
+                assert one.ids[1:5] == [NOT_FINITE] * 4
+                assert one.logprobs[1:5] == [None] * 4
+                assert one.ids == choose_for(logits, samples).ids
+                assert one.ids[5] == choose_for(logits[5:], samples[5:]).ids[0]

@@ -8,7 +8,7 @@ import torch
 from running import prompts
 from tiny import reference, tiny_checkpoint
 
-from prefold import LLM, kernels
+from prefold import LLM
 from prefold.errors import InputError
 
 HOW = {"max_tokens": 12, "ignore_eos": True, "logprobs": 1}
@@ -38,11 +38,9 @@ def logprobs_by_transformers(folder: str, prompt: list[int], tokens: list[int], 
     return logits.log_softmax(-1)[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, False], indirect=True)
 @pytest.mark.parametrize("rows", [7, 256])
-def test_generation_is_that_of_keys_and_values_that_were_rounded(folder, monkeypatch, compiled, rows):
-    if not compiled:
-        monkeypatch.setattr(kernels, "load", lambda: None)
+def test_generation_is_that_of_keys_and_values_that_were_rounded(folder, compiled, rows):
     differences = []
     with LLM(folder, dtype="float32", device="cpu", kv_dtype="bfloat16", max_batch_rows=rows) as llm:
         asked = [np.asarray(prompt).tolist() for prompt in prompts(3, count=6)]

@@ -65,12 +65,12 @@ def test_a_path_is_held_until_its_stream_is_forgotten(llm):
             found.append(worker.start(step.message).result().values)
             scheduler.commit(step)
     np.testing.assert_array_equal(np.concatenate(results[0]), np.concatenate(results[1]))
-    assert set(worker._paths) == {7, 8}
+    assert set(worker.paths) == {7, 8}
     worker.forget(7)
-    assert set(worker._paths) == {8}
+    assert set(worker.paths) == {8}
     with worker._lock:  # as the garbage collector may, in the middle of a step
         worker.forget(8)
-    assert not worker._paths
+    assert not worker.paths
 
 
 def slot_step(tokens: list[int], first: int) -> SlotStep:
@@ -89,7 +89,7 @@ def slot_step(tokens: list[int], first: int) -> SlotStep:
     )  # fmt: skip
 
 
-def test_a_step_for_which_memory_is_too_small_changes_nothing(llm, monkeypatch):
+def test_a_step_for_which_memory_is_too_small_changes_nothing(llm):
     """Not even what the next step knows of the tokens of the one before."""
     found = []
     for fails in (False, True):
@@ -97,10 +97,9 @@ def test_a_step_for_which_memory_is_too_small_changes_nothing(llm, monkeypatch):
         worker.start(MakeStore(9))
         first = worker.start(slot_step([5, 6, 7], 0))
         if fails:
-            with monkeypatch.context() as patch:
-                patch.setattr(type(llm.model), "forward", no_memory)
-                with pytest.raises(OutOfMemoryError, match="no more"):
-                    worker.start(slot_step([-1], 3))
+            hook = llm.model.register_forward_pre_hook(no_memory)
+            with hook, pytest.raises(OutOfMemoryError, match="no more"):
+                worker.start(slot_step([-1], 3))
         second = worker.start(slot_step([-1], 3))
         found.append([ticket.result().ids.tolist() for ticket in (first, second)])
     assert found[0] == found[1]

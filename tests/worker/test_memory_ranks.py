@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from running import as_request
 from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
 
+from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.worker import Worker
@@ -35,14 +36,15 @@ from prefold.worker.tensor_parallel import MemoryRanks, memory_file
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
 CPU = torch.device("cpu")
+SMALL = 4096  # bytes that a rank gives at once
 
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
 
-def ranks_of(size: int, patience: float = 60.0) -> list[MemoryRanks]:
-    file = memory_file(size)
-    ranks = [MemoryRanks(rank, size, file, [], patience) for rank in range(size)]
+def ranks_of(size: int, patience: float = 60.0, part: int = tensor_parallel.PART) -> list[MemoryRanks]:
+    file = memory_file(size, part)
+    ranks = [MemoryRanks(rank, size, file, [], patience, part) for rank in range(size)]
     os.close(file)
     return ranks
 
@@ -53,12 +55,6 @@ def each(ranks: list, work) -> list:
         return [one.result() for one in [pool.submit(torch.inference_mode()(work), rank) for rank in ranks]]
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "PART", 4096)
-
-
-@pytest.mark.usefixtures("small_parts")
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(2, 5), counts=st.lists(st.integers(1, 5000), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, counts, seed):
@@ -73,7 +69,7 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
     def work(ranks):
         return [(ranks.sum(parts[ranks.rank].clone()), ranks.collect(parts[ranks.rank])) for parts in given_]
 
-    found = each(ranks_of(size), work)
+    found = each(ranks_of(size, part=SMALL), work)
     for number, parts in enumerate(given_):
         total = parts[0].float()
         for part in parts[1:]:
@@ -84,18 +80,16 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
         assert all(torch.equal(*pair) for pair in zip(found[0][number][1], parts, strict=True))
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_what_all_ranks_agree_on():
-    assert each(ranks_of(3), lambda ranks: ranks.agree(True)) == [True] * 3
-    assert each(ranks_of(3), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
+    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(True)) == [True] * 3
+    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
 
 
-@pytest.mark.usefixtures("small_parts")
 def test_a_rank_that_does_not_come_and_one_that_does_something_else():
-    alone, *_ = ranks_of(2, patience=0.05)
+    alone, *_ = ranks_of(2, patience=0.05, part=SMALL)
     with pytest.raises(CollectiveError, match="timed out"):
         alone.sum(torch.ones(3))
-    ranks = ranks_of(2)
+    ranks = ranks_of(2, part=SMALL)
 
     def differs(rank):
         with pytest.raises(CollectiveError, match="at different steps"):
@@ -140,7 +134,7 @@ def engines(folder, size: int, dtype=torch.float32, adapters=(), rows=7, slots=4
     """Engines over one rank, and over `size`."""
     alone = worker_of(folder, dtype, ALONE, adapters)
     team = Team(each(ranks_of(size), lambda ranks: worker_of(folder, dtype, ranks, adapters)))
-    assert all(worker._program is not None for worker in team.workers)
+    assert all(worker.program is not None for worker in team.workers)
     found = []
     for worker in (alone, team):
         options = GenerateOptions(kv_memory=(slots + 1) * worker.facts.slot_bytes)
@@ -215,42 +209,42 @@ def test_adapters(tmp_path, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, monkeypatch, family, dtype):
+def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, family, dtype):
     """To the last bit: both add up the same parts in the same order."""
     _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, dtype)
-    stores, slots, rows, seen = {}, Program.over_slots, Program.over_rows, []
+    stores, seen = {}, []
 
-    def both_slots(program, batch, store):
-        model = program._model
-        other = stores.setdefault(model.ranks.rank, make_store(model, store.slots))
-        expected, found = forward(model, other, batch), slots(program, batch, store)
-        assert torch.equal(found, expected)
-        seen.append("slots")
-        return found
+    class Compared(Program):
+        def greedy(self, batch, store, media=None):
+            return None
 
-    def both_rows(program, batch, path):
-        expected, _ = forward_stream(program._model, batch, path, {})
-        found = rows(program, batch, path)
-        assert torch.equal(found[0], expected)
-        seen.append("rows")
-        return found
+        def over_slots(self, batch, store, media=None):
+            other = stores.setdefault(self.model.ranks.rank, make_store(self.model, store.slots))
+            expected, found = forward(self.model, other, batch), super().over_slots(batch, store, media)
+            assert torch.equal(found, expected)
+            seen.append("slots")
+            return found
 
-    monkeypatch.setattr(Program, "over_slots", both_slots)
-    monkeypatch.setattr(Program, "over_rows", both_rows)
-    monkeypatch.setattr(Program, "greedy", lambda *arguments: None)
+        def over_rows(self, batch, path, media=None):
+            expected, _ = forward_stream(self.model, batch, path, {})
+            found = super().over_rows(batch, path, media)
+            assert torch.equal(found[0], expected)
+            seen.append("rows")
+            return found
+
+    for worker in split.worker.workers:
+        worker.program = Compared(worker.model, kernels.load())
     read(split, [as_request(tokens) for tokens in prompts(1)], Readout("mean"))
     generate(split, [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)])
     assert seen.count("slots") > 8 and seen.count("rows") > 4
 
 
-def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, monkeypatch):
-    folder, calls = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
+def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, rows_of_logits):
+    folder = tiny_checkpoint(tmp_path, "llama", **WIDTH)
     for packs in (True, False):
         alone, split = engines(folder, 3)
         split.worker.workers[1].model.may_pack = packs
-        model = split.worker.workers[0].model
-        logits = model.logits
-        monkeypatch.setattr(model, "logits", lambda *some, logits=logits: calls.append(1) or logits(*some))
+        calls = rows_of_logits(split.worker.workers[0].model)
         asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
         assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
         assert bool(calls) != packs
@@ -260,7 +254,7 @@ def test_a_rank_without_a_program_keeps_all_from_it(tmp_path):
     """Of three ranks one has a width that no vector fills."""
     folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=50)
     workers = each(ranks_of(3), lambda ranks: worker_of(folder, torch.float32, ranks))
-    assert all(worker._program is None for worker in workers)
+    assert all(worker.program is None for worker in workers)
     assert [missing(worker.model) for worker in workers] == [None, None, "an MLP's width"]
     assert all("PyTorch's modules" in worker.passes for worker in workers)
 

@@ -3,6 +3,7 @@ data, of which none may be asked for a value: that is what would make the host w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,9 +15,9 @@ from ahead import ASKED, generated, watch_steps
 from running import as_request, prompts, run
 from tiny import tiny_checkpoint
 from torch.overrides import TorchFunctionMode
-from tritons import DEVICE, on_triton  # noqa: F401 (a fixture)
+from tritons import DEVICE, on_triton, triton_on  # noqa: F401 (a fixture)
 
-from prefold import LLM, kernels
+from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
 from prefold.engine.schedule.prefill import PrefillScheduler
@@ -133,21 +134,20 @@ def test_waiting_is_noticed():
 
 
 @pytest.fixture
-def without_data(llm, monkeypatch) -> CausalLM:
+def without_data(llm, monkeypatch, no_kernels) -> Iterator[CausalLM]:
     """The model on the meta device, which stands for a GPU; launches of kernels do nothing."""
     if not device.has_triton():
         pytest.skip("Triton is not installed")
     from triton.runtime.interpreter import InterpretedFunction
 
     launches: list[str] = []
-    monkeypatch.setattr(device, "TRITON_DEVICES", ("meta",))
-    monkeypatch.setattr(kernels, "load", lambda: None)
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
     monkeypatch.setattr(module, "_fetch", lambda tensor: tensor)
-    model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
-    model.launches = launches
-    model.cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
-    return model
+    with triton_on("meta"):
+        model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
+        model.launches = launches
+        model.cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
+        yield model
 
 
 def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Readout):
@@ -174,7 +174,7 @@ def test_a_step_never_waits(without_data, sharing, readout):
     assert not model.launches, "what is prepared ahead launches nothing"
     with NoWaiting(), torch.inference_mode():
         reads, path = read_stream(model, batch, Path(), *forward_stream(model, batch, Path(), {}))
-    assert reads._values.device.type == "meta"
+    assert reads.values.device.type == "meta"
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
     if path.rows:
@@ -185,7 +185,7 @@ def test_a_step_never_waits(without_data, sharing, readout):
 def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
     """Steps are begun while the one before runs, in whatever way their tokens are drawn."""
     model = without_data
-    monkeypatch.setattr(ValuesTicket, "result", lambda self: StepResult(np.full(self._values.shape, 7)))
+    monkeypatch.setattr(ValuesTicket, "result", lambda self: StepResult(np.full(self.values.shape, 7)))
     engine = engine_of(model, depth=2)
     answers = []
     for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):
@@ -262,22 +262,23 @@ def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
 # Memory
 
 
+def memory_for(rows: int):
+    """A hook of a model that has memory for passes of so many rows."""
+
+    def check(model, arguments):
+        if len(arguments[0]) > rows:
+            raise torch.OutOfMemoryError("no more")
+
+    return check
+
+
 def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
     if DEVICE != "cpu":
         pytest.skip("on a CPU")
     requests = [as_request(prompt) for prompt in prompts(6)]
     for mode in ("full", "mlp", "off"):
         wanted = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
-        most = 20
-        forward = CausalLM.forward
-
-        def small(self, tokens, *rest, most=most, forward=forward):
-            if len(tokens) > most:
-                raise torch.OutOfMemoryError("no more")
-            return forward(self, tokens, *rest)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CausalLM, "forward", small)
+        with llm.model.register_forward_pre_hook(memory_for(20)):
             other = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
             found = run(other, requests, Readout("last"), sharing=mode, rows=None)
         assert other.engine.max_batch_rows < 1000
@@ -285,40 +286,29 @@ def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
             np.testing.assert_allclose(a.values, b.values, atol=2e-4)
 
 
-def test_what_never_fits_is_an_error(llm, monkeypatch):
-    def never(self, *rest):
-        raise torch.OutOfMemoryError("no more")
-
-    monkeypatch.setattr(CausalLM, "forward", never)
+def test_what_never_fits_is_an_error(llm):
+    llm.model.register_forward_pre_hook(memory_for(0))
     with pytest.raises(OutOfMemoryError, match="no more"):
         run(llm, [as_request([5, 6, 7])], Readout("last"), sharing="full", rows=10)
     with pytest.raises(OutOfMemoryError):
         greedy(llm, [[5, 6, 7]])
 
 
-def test_generation_goes_on_with_smaller_steps(llm, monkeypatch):
+def test_generation_goes_on_with_smaller_steps(llm):
     some = prompts(7, count=6)
     wanted = greedy(llm, some)
-    forward = CausalLM.forward
-
-    def small(self, tokens, *rest):
-        if len(tokens) > 5:
-            raise torch.OutOfMemoryError("no more")
-        return forward(self, tokens, *rest)
-
-    monkeypatch.setattr(CausalLM, "forward", small)
+    llm.model.register_forward_pre_hook(memory_for(5))
     assert greedy(llm, some) == wanted
 
 
 def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
     assert batch_rows(llm.model) == 4096 or DEVICE == "cuda"
-    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 1 << 23)
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta"))
+    free = iter([1 << 23, 1 << 45, 0])
+    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: next(free))
     some = batch_rows(model)
     assert some % 1024 == 0 and 1024 <= some < 65_536
-    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 1 << 45)
     assert batch_rows(model) == 65_536
-    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: 0)
     assert batch_rows(model) == 1024
 
 
@@ -331,15 +321,13 @@ def test_what_compiling_takes_is_counted(monkeypatch):
 
     heard = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda **told: heard.append(told["cache_hit"]))
-    device._clock.cache_clear()
-    monkeypatch.setattr(device, "TRITON_DEVICES", ("cpu",))
-    assert device.compile_seconds() == 0
+    clock = device.CompileClock()
+    assert clock.take() == 0
     for micros in (1_500_000, 500_000):
         times = CompileTimes(micros, [("ptx", 250_000)], 250_000)
         knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)
     meter = Meter()
     for _ in range(2):
-        meter.add(seconds={"compile": device.compile_seconds()})
+        meter.add(seconds={"compile": clock.take()})
     assert meter.stats.seconds == {"compile": 3.0}
     assert heard == [False, False]
-    device._clock.cache_clear()

@@ -38,9 +38,9 @@ def model(tmp_path):
     return load_model(checkpoint, dtype=torch.float32, device="cpu")
 
 
-def test_a_feature_adds_messages_facts_and_rows(model, monkeypatch):
+def test_a_feature_adds_messages_facts_and_rows(model, keep):
     load_plugins()  # into the table itself
-    monkeypatch.setattr(protocol, "_MAKERS", list(protocol._MAKERS))
+    keep(protocol.MAKERS)
     values = torch.full((1, model.config.hidden), 0.5)
 
     def media(tokens):
@@ -66,7 +66,7 @@ def test_a_feature_adds_messages_facts_and_rows(model, monkeypatch):
     found = worker.start(step).result().values
     with torch.inference_mode():
         embedded = model.embedding.clone()
-    monkeypatch.setattr(model, "embedding", torch.nn.Parameter(embedded.index_copy(0, torch.tensor([9]), values)))
+    model.embedding = torch.nn.Parameter(embedded.index_copy(0, torch.tensor([9]), values))
     plain = StreamStep(np.array([5, 9, 7], np.int32), *(getattr(step, name) for name in step.__slots__[1:]))
     np.testing.assert_allclose(found, LocalWorker(model).start(plain).result().values, atol=1e-6)
 

@@ -21,6 +21,7 @@ from prefold.model import CausalLM, MediaRows, RowAdapters
 from prefold.model.layers import Linear
 from prefold.model.products import Panels, Product
 from prefold.spec.requests import Namespace, Request
+from prefold.worker.local import LocalWorker
 from prefold.worker.program import Program, program_of
 from prefold.worker.readouts import greedy as likeliest_of_slots
 from prefold.worker.rows import forward_stream
@@ -63,42 +64,47 @@ def assert_same(llm: LLM, found: torch.Tensor, expected: torch.Tensor) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.fixture
-def no_greedy(monkeypatch):
-    """Lets every pass over slots give hidden states, also where only the most likely tokens are wanted."""
-    monkeypatch.setattr(Program, "greedy", lambda *arguments: None)
+class WithoutGreedy(Program):
+    """Every pass over slots gives hidden states, also if only the most likely tokens are wanted."""
+
+    def greedy(self, batch, store, media=None):
+        return None
 
 
-def check_generating(monkeypatch, llm: LLM) -> None:
+def use(worker: LocalWorker, kind: type[Program]) -> None:
+    """Let a worker run its passes by a program of another class."""
+    worker.program = kind(worker.model, kernels.load())
+
+
+def check_generating(llm: LLM) -> None:
     """Compares all steps of a job over slots with those of the modules."""
-    rows, run, engine = [], Program.over_slots, engine_of(llm, slots=200, rows=7)
+    rows, engine = [], engine_of(llm, slots=200, rows=7)
     engine.generator  # noqa: B018 (makes the store)
     other = make_store(llm.model, engine.worker.store.slots)
 
-    def both(program, batch, store):
-        # As if the first row were that of an image.
-        ones = torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype)
-        media = MediaRows(torch.zeros(1, dtype=torch.int64), ones)
-        for some in (media, None):
-            expected = forward(llm.model, other, batch, {"media": some})
-            found = run(program, batch, store, some)
-            assert_same(llm, found, expected)
-        rows.append(len(batch.tokens))
-        return found
+    class Compared(WithoutGreedy):
+        def over_slots(self, batch, store, media=None):
+            # As if the first row were that of an image.
+            ones = torch.ones(1, llm.model.config.hidden, dtype=llm.model.dtype)
+            of_image = MediaRows(torch.zeros(1, dtype=torch.int64), ones)
+            for some in (of_image, media):
+                expected = forward(llm.model, other, batch, {"media": some})
+                found = super().over_slots(batch, store, some)
+                assert_same(llm, found, expected)
+            rows.append(len(batch.tokens))
+            return found
 
-    monkeypatch.setattr(Program, "over_slots", both)
+    use(engine.worker, Compared)
     generate(engine, requests(1))
     assert len(rows) > 6 and max(rows) == 7  # prompts in parts, and outputs beside them
 
 
-@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EVERY)
-def test_hidden_states_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
-    check_generating(monkeypatch, load(tmp_path, family, dtype))
+def test_hidden_states_are_those_of_the_modules(tmp_path, family, dtype):
+    check_generating(load(tmp_path, family, dtype))
 
 
-@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "differs",
@@ -109,7 +115,7 @@ def test_hidden_states_are_those_of_the_modules(tmp_path, monkeypatch, family, d
         {"sinks": True, "attention_cap": 4.0},
     ],
 )
-def test_biases_norms_and_mlps_in_other_combinations(tmp_path, monkeypatch, differs, dtype):
+def test_biases_norms_and_mlps_in_other_combinations(tmp_path, differs, dtype):
     llm = load(tmp_path)
     config = replace(llm.model.config, qkv_bias=True, o_bias=True, mlp_bias=True, **differs)
     model = CausalLM(config, dtype=dtype, device=torch.device("cpu"))
@@ -121,21 +127,22 @@ def test_biases_norms_and_mlps_in_other_combinations(tmp_path, monkeypatch, diff
         if isinstance(module, Linear):
             module.pack()
     model.requires_grad_(False)
-    check_generating(monkeypatch, SimpleNamespace(model=model, checkpoint=llm.checkpoint, engine=llm.engine))
+    check_generating(SimpleNamespace(model=model, checkpoint=llm.checkpoint, engine=llm.engine))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "granite", "cohere2"])
-def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dtype):
-    llm, greedy, rows = load(tmp_path, family, dtype), Program.greedy, []
+def test_greedy_tokens_are_those_of_the_logits(tmp_path, family, dtype):
+    llm, rows = load(tmp_path, family, dtype), []
 
-    def both(program, batch, store):
-        found = greedy(program, batch, store)
-        assert found.tolist() == likeliest_of_slots(llm.model, program.over_slots(batch, store)).tolist()
-        rows.append(len(found))
-        return found
+    class Compared(Program):
+        def greedy(self, batch, store, media=None):
+            found = super().greedy(batch, store, media)
+            assert found.tolist() == likeliest_of_slots(llm.model, self.over_slots(batch, store)).tolist()
+            rows.append(len(found))
+            return found
 
-    monkeypatch.setattr(Program, "greedy", both)
+    use(llm.engine.worker, Compared)
     weight = torch.randn(llm.model.config.vocab_size, 36).to(llm.model.dtype)
     for head in (llm.model.product_of_head(), Panels(weight, kernels.load())):
         llm.model.head_product = head  # another one of the same kind is used
@@ -147,25 +154,24 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, monkeypatch, family, dt
 @pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("task", ["embed", "score"])
 @pytest.mark.parametrize("sharing", ["full", "mlp"])
-def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(
-    tmp_path, monkeypatch, family, dtype, task, sharing
-):
+def test_steps_of_a_stream_and_their_paths_are_those_of_the_modules(tmp_path, family, dtype, task, sharing):
     rows = {"full": 9, "mlp": 150}[sharing]
-    llm, run, paths, folded = load(tmp_path, family, dtype, rows, sharing), Program.over_rows, [], []
+    llm, paths, folded = load(tmp_path, family, dtype, rows, sharing), [], []
 
-    def both(program, batch, path):
-        expected, kv = forward_stream(llm.model, batch, path, {})
-        found, kept = run(program, batch, path)
-        assert_same(llm, found, expected)
-        assert kept.keys() == kv.keys()
-        for plane, tensors in kv.items():
-            for pair in zip(kept[plane], tensors, strict=True):
-                assert_same(llm, *pair)
-        paths.append(path.rows)
-        folded.append(0 if batch.scatter is None else len(batch.scatter) - len(batch.tokens))
-        return found, kept
+    class Compared(Program):
+        def over_rows(self, batch, path, media=None):
+            expected, kv = forward_stream(llm.model, batch, path, {})
+            found, kept = super().over_rows(batch, path, media)
+            assert_same(llm, found, expected)
+            assert kept.keys() == kv.keys()
+            for plane, tensors in kv.items():
+                for pair in zip(kept[plane], tensors, strict=True):
+                    assert_same(llm, *pair)
+            paths.append(path.rows)
+            folded.append(0 if batch.scatter is None else len(batch.scatter) - len(batch.tokens))
+            return found, kept
 
-    monkeypatch.setattr(Program, "over_rows", both)
+    use(llm.engine.worker, Compared)
     texts = ["the same beginning of each, and then the first end", "the same beginning of each, and another", "others"]
     if task == "embed":
         llm.embed(texts, pooling="mean")
@@ -194,35 +200,43 @@ def test_scores_and_tokens_are_those_of_transformers(tmp_path, family):
         assert made == expected(prompt, made)[:-1].argmax(-1).tolist()
 
 
-def test_many_rows_after_few_and_few_after_many(tmp_path, monkeypatch):
+def test_many_rows_after_few_and_few_after_many(tmp_path):
     llm = load(tmp_path, "qwen3")
     engine = engine_of(llm, slots=2000)
     small, large = requests(2)[:1], [ask(np.arange(3, 203), max_tokens=2)]
     found = [tokens_of(generate(engine, some)) for some in (small, large, small)]
     plain = engine_of(llm, slots=2000)
     plain.generator  # noqa: B018 (makes the store)
-    plain.worker._program = None
+    plain.worker.program = None
     assert found == [tokens_of(generate(plain, some)) for some in (small, large, small)]
 
 
-@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
     monkeypatch.setattr("prefold.model.rotary.RotaryTable.FIRST_ROWS", 1)  # so that the tables grow while rows follow
-    llm, run, follow = load(tmp_path, family), Program.over_slots, Program.follow
-    hidden, kept = [], []
+    llm, hidden, kept = load(tmp_path, family), [], []
 
-    def note(program, batch, store):
-        hidden.append(run(program, batch, store))
-        return hidden[-1]
+    class Noted(WithoutGreedy):
+        def over_slots(self, batch, store, media=None):
+            hidden.append(super().over_slots(batch, store, media))
+            return hidden[-1]
 
-    monkeypatch.setattr(Program, "over_slots", note)
+        def follow(self, step):
+            batch = super().follow(step)
+            kept.append(batch)
+            return batch
+
+    class PlannedAnew(Noted):
+        def follow(self, step):
+            return None
+
     asked = [ask(request.tokens, max_tokens=40, ignore_eos=True) for request in requests(3)]
-    monkeypatch.setattr(Program, "follow", lambda *of: kept.append(follow(*of)) or kept[-1])
-    followed = tokens_of(generate(engine_of(llm, slots=400), asked))
+    engines = [engine_of(llm, slots=400) for _ in range(2)]
+    use(engines[0].worker, Noted)
+    use(engines[1].worker, PlannedAnew)
+    followed = tokens_of(generate(engines[0], asked))
     grown, hidden = hidden, []
-    monkeypatch.setattr(Program, "follow", lambda *of: None)
-    assert followed == tokens_of(generate(engine_of(llm, slots=400), asked))
+    assert followed == tokens_of(generate(engines[1], asked))
     assert len(grown) == len(hidden) and all(torch.equal(*pair) for pair in zip(grown, hidden, strict=True))
     # With few keys of its own a row has them in the list of its tile, and the plan is made anew; so is a window's.
     times = sum(batch is not None for batch in kept)
@@ -233,14 +247,14 @@ def test_memory_is_that_of_the_widest_place_of_a_layer_and_is_used_again(tmp_pat
     """Three buffers of the residual stream's width, and the larger of attention's and the MLP's beside them."""
     llm = load(tmp_path, "qwen3")
     llm.embed(["a text of some tokens, which is longer than all others"])
-    program, config = llm.engine.worker._program, llm.model.config
-    memory, rows = program._memory, program._room
+    program, config = llm.engine.worker.program, llm.model.config
+    memory, rows = program.memory, program.memory_rows
     numbers = 3 * config.hidden + max(2 * (config.q_size + config.kv_size), config.intermediate) + config.head_dim
     assert rows > 50 and 4 * rows * numbers <= memory.nbytes < 4 * rows * numbers + 1024
     llm.embed(["a short text", "and two"])
     llm.score(["a prompt"], [" yes"])
     llm.generate(["a text"], max_tokens=3)
-    assert program._memory is memory
+    assert program.memory is memory
 
 
 def test_two_engines_of_one_process_give_what_each_gives_alone(tmp_path):
@@ -274,69 +288,71 @@ def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
     return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, adapters=adapters)
 
 
-@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", EVERY)
-def test_rows_with_adapters_are_those_of_the_modules(tmp_path, monkeypatch, family, dtype):
-    llm, run, kinds = load_adapted(tmp_path, family, dtype), Program.over_slots, []
+def test_rows_with_adapters_are_those_of_the_modules(tmp_path, family, dtype):
+    llm, kinds = load_adapted(tmp_path, family, dtype), []
     engine = engine_of(llm, slots=800, rows=40)
     engine.generator  # noqa: B018 (makes the store)
     other = make_store(llm.model, engine.worker.store.slots)
 
-    def both(program, batch, store):
-        expected = forward(llm.model, other, batch)
-        found = run(program, batch, store)
-        assert_near(found, expected)
-        kinds.append(set(batch.adapters.numbers.tolist()))
-        return found
+    class Compared(WithoutGreedy):
+        def over_slots(self, batch, store, media=None):
+            expected = forward(llm.model, other, batch)
+            found = super().over_slots(batch, store, media)
+            assert_near(found, expected)
+            kinds.append(set(batch.adapters.numbers.tolist()))
+            return found
 
-    monkeypatch.setattr(Program, "over_slots", both)
+    use(engine.worker, Compared)
     asked = [replace(request, namespace=Namespace(name)) for request in requests(4) for name in ("", "a", "b", "c")]
     tokens_of(generate(engine, asked))
     assert any(len(some) == 4 for some in kinds)
 
 
-@pytest.mark.usefixtures("no_greedy")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whatever_adapters_other_rows_have(tmp_path, monkeypatch, dtype):
-    llm, run, compared = load_adapted(tmp_path, "qwen3", dtype), Program.over_slots, []
+def test_a_row_has_the_same_bits_whatever_adapters_other_rows_have(tmp_path, dtype):
+    llm, compared = load_adapted(tmp_path, "qwen3", dtype), []
 
-    def again(program, batch, store):
-        adapters = batch.adapters
-        if not adapters.adapters or len(set(adapters.numbers.tolist())) < 3:
-            return run(program, batch, store)
-        read = slice(None) if batch.read_rows is None else batch.read_rows.numpy()
-        before = []
-        for other in (-1, 1, 2):
-            numbers = np.where(adapters.numbers <= 0, adapters.numbers, other)
-            before.append(run(program, replace(batch, adapters=RowAdapters(adapters.adapters, numbers)), store))
-        found = run(program, batch, store)
-        same = torch.from_numpy(adapters.numbers[read] <= 0)
-        assert all(torch.equal(found[same], other[same]) for other in before)
-        compared.append(int(same.sum()))
-        return found
+    class Again(WithoutGreedy):
+        def over_slots(self, batch, store, media=None):
+            adapters, run = batch.adapters, super().over_slots
+            if not adapters.adapters or len(set(adapters.numbers.tolist())) < 3:
+                return run(batch, store)
+            read = slice(None) if batch.read_rows is None else batch.read_rows.numpy()
+            before = []
+            for other in (-1, 1, 2):
+                numbers = np.where(adapters.numbers <= 0, adapters.numbers, other)
+                before.append(run(replace(batch, adapters=RowAdapters(adapters.adapters, numbers)), store))
+            found = run(batch, store)
+            same = torch.from_numpy(adapters.numbers[read] <= 0)
+            assert all(torch.equal(found[same], other[same]) for other in before)
+            compared.append(int(same.sum()))
+            return found
 
-    monkeypatch.setattr(Program, "over_slots", again)
     asked = [replace(request, namespace=Namespace(name)) for request in requests(4) for name in ("", "a", "b", "c")]
-    generate(engine_of(llm, slots=800, rows=40), asked)
+    engine = engine_of(llm, slots=800, rows=40)
+    use(engine.worker, Again)
+    generate(engine, asked)
     assert sum(compared) > 40
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])
-def test_a_stream_with_an_adapter_is_that_of_the_modules(tmp_path, monkeypatch, task):
-    llm, run, paths = load_adapted(tmp_path, "qwen3", "float32", rows=9), Program.over_rows, []
+def test_a_stream_with_an_adapter_is_that_of_the_modules(tmp_path, task):
+    llm, paths = load_adapted(tmp_path, "qwen3", "float32", rows=9), []
 
-    def both(program, batch, path):
-        expected, kv = forward_stream(llm.model, batch, path, {})
-        found, kept = run(program, batch, path)
-        assert_near(found, expected)
-        for plane, tensors in kv.items():
-            for pair in zip(kept[plane], tensors, strict=True):
-                assert_near(*pair)
-        paths.append(path.rows)
-        return found, kept
+    class Compared(Program):
+        def over_rows(self, batch, path, media=None):
+            expected, kv = forward_stream(llm.model, batch, path, {})
+            found, kept = super().over_rows(batch, path, media)
+            assert_near(found, expected)
+            for plane, tensors in kv.items():
+                for pair in zip(kept[plane], tensors, strict=True):
+                    assert_near(*pair)
+            paths.append(path.rows)
+            return found, kept
 
-    monkeypatch.setattr(Program, "over_rows", both)
+    use(llm.engine.worker, Compared)
     texts = ["the same beginning of each, and then the first end", "the same beginning of each, and another", "others"]
     if task == "embed":
         llm.embed(texts, pooling="mean", adapter="b")
@@ -352,7 +368,7 @@ def test_a_product_that_is_put_in_later_is_used(tmp_path):
     linear = llm.model.layers[1].o
     linear.use(Panels(torch.zeros(36, 36), kernels.load()))
     zero = llm.embed("some text")
-    assert llm.engine.worker._program is not None and not np.array_equal(zero, before)
+    assert llm.engine.worker.program is not None and not np.array_equal(zero, before)
 
     class Zero(Product):
         def __call__(self, x, bias=None):
@@ -360,91 +376,105 @@ def test_a_product_that_is_put_in_later_is_used(tmp_path):
 
     linear.use(Zero())
     np.testing.assert_array_equal(llm.embed("some text"), zero)
-    assert llm.engine.worker._program is None
+    assert llm.engine.worker.program is None
 
 
-def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path, monkeypatch):
-    counts, run = [], Program.greedy
+def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path):
+    counts, each = [], []
 
-    def counted(program, *arguments):
-        def count(frame, event, argument):
-            counts[-1] += event in ("call", "c_call")
+    def count(frame, event, argument):
+        counts[-1] += event in ("call", "c_call")
 
-        counts.append(0)
-        sys.setprofile(count)
-        try:
-            return run(program, *arguments)
-        finally:
-            sys.setprofile(None)
+    class Counted(Program):
+        def greedy(self, batch, store, media=None):
+            run = super().greedy
+            counts.append(0)
+            sys.setprofile(count)
+            try:
+                return run(batch, store, media)
+            finally:
+                sys.setprofile(None)
 
-    monkeypatch.setattr(Program, "greedy", counted)
-    each = []
     for layers in (2, 6):
         llm = load(tmp_path, num_hidden_layers=layers)
+        use(llm.engine.worker, Counted)
         llm.generate(["some text"], max_tokens=4, ignore_eos=True)
         each.append(counts[-1])
         counts.clear()
     assert each[0] == each[1] < 150
 
 
-def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeypatch):
+def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path):
     """Between two passes of one sequence's decoding; the code that runs then is not in the caches, so each counts."""
     llm, counts = load(tmp_path), []
-    calls = llm.engine.worker._program._kernels._calls
-    run = calls["run_program"]
 
     def count(frame, event, argument):
         counts[-1] += event == "call"
 
-    def counted(call):
-        sys.setprofile(None)
-        try:
-            return run(call)
-        finally:
-            counts.append(0)
-            sys.setprofile(count if len(counts) < 24 else None)
+    class Counted(kernels.Kernels):
+        def run_program(self, call):
+            sys.setprofile(None)
+            try:
+                super().run_program(call)
+            finally:
+                counts.append(0)
+                sys.setprofile(count if len(counts) < 24 else None)
 
-    monkeypatch.setitem(calls, "run_program", counted)
+    worker = llm.engine.worker
+    worker.program = Program(worker.model, Counted(kernels.load().path))
     llm.generate(["some text, and some more of it"], max_tokens=30, ignore_eos=True)
     assert 30 < min(counts[8:20]) < 65
 
 
-def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tmp_path, monkeypatch):
-    llm, follow, are_given = load(tmp_path), Program.follow, []
+def test_tokens_of_a_step_that_follows_lie_where_they_were_given_or_elsewhere(tmp_path):
+    llm, are_given = load(tmp_path), []
     prompts, options = ["some text", "other text, which is longer"], {"max_tokens": 24, "ignore_eos": True}
     given = [one.tokens for one in llm.generate(prompts, **options)]
 
-    def moved(program, step):
-        are_given.append(step.tokens is program._last.ids)
-        step.tokens = step.tokens.copy()
-        return follow(program, step)
+    class Moved(Program):
+        ids = None
 
-    monkeypatch.setattr(Program, "follow", moved)
+        def greedy(self, batch, store, media=None):
+            self.ids = super().greedy(batch, store, media)
+            return self.ids
+
+        def follow(self, step):
+            are_given.append(step.tokens is self.ids)
+            step.tokens = step.tokens.copy()
+            return super().follow(step)
+
+    use(llm.engine.worker, Moved)
     assert [one.tokens for one in llm.generate(prompts, **options)] == given
     assert sum(are_given) > 15, are_given
 
 
-def test_no_step_follows_one_that_failed(tmp_path, monkeypatch):
-    def fail(program, batch, store):
-        raise MemoryError("too small")
+def test_no_step_follows_one_that_failed(tmp_path):
+    llm, fails = load(tmp_path), []
 
-    llm = load(tmp_path)
+    class Failing(Program):
+        def greedy(self, batch, store, media=None):
+            if fails:
+                raise MemoryError("too small")
+            return super().greedy(batch, store, media)
+
+    use(llm.engine.worker, Failing)
     llm.generate(["some text"], max_tokens=4, ignore_eos=True)
-    assert llm.engine.worker._last_run is llm.engine.worker._program
-    monkeypatch.setattr(Program, "greedy", fail)
+    assert llm.engine.worker.last_run is llm.engine.worker.program
+    fails.append(True)
     with pytest.raises(MemoryError, match="too small"):
         llm.generate(["other text"], max_tokens=4)
-    assert llm.engine.worker._last_run is None
+    assert llm.engine.worker.last_run is None
 
 
-def test_a_slot_that_is_not_there_is_an_error(tmp_path, monkeypatch):
-    llm, run = load(tmp_path), Program.greedy
+def test_a_slot_that_is_not_there_is_an_error(tmp_path):
+    llm = load(tmp_path)
 
-    def wrong(program, batch, store):
-        batch.slots[-1] = 1 << 40
-        return run(program, batch, store)
+    class Wrong(Program):
+        def greedy(self, batch, store, media=None):
+            batch.slots[-1] = 1 << 40
+            return super().greedy(batch, store, media)
 
-    monkeypatch.setattr(Program, "greedy", wrong)
+    use(llm.engine.worker, Wrong)
     with pytest.raises(ValueError, match="a slot that is not there"):
         llm.generate(["some text"], max_tokens=2)
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from looped_dense import looped_checkpoint
+from machines import kernels_in_use
 from running import as_request, prompts, run
 from tiny import EVERY, tiny_checkpoint
 
@@ -62,7 +63,7 @@ def check_same(folder: str, ranks: int, **options):
         assert [one.tokens for one in split.generate(texts, max_tokens=12)] == [one.tokens for one in expected]
     finally:
         split.close()
-    assert all(process.returncode is not None for process in split._team._processes)
+    assert all(process.returncode is not None for process in split.engine.worker.processes)
 
 
 def test_two_processes_are_one_model(folder):
@@ -72,8 +73,7 @@ def test_two_processes_are_one_model(folder):
 def test_ranks_that_share_no_memory(folder, monkeypatch):
     """Without a compiler they meet by torch.distributed, and one split model at a time."""
     monkeypatch.setenv("PREFOLD_KERNELS", "0")  # of the other rank
-    monkeypatch.setattr(kernels.loader, "_loaded", None)
-    with LLM(folder, **PLACE) as alone, LLM(folder, **PLACE, tensor_parallel=2) as split:
+    with kernels_in_use(None), LLM(folder, **PLACE) as alone, LLM(folder, **PLACE, tensor_parallel=2) as split:
         assert split.model.ranks.view is None
         np.testing.assert_allclose(split.embed(["some text"]), alone.embed(["some text"]), rtol=1e-5, atol=1e-5)
         assert split.generate("some text", max_tokens=5).text == alone.generate("some text", max_tokens=5).text
@@ -133,28 +133,28 @@ def embed_until_it_fails(llm) -> RankError:
 
 def test_a_killed_rank_is_named(split):
     assert np.isfinite(split.embed(["at first it goes on"])).all()
-    (victim,) = split._team._processes
+    (victim,) = split.engine.worker.processes
     threading.Timer(0.3, os.kill, (victim.pid, signal.SIGKILL)).start()
     error = embed_until_it_fails(split)
     assert "rank 1 was ended by SIGKILL" in str(error)
     with pytest.raises(RankError, match="have ended: rank 1 was ended"):
         split.generate("more", max_tokens=2)
-    assert all(process.poll() is not None for process in split._team._processes)
+    assert all(process.poll() is not None for process in split.engine.worker.processes)
 
 
 @needs_memory
-def test_a_hung_rank_is_not_waited_for_for_ever(split, monkeypatch):
+def test_a_hung_rank_is_not_waited_for_for_ever(split):
     """The ranks came up under a limit that a busy machine keeps; then rank 0 waits for the others for less."""
-    monkeypatch.setattr(tensor_parallel, "TIMEOUT_SECONDS", 1)
-    monkeypatch.setattr(tensor_parallel, "LAST_WORD_SECONDS", 0.2)
+    worker = split.engine.worker
+    worker.patience, worker.last_word_seconds = 1, 0.2
     split.model.ranks.view.patience = 1
-    os.kill(split._team._processes[0].pid, signal.SIGSTOP)
+    os.kill(split.engine.worker.processes[0].pid, signal.SIGSTOP)
     assert "rank 1 has not answered for 1 s" in str(embed_until_it_fails(split))
 
 
 def test_what_a_rank_says_last_is_heard(split):
     """A step that this process could run and another cannot: the rank and its error are named."""
-    split._team._pipes[0].send("nonsense")
+    split.engine.worker.pipes[0].send("nonsense")
     assert "rank 1 failed: TypeError: str is no message" in str(embed_until_it_fails(split))
 
 

@@ -25,13 +25,13 @@ class Account:
     """
 
     __slots__ = (
-        "_grown", "has_grown", "leaves", "max_rows", "nodes", "num_slots", "rows", "tenant", "used_at", "weight",
+        "grown", "has_grown", "leaves", "max_rows", "nodes", "num_slots", "rows", "tenant", "used_at", "weight",
     )  # fmt: skip
 
     def __init__(self, tenant: Hashable, share: Share, grown: list[Account]):
         self.tenant = tenant
         self.rows = self.num_slots = self.nodes = 0
-        self._grown, self.has_grown = grown, False
+        self.grown, self.has_grown = grown, False
         self.leaves: list[Any] = []
         self.used_at = 0.0
         self.set_share(share)
@@ -44,7 +44,7 @@ class Account:
         self.num_slots += slots
         if not self.has_grown:
             self.has_grown = True
-            self._grown.append(self)
+            self.grown.append(self)
 
     @property
     def size(self) -> float:
@@ -60,17 +60,17 @@ class Accounts:
         self._share_of: Callable[[Hashable], Share] = lambda tenant: Share()
         self._by_tenant: dict[Hashable, Account] = {}
         self._numbers = itertools.count()
-        self._grown: list[Account] = []  # accounts that hold more slots than at the last call of `next`
+        self.grown: list[Account] = []  # accounts that hold more slots than at the last call of `next`
         self.clear()
 
     def clear(self) -> None:
         for account in self._by_tenant.values():
             account.rows, account.num_slots, account.nodes, account.leaves = 0, 0, 0, []
         # The accounts with rows, in the order in which they were used last.
-        self._with_rows: OrderedDict[Account, None] = OrderedDict()
+        self.with_rows: OrderedDict[Account, None] = OrderedDict()
         # A heap of (-size, number, account): an account is entered whenever it has become larger, and an entry with an
         # old size is corrected when it comes to the head.
-        self._by_size: list[tuple[float, int, Account]] = []
+        self.by_size: list[tuple[float, int, Account]] = []
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._by_tenant.values())
@@ -79,7 +79,7 @@ class Accounts:
         """Returns the account of a tenant, a new one where there is none."""
         account = self._by_tenant.get(tenant)
         if account is None:
-            account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant), self._grown)
+            account = self._by_tenant[tenant] = Account(tenant, self._share_of(tenant), self.grown)
         return account
 
     def __len__(self) -> int:
@@ -88,45 +88,45 @@ class Accounts:
     def keep_only(self, accounts: Iterable[Account]) -> None:
         """Forgets all other accounts, which must have no rows."""
         self._by_tenant = {account.tenant: account for account in accounts}
-        self._grown[:] = [account for account in self._grown if self._by_tenant.get(account.tenant) is account]
+        self.grown[:] = [account for account in self.grown if self._by_tenant.get(account.tenant) is account]
 
     def set_shares(self, share_of: Callable[[Hashable], Share]) -> None:
         """Sets the shares of all tenants, now and of accounts that come later."""
         self._share_of = share_of
         for account in self._by_tenant.values():
             account.set_share(share_of(account.tenant))
-        self._by_size.clear()
+        self.by_size.clear()
         self._enter_all()
 
     def use(self, account: Account, now: float) -> None:
         """Books that the tenant used its rows."""
         account.used_at = now
-        if account in self._with_rows:
-            self._with_rows.move_to_end(account)
+        if account in self.with_rows:
+            self.with_rows.move_to_end(account)
 
     def add(self, account: Account, rows: int) -> None:
         """Books that an account has `rows` more rows, or fewer if `rows` is negative."""
         account.rows += rows
         if rows < 0 and not account.rows:
-            self._with_rows.pop(account, None)
+            self.with_rows.pop(account, None)
         elif rows > 0:
-            is_new = account not in self._with_rows
-            self._with_rows[account] = None
-            if is_new and len(self._with_rows) == 2:
-                self._by_size.clear()
+            is_new = account not in self.with_rows
+            self.with_rows[account] = None
+            if is_new and len(self.with_rows) == 2:
+                self.by_size.clear()
                 self._enter_all()
-            elif len(self._with_rows) > 1:  # a tenant alone needs no order
+            elif len(self.with_rows) > 1:  # a tenant alone needs no order
                 self._enter(account)
 
     def next(self, now: float) -> Account | None:
         """Returns the account that gives rows next; None if no account has rows."""
-        if not self._with_rows:
+        if not self.with_rows:
             return None
-        oldest = next(iter(self._with_rows))
-        if len(self._with_rows) == 1 or now - oldest.used_at > IDLE_SECONDS:
+        oldest = next(iter(self.with_rows))
+        if len(self.with_rows) == 1 or now - oldest.used_at > IDLE_SECONDS:
             return oldest
         self._enter_grown()
-        heap = self._by_size
+        heap = self.by_size
         while True:
             entry_size, _, account = heap[0]
             size = -account.size
@@ -138,18 +138,18 @@ class Accounts:
                 heapq.heappop(heap)
 
     def _enter_grown(self) -> None:
-        for account in self._grown:
+        for account in self.grown:
             account.has_grown = False
             self._enter(account)
-        self._grown.clear()
+        self.grown.clear()
 
     def _enter(self, account: Account) -> None:
-        if len(self._by_size) > 2 * len(self._with_rows) + 64:
-            self._by_size.clear()
+        if len(self.by_size) > 2 * len(self.with_rows) + 64:
+            self.by_size.clear()
             self._enter_all()
         elif account.rows:
-            heapq.heappush(self._by_size, (-account.size, next(self._numbers), account))
+            heapq.heappush(self.by_size, (-account.size, next(self._numbers), account))
 
     def _enter_all(self) -> None:
-        for account in self._with_rows:
-            heapq.heappush(self._by_size, (-account.size, next(self._numbers), account))
+        for account in self.with_rows:
+            heapq.heappush(self.by_size, (-account.size, next(self._numbers), account))

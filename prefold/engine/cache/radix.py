@@ -45,10 +45,10 @@ class RadixCache:
         self.options = options
         self.rows = 0
         self.seconds = 0.0
-        self._tree = tree
+        self.tree = tree
         self._pool = pool
         self._clock = clock
-        self._kept: dict[Node, None] = {}
+        self.kept: dict[Node, None] = {}
         self._next_expiry = 0.0
         # The heap `leaves` of an account has an entry (worth, place, node) for each kept node without children and
         # pins, which can be evicted now. A node is entered again with a new place when this becomes true again; an
@@ -70,7 +70,7 @@ class RadixCache:
             self._evict_below(node)
             if node.num_computed:
                 lower = node
-                node = self._tree.split(node, node.num_computed)
+                node = self.tree.split(node, node.num_computed)
                 self._drop(lower)
         if not node.num_computed or (not node.children and not node.pins and node.stop < self.options.min_overlap):
             self._drop(node)
@@ -78,7 +78,7 @@ class RadixCache:
             if len(node.slots) > len(node.tokens):  # slots for tokens that were never made
                 self._pool.free(node.trim())
             node.kept, node.scant, node.used_at = True, False, self._clock()
-            self._kept[node] = None
+            self.kept[node] = None
             self._count(node, node.num_computed, 1)
             self._enter(node)
             account = node.account
@@ -98,7 +98,7 @@ class RadixCache:
             if not node.kept:
                 continue
             node.kept = False
-            del self._kept[node]
+            del self.kept[node]
             self._count(node, -node.num_computed, -1)
             node.scant = overlap < self.options.min_overlap and not node.pins
             node.uses += not node.scant
@@ -118,7 +118,7 @@ class RadixCache:
         """
         given_up = self.scant(path)
         for node in given_up:
-            self._pool.free(self._tree.drop(node))
+            self._pool.free(self.tree.drop(node))
         for node in path:
             if node.scant:
                 node.scant = False
@@ -142,7 +142,7 @@ class RadixCache:
         self._pool.free(slots[rows:])
         if not rows:
             return
-        end = self._tree.extend(leaf, token_bytes(tail.tokens[:rows]))
+        end = self.tree.extend(leaf, token_bytes(tail.tokens[:rows]))
         for node in end.path(below=leaf):
             own, slots = slots[: len(node.tokens)], slots[len(node.tokens) :]
             if len(node.slots):  # these rows are there already
@@ -150,7 +150,7 @@ class RadixCache:
             else:  # the node is new, or a sequence waits for these very rows
                 node.claim(own)
                 node.num_computed = len(own)
-                self._tree.stored(node)
+                self.tree.stored(node)
         if not end.users and not end.kept:  # it is new
             end.priority = priority
             self.keep(end)
@@ -178,7 +178,7 @@ class RadixCache:
 
     def clear(self) -> int:
         """Evicts all rows that are not pinned, and returns how many they were."""
-        evicted: int = self._tree.owner(lambda: self.evict(self.rows))
+        evicted: int = self.tree.owner(lambda: self.evict(self.rows))
         return evicted
 
     def place_of(self, request: Request) -> tuple[Namespace, np.ndarray]:
@@ -191,17 +191,17 @@ class RadixCache:
 
         A failed step whose rows were booked ends all pins: all rows are forgotten then.
         """
-        pinned: int = self._tree.owner(lambda: self._pin(namespace, tokens))
+        pinned: int = self.tree.owner(lambda: self._pin(namespace, tokens))
         return pinned
 
     def _pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         pinned = 0
-        for node, same in self._tree.match(namespace, token_bytes(tokens)):
+        for node, same in self.tree.match(namespace, token_bytes(tokens)):
             rows = clear_of_span(node.tokens, min(same, node.num_computed))
             if not rows:
                 break
             if rows < len(node):
-                node = self._tree.split(node, rows)
+                node = self.tree.split(node, rows)
             if node.kept:
                 self._count(node, -node.num_computed)
             node.pins += 1
@@ -212,11 +212,11 @@ class RadixCache:
 
     def unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
         """Takes back the longest pin along these tokens, and returns how many leading tokens it covered."""
-        unpinned: int = self._tree.owner(lambda: self._unpin(namespace, tokens))
+        unpinned: int = self.tree.owner(lambda: self._unpin(namespace, tokens))
         return unpinned
 
     def _unpin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        matches = self._tree.match(namespace, token_bytes(tokens))
+        matches = self.tree.match(namespace, token_bytes(tokens))
         path = [node for node, same in matches if same == len(node) and node.pins]
         while path and path[-1].pins == sum(child.pins for child in path[-1].children.values()):
             path.pop()  # all its pins reach further down
@@ -233,7 +233,7 @@ class RadixCache:
 
     def forget_all(self) -> None:
         """Forgets all nodes, after the tree and the pool were cleared."""
-        self._kept.clear()
+        self.kept.clear()
         self.accounts.clear()
         self._by_age.clear()
         self.rows = 0
@@ -247,7 +247,7 @@ class RadixCache:
             for account in self.accounts:
                 self._cut_down(account)
 
-        self._tree.owner(change)
+        self.tree.owner(change)
 
     def _cut_down(self, account: Account) -> None:
         """Evicts the rows of an account above its maximum."""
@@ -262,7 +262,7 @@ class RadixCache:
 
     def _account_of(self, namespace: Hashable) -> Account:
         if len(self.accounts) > self._most_accounts:
-            self.accounts.keep_only({root.account for root in self._tree.roots.values() if root.account is not None})
+            self.accounts.keep_only({root.account for root in self.tree.roots.values() if root.account is not None})
             self._most_accounts = max(1024, 2 * len(self.accounts))
         return self.accounts.of(self._tenant_of(namespace))
 
@@ -282,7 +282,7 @@ class RadixCache:
         assert node is not None
         return self._evict_leaf(node, rows)
 
-    def _worth(self, node: Node) -> tuple[float, float]:
+    def worth(self, node: Node) -> tuple[float, float]:
         first = {"lru": 0, "lfu": node.uses, "priority": node.priority}[self.options.policy]
         return (first, node.used_at)
 
@@ -293,20 +293,20 @@ class RadixCache:
         node.place = next(self._places)
         assert node.account is not None
         leaves = node.account.leaves
-        heapq.heappush(leaves, (self._worth(node), node.place, node))
+        heapq.heappush(leaves, (self.worth(node), node.place, node))
         if self.options.ttl is not None:
             heapq.heappush(self._by_age, (node.used_at, node.place, node))
-        for heap, most in ((leaves, node.account.nodes), (self._by_age, len(self._kept))):
+        for heap, most in ((leaves, node.account.nodes), (self._by_age, len(self.kept))):
             if len(heap) > 2 * most + 64:
-                heap[:] = [entry for entry in heap if self._is_evictable(entry)]
+                heap[:] = [entry for entry in heap if self.is_evictable(entry)]
                 heapq.heapify(heap)
 
-    def _is_evictable(self, entry: tuple[Any, int, Node]) -> bool:
+    def is_evictable(self, entry: tuple[Any, int, Node]) -> bool:
         node = entry[2]
         return node.place == entry[1] and node.kept and not node.children and not node.pins
 
     def _first(self, heap: list[Any]) -> Node | None:
-        while heap and not self._is_evictable(heap[0]):
+        while heap and not self.is_evictable(heap[0]):
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
@@ -314,9 +314,9 @@ class RadixCache:
         """Evicts a kept leaf, or only its last `rows` rows, and with them the span that they begin in: later prompts
         may still use the rows before. Returns how many rows were evicted."""
         if rows is not None and 0 < rows < len(node) and (remaining := clear_of_span(node.tokens, len(node) - rows)):
-            self._tree.split(node, remaining)
+            self.tree.split(node, remaining)
         size = node.num_computed
-        del self._kept[node]
+        del self.kept[node]
         self._count(node, -size, -1)
         node.kept = False
         self._drop(node)
@@ -332,10 +332,10 @@ class RadixCache:
             self._evict_leaf(child)
 
     def _drop(self, node: Node) -> None:
-        self._pool.free(self._tree.drop(node))
-        self._tree.remove(node)
+        self._pool.free(self.tree.drop(node))
+        self.tree.remove(node)
 
     def _split(self, upper: Node, lower: Node) -> None:
         if lower.kept:
-            self._kept[upper] = None
+            self.kept[upper] = None
             self._count(upper, 0, 1)

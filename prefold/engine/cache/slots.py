@@ -31,7 +31,7 @@ class SlotPool:
         """Frees all slots."""
         self.free_slots = self.num_slots
         self._is_free = bytearray(b"\1") * (self.num_slots + 2)  # most runs are too short for NumPy to gain
-        self._sizes: dict[int, int] = {}  # sizes of free runs, by their first slot
+        self.sizes: dict[int, int] = {}  # sizes of free runs, by their first slot
         self._starts: dict[int, int] = {}  # first slots of free runs, by the slot behind them
         # Heap i has the first slots of runs with room for 2**(i - 1) to 2**i - 1 slots, and old entries where no run
         # begins any more. Heap 0 has runs of a single odd slot.
@@ -53,7 +53,7 @@ class SlotPool:
         parts, missing = [], count
         for kind in reversed(range(len(self._by_room))):
             while missing and (heap := self._heap(kind)):
-                size = min(missing, self._sizes[heap[0]])
+                size = min(missing, self.sizes[heap[0]])
                 parts.append(self._take(heap[0], heap[0], size))
                 missing -= size
         return np.sort(np.concatenate(parts))
@@ -78,12 +78,12 @@ class SlotPool:
         return self._first_fitting(kind_heap[TRIES:MOST_TRIES], count)
 
     def _first_fitting(self, starts: list[int], count: int) -> int | None:
-        sizes = self._sizes
+        sizes = self.sizes
         return next((start for start in starts if start in sizes and _room(start, sizes[start]) >= count), None)
 
     def _heap(self, kind: int) -> list[int]:
         """Returns the heap of a kind of runs, after removing old entries from its head."""
-        heap, sizes = self._by_room[kind], self._sizes
+        heap, sizes = self._by_room[kind], self.sizes
         while heap and (heap[0] not in sizes or _room(heap[0], sizes[heap[0]]).bit_length() != kind):
             heapq.heappop(heap)
         return heap
@@ -98,14 +98,14 @@ class SlotPool:
 
     def _add(self, start: int, size: int) -> None:
         if size:
-            self._sizes[start], self._starts[start + size] = size, start
+            self.sizes[start], self._starts[start + size] = size, start
             heap = self._by_room[_room(start, size).bit_length()]
             heapq.heappush(heap, start)
-            if len(heap) > 2 * len(self._sizes) + 64:
-                heap[:] = sorted({first for first in heap if first in self._sizes})
+            if len(heap) > 2 * len(self.sizes) + 64:
+                heap[:] = sorted({first for first in heap if first in self.sizes})
 
     def _remove(self, start: int) -> int:
-        size = self._sizes.pop(start)
+        size = self.sizes.pop(start)
         del self._starts[start + size]
         return size
 
@@ -127,7 +127,7 @@ class SlotPool:
             raise ValueError(f"slots {start} to {stop - 1} are given back, and are not in use")
         self._is_free[start:stop] = b"\1" * size
         self.free_slots += size
-        if stop in self._sizes:
+        if stop in self.sizes:
             stop += self._remove(stop)
         if start in self._starts:
             start = self._starts[start]

@@ -82,6 +82,8 @@ class FairAdmission:
 
     share_of   returns the Share of a tenant
     tenant_of  returns the tenant of a namespace, for the accounts of the cache
+
+    idle_queues  queues that may be there before those without sequences are forgotten
     """
 
     def __init__(
@@ -90,22 +92,23 @@ class FairAdmission:
         *,
         tenant_of: Callable[[Hashable], Hashable] = lambda namespace: None,
         batch_share: float = 0.02,
+        idle_queues: int = IDLE_QUEUES,
     ):
         self.share_of, self.tenant_of = share_of, tenant_of
-        self.batch_share = batch_share
+        self.batch_share, self.idle_queues = batch_share, idle_queues
         self.clear()
 
     def clear(self) -> None:
-        self._queues: dict[Owner, _OwnerQueue] = {}
+        self.queues: dict[Owner, _OwnerQueue] = {}
         # A heap of the queues with a sequence to admit, for interactive requests and for batches: (tag when it was
         # entered, number, queue). Tags only grow, so the head is the least if its tag is still what it was.
-        self._heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
+        self.heaps: tuple[list[tuple[float, int, _OwnerQueue]], list[tuple[float, int, _OwnerQueue]]] = ([], [])
         self._numbers = itertools.count()
         self._now = [0.0, 0.0]  # for each class, the tag of the queue that was admitted from last
         self._num_waiting = [0, 0]
         self._num_running = [0, 0]
         self._num_owners = [0, 0]  # for each class, the owners with a sequence
-        self._max_queues = IDLE_QUEUES
+        self._max_queues = self.idle_queues
         self._credit = 0.0  # rows of prompts that a batch may have before interactive requests
         # While sequences are admitted one after the other, the rows of a queue's running outputs are added up once.
         self._outputs: dict[_OwnerQueue, int] = {}
@@ -115,10 +118,10 @@ class FairAdmission:
         return sum(self._num_waiting)
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return (sequence for queue in self._queues.values() for sequence in queue.waiting)
+        return (sequence for queue in self.queues.values() for sequence in queue.waiting)
 
     def __contains__(self, sequence: object) -> bool:
-        queue = self._queues.get(sequence.owner) if isinstance(sequence, SequenceState) else None
+        queue = self.queues.get(sequence.owner) if isinstance(sequence, SequenceState) else None
         return queue is not None and sequence in queue.waiting
 
     def num_waiting(self, *, batch: bool) -> int:
@@ -145,7 +148,7 @@ class FairAdmission:
         """Reads the tenants' shares again, and sets those of the cache's accounts."""
         if cache is not None:
             cache.set_tenants(self.tenant_of, self.share_of)
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.share = self.share_of(queue.owner.tenant)
             self._enter(queue)
 
@@ -162,7 +165,7 @@ class FairAdmission:
             self._enter(queue)
 
     def put_back(self, sequence: SequenceState) -> None:
-        queue = self._queues[sequence.owner]
+        queue = self.queues[sequence.owner]
         del queue.running[sequence]
         self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
@@ -172,13 +175,13 @@ class FairAdmission:
         self._enter(queue)
 
     def remove(self, sequence: SequenceState) -> None:
-        queue = self._queues[sequence.owner]
+        queue = self.queues[sequence.owner]
         del queue.waiting[sequence]
         self._num_waiting[sequence.owner.is_batch] -= 1
         self._num_owners[sequence.owner.is_batch] -= queue.is_idle
 
     def note_admission(self, sequence: SequenceState, rows: int) -> None:
-        queue = self._queues[sequence.owner]
+        queue = self.queues[sequence.owner]
         is_batch = sequence.owner.is_batch
         for other in queue.waiting:
             if other is sequence:
@@ -199,7 +202,7 @@ class FairAdmission:
             self._credit = 0.0
 
     def note_end(self, sequence: SequenceState) -> None:
-        queue = self._queues[sequence.owner]
+        queue = self.queues[sequence.owner]
         del queue.running[sequence]
         self._outputs.clear()
         self._num_running[sequence.owner.is_batch] -= 1
@@ -278,14 +281,14 @@ class FairAdmission:
         if plan.holds_rows is None:  # a span of an image may have to be the first of a step
             owners.sort(key=lambda owner: sum(sequence.leaf.stop for sequence in prompts[owner]))
         generating = [sequence for sequence in running if sequence.ready]
-        room, weight = plan.room, sum(self._queues[owner].share.weight for owner in owners)
+        room, weight = plan.room, sum(self.queues[owner].share.weight for owner in owners)
         for owner in owners:
-            share = self._queues[owner].share.weight / weight
+            share = self.queues[owner].share.weight / weight
             rows = min(room, len(generating) + math.ceil(max(0, room - len(generating)) * share))
             plan.room, before = rows, plan.num_rows
             plan.fill([*generating, *prompts[owner]])
             room = max(0, room - (plan.num_rows - before))
-            weight -= self._queues[owner].share.weight
+            weight -= self.queues[owner].share.weight
             generating = []
         plan.room = room
 
@@ -310,26 +313,26 @@ class FairAdmission:
     # ------------------------------------------------------------------------------------------- the queues
 
     def _queue(self, owner: Owner) -> _OwnerQueue:
-        queue = self._queues.get(owner)
+        queue = self.queues.get(owner)
         if queue is None:
             self._forget_idle()
-            queue = self._queues[owner] = _OwnerQueue(owner, self.share_of(owner.tenant), self._now[owner.is_batch])
+            queue = self.queues[owner] = _OwnerQueue(owner, self.share_of(owner.tenant), self._now[owner.is_batch])
         return queue
 
     def _enter(self, queue: _OwnerQueue) -> None:
         if not queue.entered and queue.may_run:
             queue.entered = True
-            heapq.heappush(self._heaps[queue.owner.is_batch], (queue.tag, next(self._numbers), queue))
+            heapq.heappush(self.heaps[queue.owner.is_batch], (queue.tag, next(self._numbers), queue))
 
     def _forget_idle(self) -> None:
         """Forgets queues without sequences whose owners did not get more rows than others."""
-        if len(self._queues) > self._max_queues:
-            self._queues = {
+        if len(self.queues) > self._max_queues:
+            self.queues = {
                 owner: queue
-                for owner, queue in self._queues.items()
+                for owner, queue in self.queues.items()
                 if queue.waiting or queue.running or queue.entered or queue.service > self._now[owner.is_batch]
             }
-            self._max_queues = max(IDLE_QUEUES, 2 * len(self._queues))
+            self._max_queues = max(self.idle_queues, 2 * len(self.queues))
 
     def _tag(self, queue: _OwnerQueue) -> float:
         """Returns a queue's tag while sequences are admitted."""
@@ -339,7 +342,7 @@ class FairAdmission:
 
     def _least(self, is_batch: bool) -> _OwnerQueue | None:
         """Returns the queue of a class with the least tag, among those with a sequence to admit."""
-        heap = self._heaps[is_batch]
+        heap = self.heaps[is_batch]
         while heap:
             tag, _, queue = heap[0]
             if not queue.may_run:

@@ -65,7 +65,7 @@ class GenerateScheduler(SequenceScheduler):
             max_running=max_running,
             slot_bytes=slot_bytes,
         )
-        self._ending: dict[SequenceState, None] = {}  # their last token is in flight
+        self.ending: dict[SequenceState, None] = {}  # their last token is in flight
         self._in_flight: deque[GenerateStep] = deque()
         # The step that was begun last, if it can be the same again: no sequence was admitted since.
         self._repeated: RepeatedStep | None = None
@@ -76,12 +76,12 @@ class GenerateScheduler(SequenceScheduler):
 
     def clear(self) -> None:
         super().clear()
-        self._ending.clear()
+        self.ending.clear()
         self._in_flight.clear()
         self._repeated = None
 
     def _admitted(self) -> Iterable[SequenceState]:
-        return (*self.running, *self._ending)
+        return (*self.running, *self.ending)
 
     @property
     def _has_begun(self) -> bool:
@@ -156,7 +156,7 @@ class GenerateScheduler(SequenceScheduler):
             sequence.tail.tokens.append(-1 - number)
             if len(sequence.tail.tokens) == sequence.limit:
                 del self.running[sequence]
-                self._ending[sequence] = None
+                self.ending[sequence] = None
                 sequence.state = "ending"
 
     def commit(
@@ -321,7 +321,7 @@ class GenerateScheduler(SequenceScheduler):
         super()._end(sequence)
 
     def _runs_no_more(self, sequence: SequenceState) -> None:
-        del {"running": self.running, "ending": self._ending}[sequence.state][sequence]
+        del {"running": self.running, "ending": self.ending}[sequence.state][sequence]
 
     def _count_admission(self, sequence: SequenceState, path: list[Node], fresh: Collection[Node]) -> None:
         if sequence.cached_tokens is not None:

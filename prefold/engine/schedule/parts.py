@@ -18,7 +18,7 @@ from .prefill import PrefillScheduler
 from .steps import MakeStore
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
-_MAKERS: list[MakePart] = []
+MAKERS: list[MakePart] = []
 # Functions of features that take the ModelSpec and the identity of a model before it is loaded, and return the
 # options.
 SETTLERS: list[Callable[[Any, Mapping[str, Any]], Any]] = []
@@ -85,7 +85,7 @@ def add_engine_part(make: MakePart) -> None:
     this
           engine does not have the feature. Raises InputError if the feature is wanted and impossible
     """
-    _MAKERS.append(make)
+    MAKERS.append(make)
 
 
 def settle_options(options: Any, identity: Mapping[str, Any]) -> Any:
@@ -100,7 +100,7 @@ def settle_options(options: Any, identity: Mapping[str, Any]) -> Any:
 def engine_parts(worker: Any, options: Any, meter: Any, resources: Sequence[object] = ()) -> tuple[EnginePart, ...]:
     """Returns the parts of an engine, made by the functions of `add_engine_part`."""
     load_plugins()
-    return tuple(part for make in _MAKERS if (part := make(worker, options, meter, resources)) is not None)
+    return tuple(part for make in MAKERS if (part := make(worker, options, meter, resources)) is not None)
 
 
 def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], ...]:

@@ -45,7 +45,7 @@ class SequenceScheduler:
         self.stats = GenerationStats()
         self.running: dict[SequenceState, None] = {}
         self.waiting: Admission = InOrder()
-        self._requests: dict[Hashable, dict[SequenceState, None]] = {}  # by key, the sequences that have not ended
+        self.requests: dict[Hashable, dict[SequenceState, None]] = {}  # by key, the sequences that have not ended
         self._slot_bytes = slot_bytes
         if cache is not None:
             cache.namespace_of = self.namespace_of
@@ -115,7 +115,7 @@ class SequenceScheduler:
         for node in path:
             node.users += len(sequences)
             node.priority = max(node.priority, priority)
-        self._requests[key] = dict.fromkeys(sequences)
+        self.requests[key] = dict.fromkeys(sequences)
         self.waiting.add(sequences)
 
     def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
@@ -124,7 +124,7 @@ class SequenceScheduler:
 
     def cancel(self, key: Hashable) -> None:
         """Ends all sequences of a request; does nothing if the request has ended."""
-        for sequence in list(self._requests.get(key, ())):
+        for sequence in list(self.requests.get(key, ())):
             self._end(sequence)
 
     def clear(self) -> None:
@@ -135,7 +135,7 @@ class SequenceScheduler:
             self.cache.forget_all()
         self.waiting.clear()
         self.running.clear()
-        self._requests.clear()
+        self.requests.clear()
 
     def admit_by(self, policy: Admission) -> None:
         """Admits by another policy from now on, which must hold no sequences yet; does nothing for the current one."""
@@ -156,7 +156,7 @@ class SequenceScheduler:
     @property
     def has_work(self) -> bool:
         """Returns whether a request has not ended, or a step is in flight."""
-        return bool(self._requests or self._has_begun)
+        return bool(self.requests or self._has_begun)
 
     @property
     def _has_begun(self) -> bool:
@@ -197,7 +197,7 @@ class SequenceScheduler:
         rows that the sequences in `keep` need are not given up."""
         needed = {node for sequence in keep for node in sequence.leaf.path()}
         has_released = False
-        for node in self._nodes():
+        for node in self.nodes():
             if node.users and node not in needed and not node.pins and node.num_slots:
                 has_released = True
                 node.lost |= node.num_computed > 0
@@ -207,7 +207,7 @@ class SequenceScheduler:
     def _too_small(self, holds: str, needs: str, sequence: SequenceState) -> tuple[Hashable, InputError]:
         """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
         and that the sequence needs, in words."""
-        pinned = sum(node.num_slots for node in self._nodes() if node.pins)
+        pinned = sum(node.num_slots for node in self.nodes() if node.pins)
         remedy = "give a larger kv_memory (--kv-memory), or a max_tokens that fits"
         error = InputError(
             f"the KV store holds {holds}{f', of which {pinned} are pinned' if pinned else ''}, too few for {needs}",
@@ -225,10 +225,10 @@ class SequenceScheduler:
             self._runs_no_more(sequence)
             self.waiting.note_end(sequence)
         sequence.state = "ended"
-        request = self._requests[sequence.key]
+        request = self.requests[sequence.key]
         del request[sequence]
         if not request:
-            del self._requests[sequence.key]
+            del self.requests[sequence.key]
         if self.cache is not None and sequence.ready and self._is_prompt_like(sequence):
             self.cache.graft(sequence.tail, sequence.priority)
         else:
@@ -249,7 +249,7 @@ class SequenceScheduler:
             self.pool.free(self.tree.drop(node))
             self.tree.remove(node)
 
-    def _nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[Node]:
         """Yields all nodes of prompts; tails are no such nodes."""
         return self.tree.nodes()
 

@@ -75,8 +75,8 @@ class HybridConfig(ModelConfig):
         """
         if len(mixers) != config.layers:
             raise UnsupportedModelError(f"layer_types has {len(mixers)} entries; it must have {config.layers}")
-        if unknown := set(mixers) - {ATTENTION, *_MIXERS}:
-            kinds = ", ".join([ATTENTION, *_MIXERS])
+        if unknown := set(mixers) - {ATTENTION, *MIXERS}:
+            kinds = ", ".join([ATTENTION, *MIXERS])
             raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {kinds}")
         if ATTENTION not in mixers:
             raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
@@ -94,7 +94,7 @@ class HybridConfig(ModelConfig):
 
     def mixer(self, number: int) -> MixerKind | None:
         """Returns the kind of a layer's mixer; None for attention."""
-        return _MIXERS.get(self.mixers[number])
+        return MIXERS.get(self.mixers[number])
 
     def mixer_linears(self, number: int) -> Linears | None:
         kind = self.mixer(number)
@@ -140,7 +140,7 @@ class HybridConfig(ModelConfig):
 
 def add_mixer(name: str, kind: MixerKind) -> None:
     """Adds a kind of mixer, which configs may name."""
-    _MIXERS[name] = kind
+    MIXERS[name] = kind
 
 
 def _conv_linears(config: HybridConfig) -> Linears:
@@ -148,7 +148,7 @@ def _conv_linears(config: HybridConfig) -> Linears:
     return {"in_proj": (hidden, [("conv.in_proj", 3 * hidden)]), "out_proj": (hidden, [("conv.out_proj", hidden)])}
 
 
-_MIXERS: dict[str, MixerKind] = {
+MIXERS: dict[str, MixerKind] = {
     "conv": MixerKind(
         "prefold.features.hybrid.layers:ShortConv",
         _conv_linears,

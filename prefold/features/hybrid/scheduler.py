@@ -151,8 +151,8 @@ class StateScheduler(GenerateScheduler):
         super().__init__(pool, **options)
         self.state_slots = state_slots
         self.states: dict[Node, State] = {}
-        self._free = set(range(ZERO + 1, state_slots + 1))
-        self._unread: dict[Node, set[SequenceState]] = {}  # by leaf, sequences without a read of it
+        self.free_states = set(range(ZERO + 1, state_slots + 1))
+        self.unread: dict[Node, set[SequenceState]] = {}  # by leaf, sequences without a read of it
         self.tree.on_split.append(self._split_state)
         self.tree.on_drop.append(self._drop_state)
 
@@ -160,21 +160,21 @@ class StateScheduler(GenerateScheduler):
         if len(tokens) > 1:
             self.tree.insert(namespace, token_bytes(tokens[:-1]))
         super()._enter(key, namespace, tokens, *arguments)
-        for sequence in self._requests[key]:
+        for sequence in self.requests[key]:
             if not sequence.tail.tokens:
-                self._unread.setdefault(sequence.leaf, set()).add(sequence)
+                self.unread.setdefault(sequence.leaf, set()).add(sequence)
 
     def _was_read(self, sequence: SequenceState) -> None:
-        unread = self._unread.get(sequence.leaf, set())
+        unread = self.unread.get(sequence.leaf, set())
         unread.discard(sequence)
         if not unread:
-            self._unread.pop(sequence.leaf, None)
+            self.unread.pop(sequence.leaf, None)
 
     def clear(self) -> None:
         super().clear()
         self.states.clear()
-        self._unread.clear()
-        self._free = set(range(ZERO + 1, self.state_slots + 1))
+        self.unread.clear()
+        self.free_states = set(range(ZERO + 1, self.state_slots + 1))
 
     # ------------------------------------------------------------------------------------------- states and nodes
 
@@ -190,7 +190,7 @@ class StateScheduler(GenerateScheduler):
 
     def _drop_state(self, node: Node) -> None:
         if (state := self.states.pop(node, None)) is not None:
-            self._free.add(state.slot)
+            self.free_states.add(state.slot)
 
     def _preempt(self, sequence: SequenceState) -> None:
         self._drop_state(sequence.tail)
@@ -212,7 +212,7 @@ class StateScheduler(GenerateScheduler):
         if is_there and rows == state.rows and node not in self.states:
             self.states[node] = replace(state, rows=len(node))
         else:
-            self._free.add(state.slot)
+            self.free_states.add(state.slot)
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -240,7 +240,7 @@ class StateScheduler(GenerateScheduler):
         for node, state in step.new_states.items():
             self.states.pop(node, None)
             self.states[node] = state
-            self._free.discard(state.slot)
+            self.free_states.discard(state.slot)
         super().begin(step)
         for sequence in step.consumers:
             self._was_read(sequence)
@@ -262,7 +262,7 @@ class StateScheduler(GenerateScheduler):
         for child in children:
             if child.users and not child.num_computed and child not in begun:
                 return True
-            if not self._unread.get(child, set()) <= reads:
+            if not self.unread.get(child, set()) <= reads:
                 return True
         ends_here = node.users - sum(child.users for child in children)
         return ends_here > sum(
@@ -280,7 +280,7 @@ class StateScheduler(GenerateScheduler):
             if node not in needed and plan.reach(node) == len(node) and self._is_wanted(node, plan)
         ]
         stored: dict[Node, State] = {}
-        free, victims, evicted = iter(self._free), self._victims(needed, stored), list[Node]()
+        free, victims, evicted = iter(self.free_states), self._victims(needed, stored), list[Node]()
         for node in (*needed, *rows_wanted):
             reach, state = plan.reach(node), self.states.get(node)
             assert reach is not None

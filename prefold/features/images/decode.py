@@ -156,7 +156,7 @@ class Decoder:
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
         self._lock = threading.Lock()
-        self._helper = Subprocess("prefold.features.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
+        self.helper = Subprocess("prefold.features.images.decode", [str(self.limits.pixels), str(self.limits.memory)])
 
     def decode(self, data: bytes, field: str = "image", budget: DecodeBudget | None = None) -> DecodedImage:
         """Returns the image of a file. field: its name in errors; budget: that of the file's item.
@@ -191,7 +191,7 @@ class Decoder:
     def close(self) -> None:
         """Ends the process; the next file starts another."""
         with self._lock:
-            self._helper.end()
+            self.helper.end()
 
     def __enter__(self) -> Decoder:
         return self
@@ -204,10 +204,10 @@ class Decoder:
         seconds = self.limits.seconds if budget is None else min(self.limits.seconds, budget.seconds_left)
         if seconds <= 0:  # or a quick answer would still count
             raise SubprocessEnded
-        self._helper.start()
+        self.helper.start()
         began = time.monotonic()
         try:
-            return self._helper.ask(data, seconds)
+            return self.helper.ask(data, seconds)
         finally:
             if budget is not None:
                 budget.seconds_left -= time.monotonic() - began

@@ -139,7 +139,7 @@ class ImageScheduler(EnginePart):
         self._runs: dict[int, _Run] = {}  # by first id
         self._rate: float | None = None  # operations a second; None: not measured yet
         self._credit = 0.0  # seconds that the tower was given between steps of others, and has not run
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
+        self.pool = ThreadPoolExecutor(2, thread_name_prefix="prefold-image")
         self._bounds: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int64), np.empty(0, np.int64))
         self._pace = TowerPace()
         self._was_busy = False  # whether an image was on its way before the last step
@@ -332,7 +332,7 @@ class ImageScheduler(EnginePart):
         Returns None if that takes more than so many seconds: reading and resizing a large file takes longer than a
         step, and goes on beside the next steps."""
         if run.tiles is None:
-            run.tiles = self._pool.submit(run.medium.load)
+            run.tiles = self.pool.submit(run.medium.load)
         if not wait([run.tiles], seconds).done:
             return None
         try:

@@ -90,7 +90,7 @@ class LoopedScheduler(GenerateScheduler):
         """Move the rows of a prompt to its route, where later prompts find them."""
         way = namespace.part(Way, MODEL_ORDER)
         assert way.asker is not None
-        sequences = list(self._requests.get(way.asker.key, ()))
+        sequences = list(self.requests.get(way.asker.key, ()))
         # The request has ended, or waits again after it was on hold, or ends because its numbers are not finite.
         if not sequences or sequences[0].leaf.num_pending or not route:
             return

@@ -93,9 +93,9 @@ class ChunkIndex:
     def __init__(self, tree: RowTrie, options: ShiftedReuse):
         self.options = options
         self._shortest = max(options.min_tokens, options.recompute + 1)
-        self._size = (self._shortest + 1) // 2
-        self._tree = tree
-        self._blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: where each block ends
+        self.size = (self._shortest + 1) // 2
+        self.tree = tree
+        self.blocks: dict[Hashable, dict[Key, dict[Node, int]]] = {}  # by namespace: where each block ends
         self._noted: dict[Node, tuple[Hashable, int, list[tuple[int, Key]]]] = {}  # how far, and (end, key) of blocks
         tree.on_store.append(self._store)
         tree.on_split.append(self._split)
@@ -108,7 +108,7 @@ class ChunkIndex:
         The last token is in none, since its row has to be computed. A chunk holds no row of an image, and its rows had
         the same images before them, in the same order.
         """
-        table = self._blocks.get(namespace)
+        table = self.blocks.get(namespace)
         stop = min(len(tokens) - 1, first + self.options.window)
         if not table or stop - first < self._shortest:
             return []
@@ -116,7 +116,7 @@ class ChunkIndex:
         in_vain = 0
         for start, end in _texts(tokens, first, stop):
             behind = _images_before(tokens, start)
-            hashes = window_hashes(tokens[start:end], self._size).tolist()
+            hashes = window_hashes(tokens[start:end], self.size).tolist()
             at, i = start, 0
             while i < len(hashes) and len(chunks) < self.options.max_matches and in_vain < MAX_FAILED_STEPS:
                 places = table.get((behind, hashes[i]))
@@ -141,7 +141,7 @@ class ChunkIndex:
     def _around(self, node: Node, end: int, tokens: np.ndarray, at: int, first: int, stop: int) -> Chunk | None:
         """Returns the chunk around the block at `at` that the rows of a path have which ends at `end` in `node`."""
         rows, slots = _rows(node.path())
-        source = end - self._size
+        source = end - self.size
         back = min(at - first, source)
         same = (rows[source - back : source] == tokens[at - back : at]) & (slots[source - back : source] > 0)
         before = _num_leading(same[::-1])
@@ -158,7 +158,7 @@ class ChunkIndex:
             node = follows
             more_rows, more_slots = _rows([node])
             rows, slots = np.concatenate((rows, more_rows)), np.concatenate((slots, more_slots))
-        if size < before + self._size:
+        if size < before + self.size:
             return None
         return Chunk(start, start + size, slots[begin : begin + size], begin, node)
 
@@ -171,19 +171,19 @@ class ChunkIndex:
         assert path[0].parent is not None
         namespace, end_noted, keys = self._noted.get(node) or (path[0].parent.namespace, node.start, [])
         stop = node.start + node.num_computed
-        ends = [end for end in range(end_noted // self._size * self._size + self._size, stop + 1, self._size)]
+        ends = [end for end in range(end_noted // self.size * self.size + self.size, stop + 1, self.size)]
         if ends:
             tokens = np.concatenate([node_above.tokens for node_above in path])[:stop]
-            first = ends[0] - self._size
-            hashes = window_hashes(tokens[first:], self._size)[:: self._size].tolist()
+            first = ends[0] - self.size
+            hashes = window_hashes(tokens[first:], self.size)[:: self.size].tolist()
             has_images = bool(tokens.max() >= MEDIA_BASE)
             for end, value in zip(ends, hashes, strict=True):
-                start = end - self._size
+                start = end - self.size
                 if has_images and tokens[start:end].max() >= MEDIA_BASE:
                     continue
                 key = (_images_before(tokens, start) if has_images else b"", value)
                 keys.append((end, key))
-                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+                self.blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
         self._noted[node] = (namespace, max(end_noted, stop), keys)
 
     def _split(self, upper: Node, lower: Node) -> None:
@@ -193,7 +193,7 @@ class ChunkIndex:
         for node, low, high in ((upper, 0, upper.stop), (lower, upper.stop, lower.stop)):
             ends = [(end, key) for end, key in keys if low < end <= high]
             for end, key in ends:
-                self._blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
+                self.blocks.setdefault(namespace, {}).setdefault(key, {})[node] = end
             self._noted[node] = (namespace, min(max(end_noted, node.start), node.stop), ends)
 
     def _drop(self, node: Node) -> None:
@@ -202,7 +202,7 @@ class ChunkIndex:
 
     def _forget(self, node: Node) -> tuple[Hashable, int, list[tuple[int, Key]]]:
         namespace, end_noted, keys = self._noted.pop(node)
-        table = self._blocks.get(namespace, {})
+        table = self.blocks.get(namespace, {})
         for _, key in keys:
             places = table.get(key)
             if places is not None:
@@ -210,11 +210,11 @@ class ChunkIndex:
                 if not places:
                     del table[key]
         if not table:
-            self._blocks.pop(namespace, None)
+            self.blocks.pop(namespace, None)
         return namespace, end_noted, keys
 
     def _clear(self) -> None:
-        self._blocks.clear()
+        self.blocks.clear()
         self._noted.clear()
 
 

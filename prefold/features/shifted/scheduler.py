@@ -56,32 +56,32 @@ class ShiftingScheduler(GenerateScheduler):
         assert isinstance(cache.shifted, ShiftedReuse) and self.cache is not None
         self.chunks = ChunkIndex(self.tree, cache.shifted)
         self.moves: list[RowMove] = []
-        self._may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
-        self._apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
+        self.may_shift: set[Hashable] = set()  # requests of which no sequence was admitted yet
+        self.apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
 
     def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
         """Takes a prompt, as a GenerateScheduler does. shifts: whether chunks are reused for it."""
         super().submit(key, tokens, **options)
         if shifts:
-            self._may_shift.add(key)
+            self.may_shift.add(key)
 
     def clear(self) -> None:
         super().clear()
         self.moves.clear()
-        self._may_shift.clear()
-        self._apart.clear()
+        self.may_shift.clear()
+        self.apart.clear()
 
     # ------------------------------------------------------------------------------------------ who comes
 
     def _spare(self, sequence: SequenceState) -> int:
-        if sequence.key not in self._may_shift:
+        if sequence.key not in self.may_shift:
             return 0
-        self._may_shift.discard(sequence.key)
+        self.may_shift.discard(sequence.key)
         return self._shift(sequence)
 
     def _shift(self, sequence: SequenceState) -> int:
         """Has chunks copied for a request whose first sequence was admitted; returns how many rows these are."""
-        request, path = self._requests[sequence.key], sequence.leaf.path()
+        request, path = self.requests[sequence.key], sequence.leaf.path()
         # Rows that are there, that others wait for, or that kept rows lie below of, are in the trie, and exact.
         first = 0
         for node, below in zip(path, (*path[1:], None), strict=True):
@@ -141,29 +141,29 @@ class ShiftingScheduler(GenerateScheduler):
         node = above.tail(tokens.tolist())
         node.claim(slots)
         node.users, node.priority = len(request), above.priority
-        self._apart[node] = None
+        self.apart[node] = None
         return node
 
     # ------------------------------------------------------------------------------------------ who goes
 
     def _end(self, sequence: SequenceState) -> None:
         super()._end(sequence)
-        if sequence.key not in self._requests:
-            self._may_shift.discard(sequence.key)
+        if sequence.key not in self.requests:
+            self.may_shift.discard(sequence.key)
 
     def _let_go(self, node: Node) -> None:
-        if node in self._apart:
-            del self._apart[node]
+        if node in self.apart:
+            del self.apart[node]
             self.pool.free(node.give_up())
         else:
             super()._let_go(node)
 
     def _is_prompt_like(self, sequence: SequenceState) -> bool:
-        return sequence.leaf not in self._apart
+        return sequence.leaf not in self.apart
 
-    def _nodes(self) -> Iterator[Node]:
-        yield from super()._nodes()
-        yield from self._apart
+    def nodes(self) -> Iterator[Node]:
+        yield from super().nodes()
+        yield from self.apart
 
 
 class Shifting(EnginePart):

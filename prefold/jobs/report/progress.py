@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -52,10 +53,14 @@ class Counts:
 
 
 class Progress:
-    """A Progress takes the counts of a job and shows nothing. One thread calls `tick` a few times a second."""
+    """A Progress takes the counts of a job and shows nothing. One thread calls `tick` a few times a second.
 
-    def __init__(self) -> None:
-        self.started = time.monotonic()
+    clock: returns the time in seconds
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.started = clock()
         self._computing: float | None = None
 
     def tick(self, counts: Counts) -> None: ...
@@ -68,11 +73,11 @@ class Progress:
     def text(self, counts: Counts) -> str:
         """Returns a line of records, rows, rate, share saved and time left, without those that are not known yet."""
         if counts.phase == "computing" and self._computing is None:
-            self._computing = time.monotonic()
+            self._computing = self._clock()
         total = f"/{format_count(counts.records_read)}" if counts.read_all else ""
         if counts.phase != "computing":
             return f"{counts.phase}: {format_count(counts.records_read)} records, {format_count(counts.tokens)} tokens"
-        seconds = time.monotonic() - (self._computing or self.started)
+        seconds = self._clock() - (self._computing or self.started)
         parts = [f"{format_count(counts.records_done)}{total} records", f"{format_count(counts.rows)} rows"]
         if seconds > 0.5 and counts.rows:
             parts.append(f"{format_count(counts.rows / seconds)} rows/s")
@@ -91,7 +96,7 @@ class Progress:
     def seconds_left(self, counts: Counts) -> float | None:
         if self._computing is None or not counts.read_all or not counts.share_done:
             return None
-        seconds = time.monotonic() - self._computing
+        seconds = self._clock() - self._computing
         if seconds < 1:
             return None
         return seconds * (1 - counts.share_done) / counts.share_done
@@ -100,8 +105,8 @@ class Progress:
 class PlainProgress(Progress):
     """A PlainProgress prints a line every 5 seconds at first, and less often later, up to a minute apart."""
 
-    def __init__(self, stream: TextIO):
-        super().__init__()
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
+        super().__init__(clock)
         self._stream = stream
         self._next = self.started + 5
         self._last = ""
@@ -111,7 +116,7 @@ class PlainProgress(Progress):
             print(f"prefold: {text}", file=self._stream, flush=True)
 
     def tick(self, counts: Counts) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._next:
             return
         self._next = now + min(60.0, max(5.0, 0.05 * (now - self.started)))

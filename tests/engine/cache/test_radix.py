@@ -184,18 +184,18 @@ def test_evicting_one_by_one_does_not_look_at_all_that_is_kept():
     for first in range(400):
         c.use(first, 1, 2)
     compared = 0
-    worth = c.cache._worth
+    worth = c.cache.worth
 
     def counted(node):
         nonlocal compared
         compared += 1
         return worth(node)
 
-    c.cache._worth = counted
+    c.cache.worth = counted
     for _ in range(100):
         assert c.cache.evict(3) == 3
     assert compared <= 100
-    c.cache._worth = worth
+    c.cache.worth = worth
     check_books(c.cache)
     assert [c.has(first) for first in (0, 99, 100, 399)] == [0, 0, 1, 1]
 
@@ -213,8 +213,8 @@ def test_eviction_goes_in_order_of_worth():
                 c.cache.unpin((), rng.integers(0, 3, 4))
             if rng.random() < 0.3:
                 leaves = [n for n in c.tree.nodes() if n.kept and not n.children and not n.pins]
-                least = min(map(c.cache._worth, leaves), default=None)
-                before = {n: c.cache._worth(n) for n in leaves if len(n) == 1}
+                least = min(map(c.cache.worth, leaves), default=None)
+                before = {n: c.cache.worth(n) for n in leaves if len(n) == 1}
                 c.cache.evict(1)
                 gone = [worth for n, worth in before.items() if not n.kept]
                 assert all(worth == least for worth in gone)

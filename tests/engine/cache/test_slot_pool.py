@@ -33,7 +33,7 @@ def test_against_a_set(size, actions):
             pool.free(slots[:half])
             free |= set(slots.tolist())
         assert pool.free_slots == len(free)
-        runs = sorted(pool._sizes.items())
+        runs = sorted(pool.sizes.items())
         assert {slot for start, count in runs for slot in range(start, start + count)} == free
         assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(runs)), "neighbours are one run"
 
@@ -107,7 +107,7 @@ def test_few_free_runs_are_looked_at_where_none_has_room(free, count, runs):
     pool, each = SlotPool(40_000), free + 1
     slots = pool.allocate(40_000)
     pool.free(slots[(slots - 1) % each < free])
-    pool._sizes = Counted(pool._sizes)
+    pool.sizes = Counted(pool.sizes)
     for _ in range(100):
         found = pool.allocate(count)
         assert len(found) == count and (np.diff(found) != 1).sum() + 1 == runs

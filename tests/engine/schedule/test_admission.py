@@ -10,6 +10,7 @@ from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import expected, prompts_of, run_to_end
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.admission import InOrder, StepLimits
@@ -17,7 +18,6 @@ from prefold.engine.schedule.fair import MAX_PASSED, RESERVED_SHARE, FairAdmissi
 from prefold.engine.schedule.fair import _OwnerQueue as queue_type
 from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.spec.requests import Owner, Share
-from tests.engine.schedule.traces import expected, prompts_of, run_to_end
 
 
 class CheckedAdmission(FairAdmission):

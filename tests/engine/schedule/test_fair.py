@@ -161,10 +161,8 @@ def test_one_that_gave_way_is_next_of_its_owner(monkeypatch):
     assert ended.index(2) < ended.index("later, and shorter")
 
 
-def test_who_was_given_much_is_not_forgotten_while_others_come(monkeypatch):
-    monkeypatch.setattr(fair, "IDLE_QUEUES", 2)
-    scheduler = scheduler_of(running=1)
-    scheduler.waiting.clear()
+def test_who_was_given_much_is_not_forgotten_while_others_come():
+    scheduler = scheduler_of(running=1, idle_queues=2)
     submit(scheduler, "much", rows=60, limit=100, owner=Owner("much"))
     run(scheduler, 101)
     for number in range(8):

@@ -8,12 +8,12 @@ from books import check_books
 from counts import lines_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import expected, prompts_of, run_to_end
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.admission import StepLimits
 from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.errors import InputError
-from tests.engine.schedule.traces import expected, prompts_of, run_to_end
 
 
 def scheduler_of(slots=200, rows=64, running=16, **options):

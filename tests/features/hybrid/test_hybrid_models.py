@@ -159,13 +159,12 @@ def test_mixtures_are_refused(architecture):
         config_from({"architectures": [architecture]})
 
 
-def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypatch):
+def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypatch, keep):
     example = re.search(r"hybrid_models.py -->\n```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
     assert len(example[1].splitlines()) < 60
     plugins.load_plugins()
-    for table, name in ((families, "_FAMILIES"), (config, "_MIXERS")):
-        monkeypatch.setattr(table, name, dict(getattr(table, name)))
-    monkeypatch.setattr(families, "_REGISTERED", set())
+    keep(families.FAMILIES, config.MIXERS, families.REGISTERED)
+    families.REGISTERED.clear()
     monkeypatch.setenv(environment.PLUGINS, "")
     (tmp_path / "my_hybrids.py").write_text(example[1], encoding="utf-8")
     plugins.add_plugins([str(tmp_path / "my_hybrids.py")])

@@ -70,7 +70,7 @@ class Ticket:
 def desk_of(memory: int = 1000) -> tuple[ImageScheduler, Noting, MediaTable, Meter]:
     worker, table, meter = Noting(), MediaTable(), Meter()
     desk = ImageScheduler(worker, table, memory, meter)
-    desk._pool = AtOnce()
+    desk.pool = AtOnce()
     return desk, worker, table, meter
 
 

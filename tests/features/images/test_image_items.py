@@ -343,11 +343,17 @@ def test_a_text_model_says_what_to_load(tmp_path):
         assert "takes text alone" in str(found) and "--mmproj" in found.remedy
 
 
-def test_a_file_is_decoded_once_where_the_tower_follows(made, tmp_path, monkeypatch):
+def noting(images, decoded: list):
+    """The settings of images, with a decoder that notes what it is given."""
+    real = images.reader.decoder
+    decoder = SimpleNamespace(limits=real.limits, decode=lambda *given: decoded.append(given) or real.decode(*given))
+    return replace(images, reader=replace(images.reader, decoder=decoder))
+
+
+def test_a_file_is_decoded_once_where_the_tower_follows(made, tmp_path):
     task, _ = made()
-    data, reader, decoded = file_of(PIL.Image.fromarray(drawing(78, 20, 20))), task.inputs.images.reader, []
-    decode = reader.decoder.decode
-    monkeypatch.setattr(reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
+    data, decoded = file_of(PIL.Image.fromarray(drawing(78, 20, 20))), []
+    task.inputs = replace(task.inputs, images=noting(task.inputs.images, decoded))
     (work,) = task.prepare([[{"role": "user", "content": [{"type": "image", "image": data}]}]])
     (medium,) = work.requests[0].media
     tiles = medium.load()
@@ -356,15 +362,13 @@ def test_a_file_is_decoded_once_where_the_tower_follows(made, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["bytes", "data URL", "path", "Path"])
-def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, monkeypatch, kind):
+def test_a_file_that_comes_again_is_decoded_once(made, tmp_path, kind):
     """As the images of a record with several continuations do, or examples in the prompts of all records. A tenant does
     not learn what another has sent."""
     task, images = made("score")
     files, decoded = [file_of(PIL.Image.fromarray(drawing(60 + i, 20, 20))) for i in range(3)], []
-    images = replace(images, files=LRUCache(FILES))
+    images = noting(replace(images, files=LRUCache(FILES)), decoded)
     task.inputs = replace(task.inputs, images=images)
-    decode = images.reader.decoder.decode
-    monkeypatch.setattr(images.reader.decoder, "decode", lambda *given: decoded.append(given) or decode(*given))
     for i, data in enumerate(files):
         (tmp_path / f"{i}.png").write_bytes(data)
     values = {
@@ -408,14 +412,14 @@ def test_files_in_items_are_held_in_bounded_memory(made, tmp_path, monkeypatch):
     finally:
         tracemalloc.stop()
     blobs = images.blobs
-    assert 18 <= blobs._end // (2 << 20) <= 20 and not any(blobs._free.values()), "each takes a power of two"
+    assert 18 <= blobs.size // (2 << 20) <= 20 and not any(blobs.free.values()), "each takes a power of two"
     (window,) = spool.windows(max_tokens=1 << 20)
     media = images.table.find(window.tokens[window.tokens >= MEDIA_BASE])
     assert len(media) == 20 and all(medium.load().shape[1] == 3 for medium in media)
     spool.close()
     del media, window
     gc.collect()
-    assert len(blobs._free[2 << 20]) == blobs._end // (2 << 20)
+    assert len(blobs.free[2 << 20]) == blobs.size // (2 << 20)
 
 
 def test_what_is_held_of_recent_images():

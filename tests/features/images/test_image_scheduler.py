@@ -81,7 +81,7 @@ def test_contexts_grow_while_the_tower_runs():
 
 def test_steps_beside_the_reading_of_an_image_are_not_taken_for_steps_alone():
     desk, _, table, _ = desk_of()
-    desk._pool = ThreadPoolExecutor(1)
+    desk.pool = ThreadPoolExecutor(1)
     read = threading.Event()
     one = take(table, "one", load=lambda: read.wait(60) and np.zeros((1, 3, 2, 2), np.float32))
     assert desk.seconds_after(8, 0.01) == 0.01 and not desk.is_busy
@@ -240,7 +240,7 @@ def test_failures(kind):
 
 def test_others_go_on_while_a_file_is_read():
     desk, worker, table, _ = desk_of()
-    desk._pool = ThreadPoolExecutor(2)
+    desk.pool = ThreadPoolExecutor(2)
     may_end = threading.Event()
 
     def load():
@@ -277,7 +277,7 @@ def test_a_file_that_is_read_in_the_last_moment():
 
     desk, worker, table, _ = desk_of()
     late = Late()
-    desk._pool = SimpleNamespace(submit=lambda load: late)
+    desk.pool = SimpleNamespace(submit=lambda load: late)
     desk.need([one := take(table, "one")])
     assert desk.advance(0.01) is None and not worker.told
     late.set_result(np.zeros((1, 3, 2, 2), np.float32))
@@ -324,7 +324,7 @@ def test_half_of_the_rate_is_kept_where_the_tower_makes_steps_slower(monkeypatch
     worker, clock, ran = Noting(), [0.0], [False]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     engine = engine_of(worker)
-    image_scheduler(engine)._pool = AtOnce()
+    image_scheduler(engine).pool = AtOnce()
 
     def encodes(pieces: int) -> None:
         clock[0], ran[0] = clock[0] + 0.004 * pieces, True

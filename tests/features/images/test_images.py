@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -179,12 +180,11 @@ def test_rows_of_the_stream(case, sharing, more):
     engine = engine_of(found.llm)
     requests = [found.request(engine, prompt) for prompt in asked]
     rows = smallest(found) + more
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found.llm, "engine", engine)
-        read = run(found.llm, requests, Readout("last"), sharing=sharing, rows=rows, window=40)
-        for one, states in zip(read, hidden, strict=True):
-            np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
-        means = run(found.llm, requests, Readout("mean"), sharing=sharing, rows=rows)
+    llm = SimpleNamespace(engine=engine)
+    read = run(llm, requests, Readout("last"), sharing=sharing, rows=rows, window=40)
+    for one, states in zip(read, hidden, strict=True):
+        np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
+    means = run(llm, requests, Readout("mean"), sharing=sharing, rows=rows)
     for one, states in zip(means, hidden, strict=True):
         np.testing.assert_allclose(one.values, states.mean(0), rtol=0, atol=tolerance)
     images = {number for prompt in asked for number in prompt.images}
@@ -252,15 +252,12 @@ def test_samples_and_penalties(case):
 
 def test_numbers_from_the_cache(case):
     found, asked, hidden, _, tolerance = case
-    engine = engine_of(found.llm, kv_memory=1 << 22, cache=CacheOptions(min_overlap=0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found.llm, "engine", engine)
-        patch.setattr(engine, "options", engine.options.__class__(cache_prefill=True))
-        for _ in range(2):
-            requests = [found.request(engine, prompt) for prompt in asked]
-            read = run(found.llm, requests, Readout("last"), sharing="full", rows=None)
-            for one, states in zip(read, hidden, strict=True):
-                np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
+    engine = engine_of(found.llm, kv_memory=1 << 22, cache=CacheOptions(min_overlap=0), cache_prefill=True)
+    for _ in range(2):
+        requests = [found.request(engine, prompt) for prompt in asked]
+        read = run(SimpleNamespace(engine=engine), requests, Readout("last"), sharing="full", rows=None)
+        for one, states in zip(read, hidden, strict=True):
+            np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("smolvlm", marks=pytest.mark.slow)])
@@ -324,13 +321,12 @@ def test_tiles_that_are_no_numbers_fail_their_requests_only(case):
             assert list(answer[0].tokens) == greedy[number]
     # In a stream its rows are no numbers either, and nobody else's are touched.
     requests = [found.request(engine, prompt) for prompt in asked]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found.llm, "engine", engine)
-        for number, one in enumerate(run(found.llm, requests, Readout("last"), sharing="full", rows=20)):
-            if 1 in asked[number].images:
-                assert not np.isfinite(one.values).any()
-            else:
-                np.testing.assert_allclose(one.values, hidden[number][-1], rtol=0, atol=tolerance)
+    llm = SimpleNamespace(engine=engine)
+    for number, one in enumerate(run(llm, requests, Readout("last"), sharing="full", rows=20)):
+        if 1 in asked[number].images:
+            assert not np.isfinite(one.values).any()
+        else:
+            np.testing.assert_allclose(one.values, hidden[number][-1], rtol=0, atol=tolerance)
 
 
 def test_others_generate_while_the_tower_runs(case, tmp_path):
@@ -348,7 +344,7 @@ def test_others_generate_while_the_tower_runs(case, tmp_path):
     requests = found.asked(engine, [seen, Prompt([*seen.parts, [7]])])
     for name, request in zip(("image", "same image"), requests, strict=True):
         engine.generator.add(request, None, lambda answer, name=name: told.__setitem__(name, answer))
-    image_scheduler(engine)._pool = AtOnce()
+    image_scheduler(engine).pool = AtOnce()
     steps = 0
     with pytest.MonkeyPatch.context() as patch:
         # As of a large one: a piece of work at a time, of two a layer.
@@ -375,15 +371,11 @@ def test_from_several_threads(case):
 
     def read():
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                for _ in range(3):
-                    llm = type("Model", (), {"engine": engine})
-                    requests = [found.request(engine, prompt) for prompt in asked]
-                    for one, states in zip(
-                        run(llm, requests, Readout("last"), sharing="full", rows=30), hidden, strict=True
-                    ):
-                        np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
-                del patch
+            for _ in range(3):
+                requests = [found.request(engine, prompt) for prompt in asked]
+                read = run(SimpleNamespace(engine=engine), requests, Readout("last"), sharing="full", rows=30)
+                for one, states in zip(read, hidden, strict=True):
+                    np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
         except BaseException as error:
             failures.append(error)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_replicas import ThreadReplicas
 from tiny_vision import FAMILIES, tiny_vision
 
 from prefold import LLM
@@ -23,7 +24,6 @@ from prefold.features.images.table import MediaTable
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import MEDIA_BASE, Feed, LiveInput, Spool
 from prefold.trie.live_windows import window_of
-from tests.cluster.fakes import ThreadReplicas
 
 HOW = {"dtype": "float32", "device": "cpu", "threads": 1, "cache": "lru", "kv_memory": 1 << 22}
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from books import check_books
+from traces import CheckedStore, expected, next_token, prompts_of
 
 from prefold.engine import GenerateOptions
 from prefold.engine.cache import CacheOptions, SlotPool
@@ -15,7 +16,6 @@ from prefold.features.looped.engine import LoopedPart
 from prefold.features.looped.scheduler import LoopedScheduler
 from prefold.features.looped.steps import MODEL_ORDER, LoopedFacts, PassResult, Way
 from prefold.spec.requests import Exits, Namespace, Owner, Readout
-from tests.engine.schedule.traces import CheckedStore, expected, next_token, prompts_of
 
 FACTS = LoopedFacts((0, 1, 0), gate=True, threshold=1.0, routed=True, is_whole=True)
 ROUTES = ((0,), (0, 1), (1, 1, 0))

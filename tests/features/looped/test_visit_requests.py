@@ -71,12 +71,11 @@ def test_progress_counts_a_row_once(gated):
     assert sum(step.rows for step in told) == engine.stats.rows_computed
 
 
-def test_interrupts_of_steps_whose_rows_leave(gated, monkeypatch):
+def test_interrupts_of_steps_whose_rows_leave(gated, start_by):
     """Whichever step of them is broken off while it is waited for, the next call gives what it would have given."""
     engine = engine_of(gated, rows=24, cache=CacheOptions(min_overlap=1))
     asked = [request_of(tokens, Exits(0.6), max_tokens=3) for tokens in prompts(5, count=3)]
     wanted, worker, results = tokens_of(generate(engine, asked)), engine.worker, count()
-    start = worker.start
 
     class Interrupted:
         def __init__(self, ticket):
@@ -87,7 +86,7 @@ def test_interrupts_of_steps_whose_rows_leave(gated, monkeypatch):
                 raise KeyboardInterrupt
             return self.ticket.result()
 
-    monkeypatch.setattr(worker, "start", lambda *given: Interrupted(start(*given)))
+    start_by(worker, lambda start, *given: Interrupted(start(*given)))
     for at in count():
         results = count()
         engine.generator.scheduler.cache.clear()

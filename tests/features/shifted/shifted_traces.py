@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 from books import check_books
+from traces import CheckedStore, next_token
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.cache.events import CacheReporter
@@ -13,7 +14,6 @@ from prefold.engine.schedule.generate_step import GenerateStep
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.features.shifted.scheduler import RowMove, ShiftingScheduler
 from prefold.trie import MEDIA_BASE, SPAN_BASE
-from tests.engine.schedule.traces import CheckedStore, next_token
 
 IMAGES = [list(range(SPAN_BASE + 10 * i, SPAN_BASE + 10 * i + 3)) for i in range(2)]
 IMAGES += [list(range(MEDIA_BASE + 10 * i, MEDIA_BASE + 10 * i + 2)) for i in range(2)]
@@ -136,7 +136,7 @@ class Trace:
 
     def check(self) -> None:
         check_books(self.scheduler)
-        apart = self.scheduler._apart
+        apart = self.scheduler.apart
         for node in self.scheduler.tree.nodes():
             assert node not in apart
             for slot in node.slots[: node.num_computed].tolist():

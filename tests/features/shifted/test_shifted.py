@@ -237,27 +237,27 @@ def test_a_request_that_is_held_is_told_of_what_it_was_made_from(llama):
 
 
 @pytest.mark.parametrize("kind", [MoveRows, SlotStep])
-def test_a_copy_or_step_that_is_interrupted(llama, monkeypatch, kind):
+def test_a_copy_or_step_that_is_interrupted(llama, start_by, kind):
     """All is computed anew then, and exact, since what chunks could be copied from is gone."""
     a, b, c = texts(8, 20, 30, 10)
     engine = engine_of(llama, slots=400, cache=shifted())
     generate(engine, [ask([*a, *b, 5], max_tokens=1)])
     request = ask([*c, *b, 6], max_tokens=8, ignore_eos=True)
     (exact,) = generate(engine_of(llama, slots=400), [request])[0]
-    told, generator, start, moves = [], engine.generator, engine.worker.start, []
+    told, generator, moves, lost = [], engine.generator, [], []
 
     class Lost:
         def result(self):
             raise RuntimeError("lost")
 
-    def interrupted(message, prepared=None):
+    def interrupted(start, message, prepared=None):
         moves.extend([message] if isinstance(message, MoveRows) else [])
-        if moves and isinstance(message, kind):
-            monkeypatch.setattr(engine.worker, "start", start)
+        if moves and isinstance(message, kind) and not lost:
+            lost.append(message)
             return Lost()
         return start(message, prepared)
 
-    monkeypatch.setattr(engine.worker, "start", interrupted)
+    start_by(engine.worker, interrupted)
     generator.add(request, None, told.append)
     with pytest.raises(RuntimeError, match="lost"):
         while not told:

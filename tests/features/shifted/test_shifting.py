@@ -9,13 +9,13 @@ from books import check_books
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shifted_traces import IMAGES, ShiftedStore, Trace
+from traces import expected, next_token
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.fair import FairAdmission
 from prefold.features.shifted.chunks import MAX_FAILED_STEPS
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.features.shifted.scheduler import RowMove, ShiftingScheduler
-from tests.engine.schedule.traces import expected, next_token
 
 
 def test_random_traces():
@@ -216,7 +216,7 @@ def test_all_samples_see_what_was_copied():
     ask(scheduler, 0, [*A, *B, 7])
     (moved,) = ask(scheduler, 1, [*C, *B, 9], samples=3)
     assert len(moved) == 10
-    assert not scheduler._apart
+    assert not scheduler.apart
 
 
 def test_what_is_kept_stays():
@@ -270,7 +270,7 @@ def test_copied_rows_are_given_up_and_computed():
                 moved.append(one.key)
             scheduler.moves.clear()
             check_books(scheduler)
-            lost |= any(node.lost and not node.num_computed for node in scheduler._apart)
+            lost |= any(node.lost and not node.num_computed for node in scheduler.apart)
             step = scheduler.plan()
             store.run(step, [])
             scheduler.begin(step)

@@ -8,6 +8,7 @@ import torch
 from cases import RowCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machines import kernels_in_use
 from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
@@ -44,9 +45,7 @@ def test_random_tries(compiled, data):
         every=data.draw(st.sampled_from([1, 3, 40])),
         window=data.draw(st.sampled_from([None, 1, 7, 50])),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(kernels, "load", lambda: None)
+    with kernels_in_use(kernels.load() if compiled else None):
         case.check()
 
 
@@ -178,11 +177,11 @@ def test_shapes_that_do_not_fit(change):
         case.attention().attend(q, k, v, plan, scale=1.0, **carried)
 
 
-def test_the_pytorch_form_does_not_need_a_compiled_plan(monkeypatch):
+def test_the_pytorch_form_does_not_need_a_compiled_plan():
     case = RowCase(random_nest(np.random.default_rng(9), 400, 0.05))
     compiled_plan = case.plan()
-    monkeypatch.setattr(kernels, "load", lambda: None)
-    plan = case.plan()
+    with kernels_in_use(None):
+        plan = case.plan()
     assert plan.lists is None
     a = blocked_attention(case.q, case.k, case.v, plan, scale=0.1)
     b = blocked_attention(case.q, case.k, case.v, compiled_plan, scale=0.1)

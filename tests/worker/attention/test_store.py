@@ -13,6 +13,7 @@ from cases import PLANES, TOLERANCE, SlotCase, groups
 from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machines import kernels_in_use
 from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
@@ -41,9 +42,7 @@ def test_random_tries(compiled, data):
     )
     if data.draw(st.booleans()):
         case.keep(torch.bfloat16)
-    with pytest.MonkeyPatch.context() as patch:
-        if not compiled:
-            patch.setattr(kernels, "load", lambda: None)
+    with kernels_in_use(kernels.load() if compiled else None):
         case.check()
 
 
@@ -297,11 +296,9 @@ def test_bad_input_says_which(backend):
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="counts resident memory as Linux does")
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_first_row_takes_pages_and_not_huge_pages(compiled, monkeypatch):
+@pytest.mark.parametrize("compiled", [True, False], indirect=True)
+def test_a_first_row_takes_pages_and_not_huge_pages(compiled):
     """28 layers of 8 KV heads have 448 regions of keys or values. Huge pages would take 2 MB for each."""
-    if not compiled:
-        monkeypatch.setattr(kernels, "load", lambda: None)
     heads, planes = Heads(16, 8, 128, torch.bfloat16), 28
     before = resident_bytes()
     store = KVStore(planes, heads, 20_000)

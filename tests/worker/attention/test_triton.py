@@ -18,14 +18,8 @@ FEW = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scop
 
 
 @pytest.fixture(autouse=True)
-def only_triton(on_triton, monkeypatch):  # noqa: F811
+def only_triton(on_triton, no_blocked_attention):  # noqa: F811
     """No other form may stand in."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("fell back to PyTorch")
-
-    monkeypatch.setattr("prefold.worker.attention.row_attention.blocked_attention", refuse)
-    monkeypatch.setattr("prefold.worker.attention.store.attend_block", refuse)
 
 
 # In the interpreter a step takes as long as the square of its rows: a quick run has three blocks of keys a tile.

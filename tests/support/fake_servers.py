@@ -20,11 +20,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, *, ids=True, key=None, fault=None, models=("m",), decode=None, tei=False, seconds=0.0,
-                 metrics=None, context=None):  # fmt: skip
+                 metrics=None, context=None, refusal=None):  # fmt: skip
         super().__init__(("127.0.0.1", 0), _Handler)
         self.ids, self.key, self.fault, self.models, self.tei = ids, key, fault, models, tei
         self.decode = decode or (lambda ids: bytes(ids).decode())
         self.seconds, self.metrics, self.context = seconds, metrics, context
+        self.refusal = refusal  # (status, body) of each GET
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.times: list[float] = []
         self.now = self.most = 0
@@ -106,7 +107,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
-        if self.path == "/v1/models" and self._may():
+        if self.server.refusal is not None:
+            status, body = self.server.refusal
+            self._send(status, {}, body)
+        elif self.path == "/v1/models" and self._may():
             context = {} if self.server.context is None else {"max_model_len": self.server.context}
             self._send(200, {}, {"data": [{"id": name} | context for name in self.server.models]})
         elif self.path == "/metrics":

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fake_jobs import FakeEngine
+from fleet_books import places_of
 
 from prefold.cluster.fleet import Fleet
 from prefold.cluster.native_host import ReplicaHost
 from prefold.cluster.replicas import ReplicaFacts, ReplicaLost, ReplicaReady, ReplicaReport, Replicas
 from prefold.cluster.router import Router
-from tests.cluster.checks import places_of
-from tests.jobs.fakes import FakeEngine
 
 
 class SlowEngine(FakeEngine):
@@ -145,14 +145,13 @@ def count_patience(monkeypatch, fleet: Fleet, hangs: Callable[[], bool]) -> Call
         return seconds[0] + 1e-3 * time.monotonic()
 
     monkeypatch.setattr(fleet, "next_event", counted)
-    clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
-    monkeypatch.setattr("prefold.cluster.fleet.time", clock)
+    fleet.clock = now
     return now
 
 
 def held_by(router: Router, name) -> set[tuple]:
     """The rows that the router thinks a replica holds."""
-    bit = 1 << router._members[name].number
+    bit = 1 << router.members[name].number
     found = set()
     for place in places_of(router.index):
         if place.holders & bit:

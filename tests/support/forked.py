@@ -10,12 +10,8 @@ import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from prefold import LLM
-
-__all__ = ["LLM", "begin"]
-
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload(["torch", "prefold.llm"])
 
 
 def begin(arguments: list[str], folder: Path, stdin: str = os.devnull) -> BaseProcess:

@@ -23,7 +23,7 @@ def check_router(router: Router) -> None:
     ends: dict[int, int] = {}
     held: dict[int, int] = {}
     users: dict[int, dict[int, int]] = {}
-    for member in router._members.values():
+    for member in router.members.values():
         assert member.cached_rows == sum(place.stop - start for place, start in member.runs.values())
         for place, start in member.runs.values():
             ends[id(place)] = ends.get(id(place), 0) + 1
@@ -34,7 +34,7 @@ def check_router(router: Router) -> None:
                 held[id(at)] = held.get(id(at), 0) | 1 << member.number
                 at = at.parent
     for sent in router.in_flight.values():
-        number = router._members[sent.replica].number
+        number = router.members[sent.replica].number
         ends[id(sent.place)] = ends.get(id(sent.place), 0) + 1
         at = sent.place
         while at is not None and at.parent is not None:
@@ -47,7 +47,7 @@ def check_router(router: Router) -> None:
         assert (place.users or {}) == users.get(id(place), {})
         assert place.coming_holders == sum(1 << number for number in place.users or {})
         assert place.ends or place.children, "a place that nobody needs"
-    for member in router._members.values():
+    for member in router.members.values():
         loads = [sent for sent in router.in_flight.values() if sent.replica == member.name]
         assert member.load.requests == len(loads)
         assert member.load.prefill_rows == sum(len(sent.prompt.tokens) - sent.matched_rows for sent in loads)
@@ -56,35 +56,35 @@ def check_router(router: Router) -> None:
 
 def rows_in(blocks: BlockEvents) -> int:
     """The rows that are held, those of equal blocks once."""
-    return sum(len(block.tokens) for block in blocks._blocks.values() if block.copies)
+    return sum(len(block.tokens) for block in blocks.blocks.values() if block.copies)
 
 
 def check_blocks(blocks: BlockEvents) -> None:
-    behind = dict.fromkeys(blocks._blocks, 0)
+    behind = dict.fromkeys(blocks.blocks, 0)
     seen = set()
-    for name, block in blocks._blocks.items():
+    for name, block in blocks.blocks.items():
         assert block.after is None or block.after in seen
         if block.after is not None:
             behind[block.after] += 1
         seen.add(name)
-    for name, block in blocks._blocks.items():
+    for name, block in blocks.blocks.items():
         assert behind[name] == block.behind and (block.copies or block.behind)
-        assert bool(block.copies) == (name in blocks._alike.get(block.head, ()))
-    assert sum(map(len, blocks._alike.values())) == sum(block.copies > 0 for block in blocks._blocks.values())
+        assert bool(block.copies) == (name in blocks.alike.get(block.head, ()))
+    assert sum(map(len, blocks.alike.values())) == sum(block.copies > 0 for block in blocks.blocks.values())
 
 
 def check_book(book: LeaseBook) -> None:
     """No request is in two places, or in none."""
-    assert all(group for _, group in book._suspects)
-    for replica in book._replicas.values():
+    assert all(group for _, group in book.suspects)
+    for replica in book.replicas.values():
         assert all(open_.unanswered for open_ in replica.open.values())
         assert len(replica.open) <= 1 or not any(open_.lease.is_suspect for open_ in replica.open.values())
     for source in book.sources:
         sent = [
-            place for name in book._replicas for open_ in book.open_leases(name, source) for place in open_.unanswered
+            place for name in book.replicas for open_ in book.open_leases(name, source) for place in open_.unanswered
         ]
         places = [*sent, *_unsent(source, set(sent))]
-        places += [place for its, group in book._suspects if its is source for own in group for place in own]
+        places += [place for its, group in book.suspects if its is source for own in group for place in own]
         assert len(places) == len(set(places)) == source.num_unanswered, (len(places), source.num_unanswered)
 
 
@@ -93,11 +93,11 @@ def _unsent(source: Source, sent: set[int]) -> list[int]:
     if isinstance(source, OnlineSource):
         check_router(source.router)
         check_books(source.window)
-        assert {source._prompts[number].key for number in sent} == set(source.router.in_flight)
-        unsent = [*(waiting.payload for waiting in source.window.waiting()), *source._queued]
+        assert {source.prompt_of[number].key for number in sent} == set(source.router.in_flight)
+        unsent = [*(waiting.payload for waiting in source.window.waiting()), *source.queued]
         return [number for prompt in unsent for number in prompt.unanswered]
     assert isinstance(source, OfflineSource)
-    segments = [*source._free, *(one.segment for one in source._replicas.values() if one.segment is not None)]
+    segments = [*source.free, *(one.segment for one in source.replicas.values() if one.segment is not None)]
     assert all(0 <= start < stop <= source.cost.num_prompts for start, stop in segments)
     return [place for start, stop in segments for place in range(start, stop)]
 

@@ -86,7 +86,7 @@ def test_buckets_are_those_of_the_definition(seed, threshold):
         bucket = next(b for queue in (None, "a", "b", None) if (b := window.largest(queue)) is not None)
         left += [waiting.key for waiting in window.take(bucket)]
     check_books(window)
-    assert len(left) == len(set(left)) and window.num_tokens == 0 and not window._trie.roots
+    assert len(left) == len(set(left)) and window.num_tokens == 0 and not window.trie.roots
 
 
 def test_most_tokens_first():
@@ -135,7 +135,7 @@ def test_what_has_left_is_forgotten_however_many_come():
         if number % 100 == 0:
             check_books(window)
     check_books(window)
-    assert sum(map(len, window._queues.values())) <= 2 * 21 + 64
+    assert sum(map(len, window.heaps.values())) <= 2 * 21 + 64
 
 
 def test_a_bucket_that_has_changed_is_not_taken():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from fake_jobs import FakeTask, digest, fake_llm
 
 from prefold.jobs.fields import Template
 from prefold.jobs.output import OutputOptions, open_output
 from prefold.jobs.run import Job
 from prefold.jobs.source import open_source
 from prefold.jobs.tables import Columns, TableAdapter
-
-from .fakes import FakeTask, digest, fake_llm
 
 FINGERPRINT = {"task": "embed"}
 
@@ -26,9 +25,9 @@ def write_records(path, count, bad=()):
             file.write(json.dumps(record) + "\n")
 
 
-def table_job(source, out, *, limit=None, llm=None, load=None, **options):
+def table_job(source, out, *, limit=None, llm=None, load=None, commit_seconds=None, **options):
     adapter = TableAdapter("embed", Columns(prompt=Template("text", "--prompt"), id="k"))
-    output = open_output(OutputOptions(out, limit=limit), FINGERPRINT)
+    output = open_output(OutputOptions(out, limit=limit, commit_seconds=commit_seconds), FINGERPRINT)
     load = load or (lambda: llm or fake_llm())
     return Job(open_source(str(source)), adapter, {"embed": FakeTask()}, load, output, limit=limit, **options)
 

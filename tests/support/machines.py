@@ -1,0 +1,20 @@
+"""Machines of other kinds: without compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefold import kernels
+from prefold.kernels.loader import LoadedKernels, process
+
+
+@contextmanager
+def kernels_in_use(some: kernels.Kernels | None) -> Iterator[None]:
+    """A context in which this process has these kernels; None: as with PREFOLD_KERNELS=0."""
+    before = process.load()
+    process.loaded = LoadedKernels(some, "of a test")
+    try:
+        yield
+    finally:
+        process.loaded = before
