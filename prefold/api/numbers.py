@@ -19,7 +19,8 @@ from .running import CallForm, TaskRunner, read_call
 
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
-Questions = Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
+Questions = Mapping[str, Mapping[str, object]] | Sequence[Mapping[str, object]]
+State = str | Mapping[str, object]
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -170,18 +171,13 @@ class NumericTasks(TaskRunner):
         return _only(answers) if single else answers
 
     @overload
-    def decide(
-        self,
-        states: str | Mapping[str, Any],
-        questions: Questions,
-        *,
-        errors: Raise = "raise",
-        **options: Unpack[DecideKeywords],
+    def decide(  # type: ignore[overload-overlap]  # a str is a Sequence[object] too
+        self, states: State, questions: Questions, *, errors: Raise = "raise", **options: Unpack[DecideKeywords]
     ) -> Decision: ...
     @overload
     def decide(
         self,
-        states: Sequence[Any],
+        states: Sequence[object],
         questions: Questions,
         *,
         errors: Raise = "raise",
@@ -189,10 +185,15 @@ class NumericTasks(TaskRunner):
     ) -> list[Decision]: ...
     @overload
     def decide(
-        self, states: Sequence[Any], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
+        self, states: Sequence[object], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
     ) -> list[Decision | InputError]: ...
     def decide(
-        self, states: Any, questions: Questions, *, errors: Errors = "raise", **options: Unpack[DecideKeywords]
+        self,
+        states: State | Sequence[object],
+        questions: Questions,
+        *,
+        errors: Errors = "raise",
+        **options: Unpack[DecideKeywords],
     ) -> Decision | Sequence[Decision | InputError] | InputError:
         """Answer typed questions about each state, with a probability for every option. Nothing is generated.
 

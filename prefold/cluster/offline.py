@@ -93,7 +93,7 @@ class OfflineSource(Source):
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._free) or any(replica.segment is not None for replica in self.replicas.values())
+        return bool(self.free) or any(replica.segment is not None for replica in self.replicas.values())
 
     def join(self, replica: str, facts: ReplicaFacts, now: float) -> None:
         if len(self.replicas) == 1:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..engine.cache.events import CacheCleared, CacheEvent, CacheEvents, Cut, RowsRemoved, RowsStored
 from ..errors import InputError
+from ..spec.requests import NO_NAMESPACE
 from ..trie import token_bytes
 from .prefixes import EstimatedCache, Place, PrefixIndex
 
@@ -269,7 +270,7 @@ class Prompt:
 
     tokens: np.ndarray
     limit: int = 0
-    namespace: Hashable = ()
+    namespace: Hashable = NO_NAMESPACE
     prefix: int | None = None
 
 

@@ -97,7 +97,7 @@ def test_items_of_many_callers_and_of_two_tasks_are_each_answered_once():
 
 def test_requests_of_one_kind_make_room_for_those_of_another(monkeypatch):
     """As long as echoes are asked for without end, a digest is answered too."""
-    monkeypatch.setattr("prefold.cluster.lanes._TURN", 0.05)
+    monkeypatch.setattr("prefold.cluster.leases._TURN", 0.05)
     answered = []
 
     async def go(front):

@@ -21,6 +21,8 @@ from prefold.wire.body import Body
 GOOD = {
     "embeddings": {"input": "a"}, "rerank": {"query": "a", "documents": ["b"]}, "score": {"text_1": "a", "text_2": "b"},
     "chat": {"messages": [{"role": "user", "content": "a"}]}, "completion": {"prompt": "a"}, "response": {"input": "a"},
+    "decisions": {"input": "a", "questions": [{"type": "predicate"}]},
+    "systemone": {"state": "a", "questions": {"q": {"type": "noul"}}},
 }  # fmt: skip
 OTHERS = {
     tei.TeiEmbed: {"inputs": "a"},

@@ -36,6 +36,8 @@ GOOD = {
     "rerank": {"query": "a", "documents": ["b", "c"]},
     "score": {"text_1": "a", "text_2": ["b"]},
     "response": {"input": "a", "max_output_tokens": 2},
+    "decisions": {"input": "a", "questions": [{"type": "choice", "choices": [{"value": "a"}, {"value": True}]}]},
+    "systemone": {"state": "a", "questions": {"q": {"type": "score", "criteria": ["a", "b"]}}},
     "message": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "inputs": {"inputs": "a"},
     "texts": {"query": "a", "texts": ["b"]},
@@ -62,7 +64,7 @@ NAMES = [
     "tokens", "truncate", "truncation_direction", "normalize", "prompt_name", "raw_scores", "return_text", "parameters",
     "system", "stop_sequences", "thinking", "embedding_types", "input_type", "output_dimension", "skip_special_tokens",
     "add_special_tokens", "return_token_strs", "instructions", "max_output_tokens", "text", "include", "store",
-    "previous_response_id", "reasoning", "",
+    "previous_response_id", "reasoning", "state", "questions", "assets", "",
 ]  # fmt: skip
 
 

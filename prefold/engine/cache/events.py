@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...spec.requests import NO_NAMESPACE
 from .tree import Node, RowTrie
 
 
@@ -29,7 +30,7 @@ class RowsStored:
     run: Hashable
     after: Hashable | None
     tokens: np.ndarray
-    namespace: Hashable = ()
+    namespace: Hashable = NO_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)

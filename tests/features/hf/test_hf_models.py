@@ -81,7 +81,8 @@ def test_rows_of_several_adapters_and_of_none(tmp_path, forced, name):
                 ids = torch.from_numpy(request.tokens[None].astype(np.int64))
                 expected = oracles[request.namespace.adapter].base_model(input_ids=ids)[0][0, -1].numpy()
             np.testing.assert_allclose(result.values, expected, rtol=0, atol=2e-4)
-    tokens = [llm.generate([[5, 6, 7, 8]], adapter=one, max_tokens=6, ignore_eos=True)[0].tokens for one in oracles]
+    options = {"max_tokens": 6, "ignore_eos": True}
+    tokens = [llm.generate([[5, 6, 7, 8]], adapter=one or None, **options)[0].tokens for one in oracles]
     for given, model in zip(tokens, oracles.values(), strict=True):
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([[5, 6, 7, 8, *given]])).logits[0, 3:-1]
