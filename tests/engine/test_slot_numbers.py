@@ -17,7 +17,8 @@ from prefold import LLM
 from prefold.api.streams import ResponseStream
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError
-from prefold.spec.requests import Readout
+from prefold.spec.requests import Owner, Readout
+from prefold.trie import Spool
 
 PLACE = {"dtype": "float32", "device": "cpu"}
 KINDS = ("last", "mean", "logits", "logprobs")
@@ -159,3 +160,27 @@ def test_numbers_that_are_cancelled_in_the_middle_leave_nothing(folder, kind, st
         llm.engine.call(lambda: check_books(llm.engine.generator.scheduler))
         assert llm.engine.snapshot().used_slots == 0
         assert not llm.engine.handles
+
+
+@pytest.mark.parametrize("owner", [None, Owner("a", is_batch=True)])
+def test_answers_come_while_the_source_of_windows_pauses(folder, owner):
+    """A live input gives None while nothing has come. Requests before it are answered, and do not wait for the next."""
+    tags, asked = [bytes([i]) for i in range(6)], [as_request(tokens) for tokens in prompts(1, count=6)]
+    answered, pauses = [], []
+
+    def windows():
+        for part in (slice(0, 3), slice(3, 6)):
+            with Spool() as spool:
+                for request, tag in zip(asked[part], tags[part], strict=True):
+                    spool.add(request, tag)
+                yield from spool.windows(max_tokens=1 << 20)
+            while len(answered) < part.stop:
+                pauses.append(None)
+                assert len(pauses) < 10_000, "the engine asks on and on, and answers nothing"
+                yield None
+
+    with LLM(folder, **PLACE) as llm:
+        for tag, answer in llm.engine.run(windows(), Readout("last"), cache_prefill=True, owner=owner):
+            assert not isinstance(answer, InputError)
+            answered.append(tag)
+    assert sorted(answered) == tags and pauses

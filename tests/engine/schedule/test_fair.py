@@ -174,6 +174,23 @@ def test_who_was_given_much_is_not_forgotten_while_others_come():
     assert run(scheduler, 11)[-1] == "again"
 
 
+def test_rows_of_prompts_are_divided_between_tenants_by_their_weights():
+    """A long prompt that came first does not take the whole step."""
+    scheduler = scheduler_of(rows=40, share_of=lambda tenant: Share(3.0 if tenant == "much" else 1.0))
+    submit(scheduler, "first", rows=400, owner=Owner("little"))
+    submit(scheduler, "second", rows=390, owner=Owner("much"))
+    computed = Counter()
+    for _ in range(4):
+        assert not scheduler.admit(NO_LIMITS)
+        step = scheduler.plan(NO_LIMITS)
+        for one in scheduler.running:
+            nodes = {*one.leaf.path(), one.tail}
+            computed[one.key] += sum(count for node, count in step.computed_rows if node in nodes)
+        scheduler.begin(step)
+        scheduler.commit(step, [1] * len(step.consumers), [False] * len(step.consumers))
+    assert computed == {"first": 40, "second": 120}
+
+
 def test_rows_of_batches_do_not_keep_an_interactive_request_waiting():
     scheduler = scheduler_of(rows=20, running=16)
     for number in range(4):
