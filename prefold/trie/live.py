@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..errors import InputError
+from ..spec.requests import NO_NAMESPACE
 from .radix import RadixNode, RadixTrie, token_bytes
 
 
@@ -110,7 +111,7 @@ class LiveWindow:
         tokens: np.ndarray,
         *,
         now: float,
-        namespace: Hashable = (),
+        namespace: Hashable = NO_NAMESPACE,
         payload: Any = None,
         returns: bool = False,
     ) -> None:
