@@ -13,7 +13,7 @@ import torch
 from harness import attention_flops, median, table, timed, visible_pairs
 
 from prefold.checkpoint import GEOMETRIES
-from prefold.engine.schedule.prefill import PrefillScheduler
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.model import CausalLM, config_from
 from prefold.spec.requests import Readout, Request
 from prefold.trie import Spool, Trie
@@ -149,7 +149,7 @@ def one_step(
         for number, prompt in enumerate(prompts):
             spool.add(Request(prompt), number.to_bytes(8, "little"))
         window = next(iter(spool.windows(max_tokens=1 << 30, share=sharing == "full")))
-    scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=rows)
+    scheduler = WindowPlanner(window, readout, sharing=sharing, max_batch_rows=rows)
     attention = RowAttention(heads_of(model), model.device)
     return prepare(scheduler.plan().message, model.config.planes, attention)
 

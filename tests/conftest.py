@@ -70,7 +70,7 @@ LAYERS = {
         test_imports.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
         test_task_options.py test_types.py
         checkpoint/test_resolve.py checkpoint/test_stored.py
-        engine/schedule/test_prefill_scheduler.py engine/schedule/test_steps.py
+        engine/schedule/test_window_planner.py engine/schedule/test_steps.py
         jobs/test_live_jobs.py jobs/test_output.py jobs/test_plan.py jobs/test_run.py
         tasks/test_make_task.py tasks/test_rerank_task.py
         tasks/test_score_task.py tasks/test_sentence_transformers.py

@@ -91,7 +91,7 @@ class _RowSequence:
 
 
 class RowEngine:
-    """A RowEngine follows the rules of `GenerateScheduler` with room set aside for each output, on parts of prompts
+    """A RowEngine follows the rules of `Scheduler` with room set aside for each output, on parts of prompts
     instead of tokens: prompts are computed in order of arrival, each part once; a part stays until its room is needed,
     and the least recently used goes first. Steps in which no sequence comes or goes are one stretch, so the time of a
     simulation depends on the number of requests, not of tokens.

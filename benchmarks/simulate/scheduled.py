@@ -9,7 +9,7 @@ import numpy as np
 
 from prefold.engine.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.engine.schedule.admission import StepLimits
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 
 from .costs import TILE, StepRows
 from .engines import EndedRequest, RowEngine, Stretch
@@ -19,11 +19,11 @@ __all__ = ["ScheduledEngine"]
 
 
 class ScheduledEngine(RowEngine):
-    """The real `GenerateScheduler` with its `RadixCache`; tokens that it is given mean nothing."""
+    """The real `Scheduler` with its `RadixCache`; tokens that it is given mean nothing."""
 
     def open(self) -> None:
         self._steps = 0  # the clock of the cache
-        self.scheduler = GenerateScheduler(
+        self.scheduler = Scheduler(
             SlotPool(self.slots),
             max_batch_rows=self.max_batch_rows,
             max_running=self.max_running,

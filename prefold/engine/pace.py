@@ -11,7 +11,7 @@ from typing import Any
 from .meter import StepBudget
 from .schedule.admission import StepLimits
 from .schedule.fair import FairAdmission
-from .schedule.sequences import SequenceScheduler
+from .schedule.scheduler import Scheduler
 
 DECAY = 0.95  # the weight of a step as a share of the weight of the next one
 # A step may have at most this many times the rows of the largest step before it.
@@ -123,7 +123,7 @@ class StepPolicy:
         """Records that there is an interactive request now."""
         self._live_at = self._clock()
 
-    def settle(self, scheduler: SequenceScheduler, max_rows: int) -> StepLimits:
+    def settle(self, scheduler: Scheduler, max_rows: int) -> StepLimits:
         """Returns the limits of the scheduler's next step, which may have at most `max_rows` rows."""
         queue, now = self.admission, self._clock()
         if self.has_new_shares:
@@ -154,7 +154,7 @@ class StepPolicy:
             batch_rows, self._due = self.times.more_rows(self._due), 0.0
         return StepLimits(max_rows, batch_rows, is_due, lends)
 
-    def _batch_rows(self, scheduler: SequenceScheduler, num_live: int, now: float) -> int:
+    def _batch_rows(self, scheduler: Scheduler, num_live: int, now: float) -> int:
         if not num_live:
             return self.times.rows_within(self._short if self._is_lately(now) else ALONE_SECONDS)
         if any(not sequence.ready and not sequence.owner.is_batch for sequence in scheduler.running):

@@ -22,8 +22,8 @@ from .loop import EngineLoop
 from .meter import StepBudget, StepInfo
 from .requests import adapter_number, check_logits
 from .schedule.parts import hooks, stream_scheduler
-from .schedule.prefill import PlannedStep, PrefillScheduler
 from .schedule.steps import StepResult
+from .schedule.windows import PlannedStep, WindowPlanner
 from .worker import Ticket, Worker
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def run_stream(
 class _PreparedStep:
     """A _PreparedStep is a planned step with the tensors that the worker has prepared for it."""
 
-    scheduler: PrefillScheduler
+    scheduler: WindowPlanner
     results: _WindowResults
     plan: PlannedStep
     message: Any

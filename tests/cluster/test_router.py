@@ -14,12 +14,12 @@ from prefold.cluster.router import POLICIES, Prompt, ReplicaLoad, Router, Speed,
 from prefold.engine.cache import CacheEvents, CacheOptions, CacheReporter, SlotPool
 from prefold.engine.cache.events import CacheCleared, Cut, RowsRemoved, RowsStored
 from prefold.engine.schedule.admission import StepLimits
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.errors import InputError
 from prefold.spec.requests import NO_NAMESPACE
 
 
-def held_in(scheduler: GenerateScheduler) -> set[tuple]:
+def held_in(scheduler: Scheduler) -> set[tuple]:
     """The rows that a scheduler's tree holds, each as (namespace, the tokens from the root to it)."""
     found = set()
     for node in scheduler.tree.nodes():
@@ -35,7 +35,7 @@ class Replica:
 
     def __init__(self, rng: np.random.Generator, slots: int, cache: bool, max_pending: int):
         self.rng = rng
-        self.scheduler = GenerateScheduler(
+        self.scheduler = Scheduler(
             SlotPool(slots), max_batch_rows=8, max_running=4, cache=CacheOptions(min_overlap=2) if cache else None
         )
         self.epoch, self.max_pending, self.keys = 0, max_pending, 0
@@ -68,7 +68,7 @@ class Replica:
     def restart(self) -> None:
         self.epoch += 1
         old = self.scheduler
-        self.scheduler = GenerateScheduler(
+        self.scheduler = Scheduler(
             SlotPool(old.pool.num_slots), max_batch_rows=8, max_running=4, cache=old.cache and old.cache.options
         )
         self.report()

@@ -14,7 +14,7 @@ from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.pace import LATELY_SECONDS, LEAST_ROWS, StepPolicy, StepTimes
 from prefold.engine.schedule.admission import NO_LIMITS
 from prefold.engine.schedule.fair import FairAdmission
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.engine.worker import Facts, Worker
 from prefold.spec.requests import Owner, Share
 
@@ -29,7 +29,7 @@ class Machine:
     def __init__(self, **options):
         self.now = 100.0
         policy = FairAdmission(batch_share=options.get("batch_share", 0.02))
-        self.scheduler = GenerateScheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
+        self.scheduler = Scheduler(SlotPool(100_000), max_batch_rows=2048, max_running=64)
         self.scheduler.admit_by(policy)
         self.pace, self.limits = StepPolicy(policy, clock=lambda: self.now, **options), NO_LIMITS
         self.steps, self.first, self.ended, self._number = [], {}, [], 0

@@ -8,7 +8,7 @@ from running import prompts
 
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.spec.requests import Request, Sampling
 from prefold.worker.local import LocalWorker
 
@@ -45,8 +45,6 @@ def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tupl
 def watch_steps(monkeypatch) -> list[bool]:
     """Of each step that is begun from here on, whether the one before was still under way."""
     begun: list[bool] = []
-    begin = GenerateScheduler.begin
-    monkeypatch.setattr(
-        GenerateScheduler, "begin", lambda self, step: begun.append(bool(self._in_flight)) or begin(self, step)
-    )
+    begin = Scheduler.begin
+    monkeypatch.setattr(Scheduler, "begin", lambda self, step: begun.append(bool(self._in_flight)) or begin(self, step))
     return begun

@@ -15,8 +15,8 @@ from prefold.engine.cache.accounts import Account, Accounts
 from prefold.engine.cache.tree import Node
 from prefold.engine.schedule.admission import Admission
 from prefold.engine.schedule.fair import FairAdmission
-from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.engine.schedule.generate_step import SequenceState
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.features.hybrid.scheduler import ZERO, StateScheduler
 from prefold.features.shifted.chunks import ChunkIndex, Key, _images_before, window_hashes
 from prefold.features.shifted.scheduler import ShiftingScheduler
@@ -30,8 +30,8 @@ def check_books(books: Any) -> None:
     raise TypeError(f"there is no check of a {type(books).__name__}")
 
 
-@check_books.register(GenerateScheduler)
-def _check_scheduler(scheduler: GenerateScheduler) -> None:
+@check_books.register(Scheduler)
+def _check_scheduler(scheduler: Scheduler) -> None:
     """Slots, users of nodes and states of sequences agree."""
     check_books(scheduler.tree)
     slots_of = [np.arange(start, start + size) for start, size in scheduler.pool.sizes.items()]

@@ -7,8 +7,8 @@ from books import check_books
 
 from prefold.engine.cache import SCRATCH
 from prefold.engine.schedule.admission import NO_LIMITS, StepLimits
-from prefold.engine.schedule.generate import GenerateScheduler
 from prefold.engine.schedule.generate_step import GenerateStep
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.engine.schedule.steps import SlotResult
 
 
@@ -79,7 +79,7 @@ def next_token(path: tuple, sample: int) -> int:
 
 
 def run_to_end(
-    scheduler: GenerateScheduler,
+    scheduler: Scheduler,
     stop_at=lambda path, sample: False,
     on_step=lambda step: None,
     most=5000,
@@ -136,7 +136,7 @@ def run_to_end(
     return ended
 
 
-def laid_out(scheduler: GenerateScheduler, limits: StepLimits) -> GenerateStep | None:
+def laid_out(scheduler: Scheduler, limits: StepLimits) -> GenerateStep | None:
     """Returns the step that a scheduler plans where it keeps nothing of the step before."""
     repeated, scheduler._repeated = scheduler._repeated, None
     step = scheduler.plan(limits)

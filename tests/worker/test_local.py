@@ -13,8 +13,8 @@ from running import as_request, prompts
 from tiny import tiny_checkpoint
 
 from prefold import LLM
-from prefold.engine.schedule.prefill import PrefillScheduler
 from prefold.engine.schedule.steps import MakeStore, SlotStep
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import OutOfMemoryError
 from prefold.model import MediaRows
 from prefold.spec.requests import Readout
@@ -58,7 +58,7 @@ def test_a_path_is_held_until_its_stream_is_forgotten(llm):
         window = next(iter(spool.windows(max_tokens=1 << 20)))
     steps, results = [], []
     for stream in (7, 8):  # two streams take turns
-        steps.append(PrefillScheduler(window, Readout("last"), sharing="full", max_batch_rows=9, stream=stream))
+        steps.append(WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=9, stream=stream))
         results.append([])
     while (planned := [scheduler.plan() for scheduler in steps])[0] is not None:
         for scheduler, step, found in zip(steps, planned, results, strict=True):
@@ -123,6 +123,6 @@ def test_a_step_that_goes_on_with_rows_that_are_not_there(llm):
     with Spool() as spool:
         spool.add(as_request([1, 2, 3, 4]))
         window = next(iter(spool.windows(max_tokens=1 << 20)))
-    scheduler = PrefillScheduler(window, Readout("last"), sharing="full", max_batch_rows=9)
+    scheduler = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=9)
     with pytest.raises(ValueError, match="goes on with 2 rows, its stream left 0"):
         llm.engine.worker.start(scheduler.step(2, 4).message)

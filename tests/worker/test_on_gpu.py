@@ -20,8 +20,8 @@ from tritons import DEVICE, on_triton, triton_on  # noqa: F401 (a fixture)
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
-from prefold.engine.schedule.prefill import PrefillScheduler
 from prefold.engine.schedule.steps import SlotStep, StepResult
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, device, load_adapter
 from prefold.spec.requests import Readout, Request, Sampling
@@ -156,7 +156,7 @@ def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Read
             targets = [1, 2][: len(prompt)] if readout.kind == "logprobs" else None
             spool.add(as_request(prompt, targets), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full")))
-    scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=1000)
+    scheduler = WindowPlanner(window, readout, sharing=sharing, max_batch_rows=1000)
     attention = RowAttention(heads_of(model), model.device)
     return prepare(scheduler.plan().message, model.config.planes, attention)
 

@@ -35,7 +35,7 @@ NO_LIMITS = StepLimits()
 
 
 class Capacity(Protocol):
-    """A Capacity is what a policy reads of a SequenceScheduler."""
+    """A Capacity is what a policy reads of a Scheduler."""
 
     pool: SlotPool
     cache: RadixCache | None

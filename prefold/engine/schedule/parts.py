@@ -12,10 +12,10 @@ import numpy as np
 from ...spec.plugins import load_plugins
 from ...spec.requests import Asked, Sharing
 from ..cache import SlotPool
-from .generate import GenerateScheduler
 from .generate_step import HoldsRows
-from .prefill import PrefillScheduler
+from .scheduler import Scheduler
 from .steps import MakeStore
+from .windows import WindowPlanner
 
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 MAKERS: list[MakePart] = []
@@ -43,11 +43,11 @@ class EnginePart:
         return False
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
-        """Returns the feature's own scheduler of generation, or None. Arguments: those of GenerateScheduler."""
+        """Returns the feature's own scheduler of generation, or None. Arguments: those of Scheduler."""
 
-    def stream_scheduler(self) -> Callable[..., PrefillScheduler] | None:
+    def stream_scheduler(self) -> Callable[..., WindowPlanner] | None:
         """Returns what makes the scheduler of each window of a new row stream, in turn, with the arguments of
-        PrefillScheduler; None: the feature has none of its own."""
+        WindowPlanner; None: the feature has none of its own."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
         """Sets the function that returns the tenant of a namespace."""
@@ -108,19 +108,19 @@ def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], .
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(EnginePart, name))
 
 
-def stream_scheduler(parts: Sequence[EnginePart]) -> Callable[..., PrefillScheduler]:
+def stream_scheduler(parts: Sequence[EnginePart]) -> Callable[..., WindowPlanner]:
     """Returns what makes the scheduler of each window of a new row stream."""
     own = (make() for make in hooks(parts, "stream_scheduler"))
-    return next((scheduler for scheduler in own if scheduler is not None), PrefillScheduler)
+    return next((scheduler for scheduler in own if scheduler is not None), WindowPlanner)
 
 
 def make_scheduler(parts: Sequence[EnginePart], worker: Any, options: Any, max_batch_rows: int) -> Any:
-    """Returns the scheduler of generation: that of a feature, or a GenerateScheduler. options: GenerateOptions"""
+    """Returns the scheduler of generation: that of a feature, or a Scheduler. options: GenerateOptions"""
     holds_rows = next((part.holds_rows for part in parts if part.holds_rows is not None), None)
     for make in hooks(parts, "scheduler"):
         if (scheduler := make(max_batch_rows, holds_rows)) is not None:
             return scheduler
-    return over_store(GenerateScheduler, worker, options, max_batch_rows, holds_rows)
+    return over_store(Scheduler, worker, options, max_batch_rows, holds_rows)
 
 
 def over_store(kind: type[Any], worker: Any, options: Any, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:

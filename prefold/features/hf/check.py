@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...engine.schedule.prefill import PrefillScheduler
+from ...engine.schedule.windows import WindowPlanner
 from ...errors import PrefoldError, UnsupportedModelError
 from ...model.config import Plane
 from ...spec.requests import Readout, Request
@@ -171,7 +171,7 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
         for number, prompt in enumerate(prompts):
             spool.add(Request(prompt, None), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20)))
-        scheduler = PrefillScheduler(window, Readout("last"), sharing="full", max_batch_rows=STEP)
+        scheduler = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=STEP)
         while (step := scheduler.plan()) is not None:
             batch = prepare(step.message, config.planes, attention)
             path = path.truncate(step.message.path)

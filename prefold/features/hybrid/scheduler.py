@@ -22,8 +22,8 @@ import numpy as np
 from ...engine.cache import SlotPool
 from ...engine.cache.tree import Node
 from ...engine.schedule.admission import StepLimits
-from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan, lay_out
+from ...engine.schedule.scheduler import Scheduler
 from ...engine.schedule.steps import SlotStep
 from ...spec.requests import Namespace
 from ...trie import token_bytes
@@ -140,8 +140,8 @@ class StatesPlan(StepPlan):
         return 0, 0
 
 
-class StateScheduler(GenerateScheduler):
-    """A StateScheduler is a GenerateScheduler for a hybrid.
+class StateScheduler(Scheduler):
+    """A StateScheduler is a Scheduler for a hybrid.
 
     states       those that are kept, by their nodes, the one that was used longest ago first
     state_slots  how many there is room for

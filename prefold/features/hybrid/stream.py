@@ -13,16 +13,16 @@ from ...engine.meter import Meter
 from ...engine.protocol import EngineOptions
 from ...engine.schedule.generate_step import HoldsRows
 from ...engine.schedule.parts import EnginePart, over_store
-from ...engine.schedule.prefill import PlannedStep, PrefillScheduler, reusable_rows
 from ...engine.schedule.steps import StreamStep
+from ...engine.schedule.windows import PlannedStep, WindowPlanner, reusable_rows
 from ...engine.worker import Worker
 from ...errors import InputError
 from .scheduler import StateScheduler
 from .steps import ZERO, MakeStates, StateFacts, StateRuns, StateStreamStep
 
 
-class StateStream(PrefillScheduler):
-    """A StateStream is a PrefillScheduler whose steps say how states go through their rows.
+class StateStream(WindowPlanner):
+    """A StateStream is a WindowPlanner whose steps say how states go through their rows.
 
     Between two steps the states are kept that a later row of the window starts from, which are those of branch points
     of one path, and of the row above a cut. At the end of a window those of the branch points of its last path are
@@ -31,7 +31,7 @@ class StateStream(PrefillScheduler):
     before  the scheduler of the window before, of the same stream
     note    takes how many states are kept after a step
 
-    The other arguments are those of a PrefillScheduler.
+    The other arguments are those of a WindowPlanner.
     """
 
     def __init__(

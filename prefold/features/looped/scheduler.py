@@ -12,8 +12,8 @@ import numpy as np
 from ...engine.cache import SlotPool
 from ...engine.cache.tree import Node
 from ...engine.schedule.admission import NO_LIMITS, StepLimits
-from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan
+from ...engine.schedule.scheduler import Scheduler
 from ...engine.schedule.steps import SlotResult
 from ...spec.requests import Asked, Namespace
 from ...trie import token_bytes
@@ -55,8 +55,8 @@ class RoutedPlan(StepPlan):
             StepPlan._add_prompt(self, sequence)
 
 
-class LoopedScheduler(GenerateScheduler):
-    """A GenerateScheduler for a looped model.
+class LoopedScheduler(Scheduler):
+    """A Scheduler for a looped model.
 
     namespace_of, on_route  see above
     """

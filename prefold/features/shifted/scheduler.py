@@ -21,9 +21,9 @@ from ...engine.cache.tree import Node
 from ...engine.meter import Meter
 from ...engine.protocol import EngineOptions, GenerateOptions
 from ...engine.requests import ValueReader
-from ...engine.schedule.generate import GenerateScheduler
 from ...engine.schedule.generate_step import HoldsRows, SequenceState
 from ...engine.schedule.parts import EnginePart, over_store
+from ...engine.schedule.scheduler import Scheduler
 from ...engine.worker import Worker
 from ...errors import InputError
 from .chunks import ChunkIndex, MoveRows, ShiftedFacts
@@ -45,8 +45,8 @@ class RowMove:
         return len(self.message.slots)
 
 
-class ShiftingScheduler(GenerateScheduler):
-    """A ShiftingScheduler is a GenerateScheduler that reuses chunks, by the options `shifted.chunks`.
+class ShiftingScheduler(Scheduler):
+    """A ShiftingScheduler is a Scheduler that reuses chunks, by the options `shifted.chunks`.
 
     moves  what the worker has to be given before the next step, in this order; whoever gives it empties the list
     """
@@ -60,7 +60,7 @@ class ShiftingScheduler(GenerateScheduler):
         self.apart: dict[Node, None] = {}  # the nodes of prompts that are not in the trie
 
     def submit(self, key: Hashable, tokens: np.ndarray, *, shifts: bool = False, **options: Any) -> None:
-        """Takes a prompt, as a GenerateScheduler does. shifts: whether chunks are reused for it."""
+        """Takes a prompt, as a Scheduler does. shifts: whether chunks are reused for it."""
         super().submit(key, tokens, **options)
         if shifts:
             self.may_shift.add(key)

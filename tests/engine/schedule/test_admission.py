@@ -16,7 +16,7 @@ from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.admission import InOrder, StepLimits
 from prefold.engine.schedule.fair import MAX_PASSED, RESERVED_SHARE, FairAdmission
 from prefold.engine.schedule.fair import _OwnerQueue as queue_type
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.spec.requests import Owner, Share
 
 
@@ -30,7 +30,7 @@ class CheckedAdmission(FairAdmission):
 
 
 def fair_scheduler(slots=200, rows=64, running=16, share_of=lambda tenant: Share(), batch_share=0.02, **options):
-    scheduler = GenerateScheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
+    scheduler = Scheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
     scheduler.admit_by(CheckedAdmission(share_of, batch_share=batch_share))
     return scheduler
 
@@ -269,7 +269,7 @@ def test_who_has_fewer_rows_to_compute_is_preferred_but_not_for_ever():
 @pytest.mark.parametrize("tenants", [1, 1000])
 def test_many_who_wait_cost_little(tenants):
     def drive(policy):
-        scheduler = GenerateScheduler(SlotPool(20_000), max_batch_rows=256, max_running=256)
+        scheduler = Scheduler(SlotPool(20_000), max_batch_rows=256, max_running=256)
         scheduler.admit_by(policy)
         for number in range(1000):
             tokens = prompt(number // 256, number % 256)
@@ -286,7 +286,7 @@ def test_many_who_wait_cost_little(tenants):
 def test_rows_of_outputs_are_added_up_once_however_many_are_admitted(monkeypatch):
     sums, count = [], queue_type.num_output_rows.fget
     monkeypatch.setattr(queue_type, "num_output_rows", property(lambda queue: sums.append(queue) or count(queue)))
-    scheduler = GenerateScheduler(SlotPool(2000), max_batch_rows=1000, max_running=300)
+    scheduler = Scheduler(SlotPool(2000), max_batch_rows=1000, max_running=300)
     scheduler.admit_by(FairAdmission())
     for number in range(300):
         scheduler.submit(number, prompt(number, 1), limit=4)

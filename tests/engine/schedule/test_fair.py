@@ -12,14 +12,14 @@ from prefold.engine.cache import SlotPool
 from prefold.engine.schedule import fair
 from prefold.engine.schedule.admission import NO_LIMITS, StepLimits
 from prefold.engine.schedule.fair import FairAdmission
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.spec.requests import Owner, Share
 
 LIVE, BATCH = Owner("a"), Owner("b", True)
 
 
 def scheduler_of(slots=4000, rows=64, running=8, share_of=lambda tenant: Share(), **options):
-    scheduler = GenerateScheduler(SlotPool(slots), max_batch_rows=rows, max_running=running)
+    scheduler = Scheduler(SlotPool(slots), max_batch_rows=rows, max_running=running)
     scheduler.admit_by(FairAdmission(share_of, **options))
     return scheduler
 

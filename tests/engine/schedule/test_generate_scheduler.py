@@ -12,12 +12,12 @@ from traces import expected, prompts_of, run_to_end
 
 from prefold.engine.cache import CacheOptions, SlotPool
 from prefold.engine.schedule.admission import StepLimits
-from prefold.engine.schedule.generate import GenerateScheduler
+from prefold.engine.schedule.scheduler import Scheduler
 from prefold.errors import InputError
 
 
 def scheduler_of(slots=200, rows=64, running=16, **options):
-    return GenerateScheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
+    return Scheduler(SlotPool(slots), max_batch_rows=rows, max_running=running, **options)
 
 
 def stop_of(modulus):
@@ -331,7 +331,7 @@ def test_what_is_cancelled_before_it_runs_is_gone_at_once():
     assert list(run_to_end(scheduler)) == [("c", 0)]
 
 
-def run_short(scheduler: GenerateScheduler, count: int, namespace) -> None:
+def run_short(scheduler: Scheduler, count: int, namespace) -> None:
     """Runs so many short requests, from the first arrival to the last end."""
     for key in range(count):
         scheduler.submit(key, np.array([key // 256, key % 256], np.int32), limit=1, namespace=namespace(key))
@@ -382,7 +382,7 @@ def test_who_waits_for_room_does_not_empty_the_cache():
 
 def test_a_step_has_at_most_as_many_rows_as_it_is_planned_with():
     """Neither limit stays: the next step has its own."""
-    scheduler = GenerateScheduler(SlotPool(200), max_batch_rows=64, max_running=8)
+    scheduler = Scheduler(SlotPool(200), max_batch_rows=64, max_running=8)
     for key in range(3):
         scheduler.submit(key, np.array([key, *range(10, 29)], np.int32), limit=1)
     assert not scheduler.admit(StepLimits(30))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from traces import CheckedStore, expected, next_token
 
 from prefold.engine.cache import CacheOptions, SlotPool
-from prefold.engine.schedule.generate import GenerateScheduler
-from prefold.engine.schedule.prefill import PrefillScheduler
+from prefold.engine.schedule.scheduler import Scheduler
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.spec.requests import Readout, Request
 from prefold.trie import MEDIA_BASE, SPAN_BASE, Spool, clear_of_span, longest_span, span_starts
@@ -105,7 +105,7 @@ def test_steps_of_a_stream_end_between_spans(sharing, seed):
             spool.add(Request(np.array(prompt, np.int32)))
         follows = False
         for window in spool.windows(max_tokens=rng.choice([10, 60, 1000]), share=sharing == "full"):
-            scheduler = PrefillScheduler(
+            scheduler = WindowPlanner(
                 window, Readout("last"), sharing=sharing, max_batch_rows=most, follows=follows and sharing == "full"
             )
             follows, done = True, []
@@ -158,9 +158,9 @@ def test_a_window_goes_on_before_the_span_that_is_read():
             spool.add(Request(np.array([0, *SPANS[3], *tail], np.int32)))
         first, second = spool.windows(max_tokens=8, share=True)
     assert second.common == 8
-    scheduler = PrefillScheduler(second, Readout("last"), sharing="full", max_batch_rows=100, follows=True)
+    scheduler = WindowPlanner(second, Readout("last"), sharing="full", max_batch_rows=100, follows=True)
     assert scheduler.plan().start == 8
-    again = PrefillScheduler(first, Readout("last"), sharing="full", max_batch_rows=100)
+    again = WindowPlanner(first, Readout("last"), sharing="full", max_batch_rows=100)
     assert again.plan().stop == 8
     lengths = np.diff(first.offsets)
     assert clear_of_span(first.tokens, int(lengths[0]) - 1) == 1
@@ -185,7 +185,7 @@ class Trace:
         self.rng = rng = random.Random(seed)
         cache = CacheOptions(min_overlap=rng.choice([0, 4]), policy=rng.choice(["lru", "lfu"]))
         self.given = {token for ids in (*SPANS, *ROWS) for token in ids} if rng.random() < 0.4 else set()
-        self.scheduler = GenerateScheduler(
+        self.scheduler = Scheduler(
             SlotPool(rng.randint(45, 90)),
             max_batch_rows=rng.randint(LONGEST, LONGEST + 8),
             max_running=rng.randint(1, 6),
@@ -282,9 +282,7 @@ def test_random_traces_over_slots(seed):
 
 def test_a_span_waits_for_a_step_that_it_opens():
     """Seven rows do not fit beside the row of a sequence that generates in steps of seven: they come first, alone."""
-    scheduler = GenerateScheduler(
-        SlotPool(60), max_batch_rows=7, max_running=4, holds_rows=lambda ids: np.ones(len(ids), bool)
-    )
+    scheduler = Scheduler(SlotPool(60), max_batch_rows=7, max_running=4, holds_rows=lambda ids: np.ones(len(ids), bool))
     scheduler.submit("text", np.array([1, 2], np.int32), limit=9)
     store = SpanStore()
 
@@ -307,7 +305,7 @@ def test_a_span_waits_for_a_step_that_it_opens():
 
 def test_others_go_on_while_a_tower_runs():
     held: set[int] = set()
-    scheduler = GenerateScheduler(
+    scheduler = Scheduler(
         SlotPool(60),
         max_batch_rows=20,
         max_running=4,
@@ -333,7 +331,7 @@ def test_others_go_on_while_a_tower_runs():
 @example(7)
 @given(st.integers(1, 7))
 def test_eviction_takes_the_rest_of_a_span(rows):
-    scheduler = GenerateScheduler(
+    scheduler = Scheduler(
         SlotPool(60), max_batch_rows=30, max_running=4, cache=CacheOptions(min_overlap=0),
         holds_rows=lambda ids: np.ones(len(ids), bool),
     )  # fmt: skip
@@ -349,6 +347,6 @@ def test_eviction_takes_the_rest_of_a_span(rows):
 
 
 def test_a_prompt_that_is_too_long_for_memory_is_refused():
-    scheduler = GenerateScheduler(SlotPool(5), max_batch_rows=30, max_running=4)
+    scheduler = Scheduler(SlotPool(5), max_batch_rows=30, max_running=4)
     with pytest.raises(InputError, match="KV store"):
         scheduler.submit("a", np.array(SPANS[3], np.int32), limit=1)

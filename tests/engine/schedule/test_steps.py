@@ -10,8 +10,8 @@ from running import as_request, prompts
 
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.cache import CacheOptions
-from prefold.engine.schedule.prefill import PrefillScheduler
 from prefold.engine.schedule.steps import SlotResult, SlotStep
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.engine.worker import Worker
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import Spool
@@ -66,5 +66,5 @@ def test_a_step_of_the_stream_is_its_arrays():
         for prompt in prompts(1, count=200):
             spool.add(as_request(prompt))
         window = next(iter(spool.windows(max_tokens=1 << 20)))
-    step = PrefillScheduler(window, Readout("last"), sharing="full", max_batch_rows=10).plan()
+    step = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=10).plan()
     assert len(pickle.dumps(step.message)) < 3000

@@ -10,7 +10,7 @@ from running import as_request, prompts, run
 from tiny import reference
 
 from prefold import LLM
-from prefold.engine.schedule.prefill import PrefillScheduler
+from prefold.engine.schedule.windows import WindowPlanner
 from prefold.spec.requests import Readout
 
 MANY = 1 << 20
@@ -59,7 +59,7 @@ def test_means_and_log_probabilities_are_those_of_transformers(pair, rows):
 
 def random_cuts(rng: np.random.Generator, llm: LLM, requests, monkeypatch):
     """Runs requests in steps of random sizes."""
-    monkeypatch.setattr(PrefillScheduler, "_cut", lambda self, start, rows: int(
+    monkeypatch.setattr(WindowPlanner, "_cut", lambda self, start, rows: int(
         min(self.trie.num_rows, start + rng.integers(1, 9))))  # fmt: skip
     return run(llm, requests, Readout("last"), sharing="full", rows=4096)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import as_request, prompts
 
-from prefold.engine.schedule.prefill import PlannedStep, PrefillScheduler, reusable_rows
+from prefold.engine.schedule.windows import PlannedStep, WindowPlanner, reusable_rows
 from prefold.spec.requests import Readout
 from prefold.trie import Spool, Trie
 
@@ -78,7 +78,7 @@ def test_halves_are_the_whole(seed, sharing, kind, rows, every):
             targets = [3] * min(len(prompt), 1 + number % 3) if kind == "logprobs" else None
             spool.add(as_request(prompt, targets), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full")))
-    scheduler = PrefillScheduler(window, readout, sharing=sharing, max_batch_rows=rows)
+    scheduler = WindowPlanner(window, readout, sharing=sharing, max_batch_rows=rows)
     whole, halved = Trace(sharing), Trace(sharing)
     number = 0
     while (step := scheduler.plan()) is not None:
@@ -104,7 +104,7 @@ def test_plan_changes_nothing():
         for prompt in prompts(3):
             spool.add(as_request(prompt))
         window = next(iter(spool.windows(max_tokens=1 << 20)))
-    scheduler = PrefillScheduler(window, Readout("last"), sharing="full", max_batch_rows=5)
+    scheduler = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=5)
     first, again = scheduler.plan(), scheduler.plan()
     assert first.start == again.start == 0 < first.stop == again.stop <= 5
     scheduler.commit(first)
@@ -148,7 +148,7 @@ def test_the_most_that_may_be_is_carried(job, max_tokens, read):
         allowed = min([window.common, *rows_read(window, read)])
         assert reusable_rows(window, Readout(read)) == allowed
         for follows in (False, True):
-            scheduler = PrefillScheduler(window, Readout(read), sharing="full", max_batch_rows=99, follows=follows)
+            scheduler = WindowPlanner(window, Readout(read), sharing="full", max_batch_rows=99, follows=follows)
             done = []
             while (step := scheduler.plan()) is not None:
                 if not done:

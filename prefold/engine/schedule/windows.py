@@ -1,4 +1,4 @@
-"""The scheduler of row streams: it cuts one window of prompts into steps.
+"""The planner of row streams: it cuts one window of prompts into steps.
 
 A step is a function of the rows that it computes: `step(start, stop)` reads the window's trie and changes nothing, so
 that a step which does not fit into memory becomes two calls of it. `plan` returns the next step, and `commit` advances
@@ -38,8 +38,8 @@ class PlannedStep:
     targets: np.ndarray
 
 
-class PrefillScheduler:
-    """A PrefillScheduler cuts the stream of one window into steps of at most `max_batch_rows` rows.
+class WindowPlanner:
+    """A WindowPlanner cuts the stream of one window into steps of at most `max_batch_rows` rows.
 
     With sharing "full" a step is any contiguous range of the depth-first rows. With "mlp" and "off" it is whole
     prompts in order of arrival, and a prompt that is too long for a step runs in chunks of its own; "mlp" folds the

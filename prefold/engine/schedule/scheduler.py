@@ -1,4 +1,4 @@
-"""The scheduler of generation: which rows the next step computes, and which sequences take its tokens.
+"""The scheduler: which rows the next step computes, and which sequences take its tokens.
 
 A step has one row for every running sequence, and in what remains of its budget new rows of prompts. Every row belongs
 to one trie: prompts, and below each prompt the tokens that its sequences have made (a sequence's *tail*). A node's rows
@@ -18,31 +18,37 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ...errors import InputError
-from ...spec.requests import Owner
+from ...spec.requests import NO_NAMESPACE, Asked, GenerationStats, Namespace, Owner
+from ...trie import token_bytes
 from ..cache import CacheOptions, RadixCache, SlotPool
 from ..cache.tree import Node, RowTrie
-from .admission import NO_LIMITS, StepLimits
-from .generate_step import GenerateStep, HoldsRows, RepeatedStep, SequenceState, StepPlan, lay_out
-from .sequences import SequenceScheduler
+from .admission import NO_LIMITS, Admission, InOrder, StepLimits
+from .generate_step import NO_OWNER, GenerateStep, HoldsRows, RepeatedStep, SequenceState, StepPlan, lay_out
 from .steps import SlotResult
 
 # Slots that a sequence of unknown length takes at once, so that its rows lie side by side.
 TAIL_SLOTS = 16
 
 
-class GenerateScheduler(SequenceScheduler):
-    """A GenerateScheduler decides what each step of continuous batching over one trie computes.
+class Scheduler:
+    """Decide what each step of continuous batching over one trie computes.
 
-    pool, max_batch_rows, max_running   as of SequenceScheduler
-    cache       the options of the radix cache for rows of ended sequences; None: rows are freed at once
-    clock       returns the time in seconds, for the cache
-    slot_bytes  the bytes of one slot, for the statistics
-    holds_rows  says which rows of images the worker holds; None: the model takes no images
+    Attributes:
+        pool: the slots of the KV store
+        tree: the trie of all rows
+        cache: keeps rows of ended sequences; None: they are freed at once
+        max_batch_rows: the most rows of a step, unless its limits say otherwise
+        max_running: the most sequences that run at once; never more than the rows of a step
+        stats: the counters
+        running: the sequences that run, in the order of their admission
+        ending: the sequences whose last token is in flight
+        waiting: the sequences that wait, in an admission policy
+        requests: {key: its sequences that have not ended}
     """
 
     def __init__(
@@ -56,16 +62,25 @@ class GenerateScheduler(SequenceScheduler):
         slot_bytes: int = 1,
         holds_rows: HoldsRows | None = None,
     ):
-        tree = RowTrie()
-        super().__init__(
-            pool,
-            tree,
-            None if cache is None else RadixCache(tree, pool, cache, clock),
-            max_batch_rows=max_batch_rows,
-            max_running=max_running,
-            slot_bytes=slot_bytes,
-        )
-        self.ending: dict[SequenceState, None] = {}  # their last token is in flight
+        """Make the books of a KV store.
+
+        cache       the options of the radix cache for rows of ended sequences; None: rows are freed at once
+        clock       returns the time in seconds, for the cache
+        slot_bytes  the bytes of one slot, for the statistics
+        holds_rows  says which rows of images the worker holds; None: the model takes no images
+        """
+        self.pool, self.tree = pool, RowTrie()
+        self.cache = None if cache is None else RadixCache(self.tree, pool, cache, clock)
+        self.max_batch_rows = max_batch_rows
+        self.max_running = min(max_running, max_batch_rows)
+        self.stats = GenerationStats()
+        self.running: dict[SequenceState, None] = {}
+        self.waiting: Admission = InOrder()
+        self.requests: dict[Hashable, dict[SequenceState, None]] = {}
+        self._slot_bytes = slot_bytes
+        if self.cache is not None:
+            self.cache.namespace_of = self.namespace_of
+        self.ending: dict[SequenceState, None] = {}
         self._in_flight: deque[GenerateStep] = deque()
         # The step that was begun last, if it can be the same again: no sequence was admitted since.
         self._repeated: RepeatedStep | None = None
@@ -74,18 +89,124 @@ class GenerateScheduler(SequenceScheduler):
 
     # ----------------------------------------------------------------------------- requests that come and go
 
+    def submit(
+        self,
+        key: Hashable,
+        tokens: np.ndarray,
+        *,
+        limit: int,
+        samples: int = 1,
+        reserve: bool = True,
+        namespace: Namespace = NO_NAMESPACE,
+        priority: int = 0,
+        outputs: Mapping[int, Sequence[int]] | None = None,
+        owner: Owner = NO_OWNER,
+    ) -> None:
+        """Takes a prompt, int32 [n], n >= 1, that is continued `samples` times by at most `limit` >= 1 tokens.
+
+        reserve    whether room for the whole output is set aside when the prompt is admitted; otherwise the output
+                   takes room as it grows, and a sequence may be preempted
+        namespace  rows are shared only between prompts of one namespace
+        priority   the priority of its rows in the cache
+        outputs    for a request that was submitted before: {number of a sample that has not ended: its tokens}
+        owner      the tenant and the class that it runs for
+
+        Raises InputError if the KV store could not hold this request even alone.
+        """
+        rows = len(tokens) + (limit - 1 if reserve else 0)
+        if rows > self.pool.num_slots:
+            raise InputError(
+                f"the request needs the K/V of {rows} rows, the KV store holds {self.pool.num_slots}",
+                field="max_tokens" if rows > len(tokens) else "prompt",
+                remedy="give a larger kv_memory (--kv-memory), or ask for fewer tokens",
+                code="kv_memory",
+            )
+
+        def make(sample: int, leaf: Node, tokens: list[int]) -> SequenceState:
+            return SequenceState(key, sample, leaf, tokens, limit, reserve, priority, owner)
+
+        outputs = dict.fromkeys(range(samples), ()) if outputs is None else outputs
+        self._enter(key, namespace, tokens, outputs, priority, make)
+
+    def _enter(
+        self,
+        key: Hashable,
+        namespace: Namespace,
+        tokens: np.ndarray,
+        outputs: Mapping[int, Sequence[int]],
+        priority: int,
+        make: Callable[[int, Node, list[int]], SequenceState],
+    ) -> None:
+        """Enters a prompt into the trie, and its sequences into the queue.
+
+        outputs  {number of a sample: its tokens}
+        make     returns a sequence by a sample's number, the node that ends with the prompt, and the sample's tokens
+        """
+        if self.cache is not None:
+            self.cache.expire()  # no step may have been made for long
+        leaf = self.tree.insert(namespace, token_bytes(tokens))
+        path = leaf.path()
+        if self.cache is not None:
+            self.cache.take(path)
+        sequences = [make(sample, leaf, list(made_tokens)) for sample, made_tokens in outputs.items()]
+        for node in path:
+            node.users += len(sequences)
+            node.priority = max(node.priority, priority)
+        self.requests[key] = dict.fromkeys(sequences)
+        self.waiting.add(sequences)
+
+    def namespace_of(self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray) -> Namespace:
+        """Return the namespace of a prompt's rows, by the namespace of its request and what is asked of it."""
+        return namespace
+
+    def cancel(self, key: Hashable) -> None:
+        """Ends all sequences of a request; does nothing if the request has ended."""
+        for sequence in list(self.requests.get(key, ())):
+            self._end(sequence)
+
     def clear(self) -> None:
-        super().clear()
+        """Forgets all requests, all steps in flight, and all rows: every slot is free."""
+        self.pool.clear()
+        self.tree.clear()
+        if self.cache is not None:
+            self.cache.forget_all()
+        self.waiting.clear()
+        self.running.clear()
         self.ending.clear()
+        self.requests.clear()
         self._in_flight.clear()
         self._repeated = None
 
+    def admit_by(self, policy: Admission) -> None:
+        """Admits by another policy from now on, which must hold no sequences yet; does nothing for the current one."""
+        if policy is self.waiting:
+            return
+        policy.take_over(self.waiting, tuple(self._admitted()))
+        self.waiting = policy
+
     def _admitted(self) -> Iterable[SequenceState]:
+        """Returns the sequences that were admitted and have not ended."""
         return (*self.running, *self.ending)
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns how many sequences have not been admitted yet, or were preempted."""
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Returns whether a request has not ended, or a step is in flight."""
+        return bool(self.requests or self._has_begun)
 
     @property
     def _has_begun(self) -> bool:
         return bool(self._in_flight)
+
+    @property
+    def can_plan(self) -> bool:
+        """Returns whether any sequence runs or waits: a step can be planned for it, at the latest when the steps in
+        flight are committed."""
+        return bool(self.running or self.waiting)
 
     # ------------------------------------------------------------------------------------------ plan and commit
 
@@ -297,6 +418,54 @@ class GenerateScheduler(SequenceScheduler):
                 pending += len(sequence.tail)
         return pending
 
+    def _max_rows(self, limits: StepLimits) -> int:
+        return self.max_batch_rows if limits.rows is None else limits.rows
+
+    def _make_way(self, sequence: SequenceState) -> bool:
+        """Preempts a running sequence for a waiting one if the policy says so; returns whether it did."""
+        victim = None if self._has_begun else self.waiting.gives_way(sequence, self.running)
+        if victim is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        """Puts a sequence back at the head of the queue, and gives up the rows of its own tokens. The rows of its
+        prompt stay while there is room."""
+        del self.running[sequence]
+        sequence.tail.lost |= sequence.tail.num_computed > 0
+        self.pool.free(sequence.tail.give_up())
+        sequence.state, sequence.ready = "waiting", False
+        self.waiting.put_back(sequence)
+        self.stats.preemptions += 1
+        if not self.pool.free_slots:
+            self._release_waiting(*self.running)
+
+    def _release_waiting(self, *keep: SequenceState) -> bool:
+        """Gives up the rows of prompts that only waiting sequences need, and returns whether there were any. The
+        rows that the sequences in `keep` need are not given up."""
+        needed = {node for sequence in keep for node in sequence.leaf.path()}
+        has_released = False
+        for node in self.nodes():
+            if node.users and node not in needed and not node.pins and node.num_slots:
+                has_released = True
+                node.lost |= node.num_computed > 0
+                self.pool.free(self.tree.drop(node))
+        return has_released
+
+    def _too_small(self, holds: str, needs: str, sequence: SequenceState) -> tuple[Hashable, InputError]:
+        """Ends a sequence's request, and returns its key with the error. holds, needs: the rows that the store holds
+        and that the sequence needs, in words."""
+        pinned = sum(node.num_slots for node in self.nodes() if node.pins)
+        remedy = "give a larger kv_memory (--kv-memory), or a max_tokens that fits"
+        error = InputError(
+            f"the KV store holds {holds}{f', of which {pinned} are pinned' if pinned else ''}, too few for {needs}",
+            field="max_tokens",
+            remedy=f"unpin prompts, {remedy}" if pinned else remedy,
+            code="kv_memory",
+        )
+        self.cancel(sequence.key)
+        return sequence.key, error
+
     def _slots(self, count: int, path: Sequence[Node] = ()) -> np.ndarray | None:
         """Returns so many slots, or None if even evicting all kept rows would not free enough, and then changes
         nothing.
@@ -318,9 +487,42 @@ class GenerateScheduler(SequenceScheduler):
 
     def _end(self, sequence: SequenceState) -> None:
         del sequence.tail.tokens[sequence.num_known :]
-        super()._end(sequence)
+        if sequence.state == "waiting":
+            self.waiting.remove(sequence)
+        else:
+            self._runs_no_more(sequence)
+            self.waiting.note_end(sequence)
+        sequence.state = "ended"
+        request = self.requests[sequence.key]
+        del request[sequence]
+        if not request:
+            del self.requests[sequence.key]
+        if self.cache is not None and sequence.ready and self._is_prompt_like(sequence):
+            self.cache.graft(sequence.tail, sequence.priority)
+        else:
+            self.pool.free(sequence.tail.give_up())
+        node: Node | None = sequence.leaf
+        while node is not None and node.parent is not None:
+            parent = node.parent
+            node.users -= 1
+            if not node.users:
+                self._let_go(node)
+            node = parent
+
+    def _let_go(self, node: Node) -> None:
+        """Keeps the rows of a node that no sequence uses any more in the cache, or frees them without a cache."""
+        if self.cache is not None:
+            self.cache.keep(node)
+        else:
+            self.pool.free(self.tree.drop(node))
+            self.tree.remove(node)
+
+    def nodes(self) -> Iterator[Node]:
+        """Yields all nodes of prompts; tails are no such nodes."""
+        return self.tree.nodes()
 
     def _runs_no_more(self, sequence: SequenceState) -> None:
+        """Removes an admitted sequence from those that run."""
         del {"running": self.running, "ending": self.ending}[sequence.state][sequence]
 
     def _count_admission(self, sequence: SequenceState, path: list[Node], fresh: Collection[Node]) -> None:
@@ -336,5 +538,9 @@ class GenerateScheduler(SequenceScheduler):
                 stats.cross_window_hits += len(node)
             else:
                 stats.first_admission_hits += len(node)
+
+    def _is_prompt_like(self, sequence: SequenceState) -> bool:
+        """Returns whether the rows of the sequence's tokens equal those of a prompt with the same tokens."""
+        return True
 
     # ------------------------------------------------------------------------------------------------- checking
