@@ -72,7 +72,7 @@ LAYERS = {
         checkpoint/test_resolve.py checkpoint/test_stored.py
         engine/schedule/test_window_planner.py engine/schedule/test_steps.py
         jobs/test_live_jobs.py jobs/test_output.py jobs/test_plan.py jobs/test_run.py
-        tasks/test_make_task.py tasks/test_rerank_task.py
+        tasks/test_decide.py tasks/test_make_task.py tasks/test_rerank_task.py
         tasks/test_score_task.py tasks/test_sentence_transformers.py
         text/test_broken_files.py text/test_chat.py text/test_grammar_real.py text/test_model_templates.py
         text/test_sentencepiece.py text/test_template_process.py text/test_tokenizer.py
