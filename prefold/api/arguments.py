@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..tasks import ClassifyItem, EmbedItem, ScoreItem
+from ..tasks import ClassifyItem, DecideItem, EmbedItem, ScoreItem
 from ..text.media import TextWithImages
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) ->
 def _with_adapter(item: Any, name: str | None) -> Any:
     if name is None or isinstance(item, InputError):
         return item
-    if isinstance(item, (EmbedItem, ClassifyItem, ScoreItem)):
+    if isinstance(item, (EmbedItem, ClassifyItem, DecideItem, ScoreItem)):
         return replace(item, adapter=name)
     if isinstance(item, list) and item and isinstance(item[0], ScoreItem):
         return [replace(pair, adapter=name) for pair in item]

@@ -1,4 +1,4 @@
-"""Holds the methods of LLM whose answers are numbers: embed, rerank, classify, score."""
+"""The methods of LLM whose answers are numbers: embed, rerank, classify, decide, score."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Return = Literal["return"]
 
 
 class NumericTasks(TaskRunner):
-    """A NumericTasks has the methods embed, rerank, classify and score. Four keywords mean the same in all of them:
+    """The methods embed, rerank, classify, decide and score. Four keywords mean the same in all of them:
 
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
               are computed, and each bad item has its InputError in its place. An

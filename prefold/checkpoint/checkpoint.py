@@ -25,7 +25,7 @@ from .settings import CONTEXT, Settings
 # A model of the size of "looped-2x4" is trained by examples/looped_model.py.
 GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("geometries.json").read_text())
 # Makes the config of a model that has a tower of the text model's and the tower's GGUF file, by the architecture that
-# this file names. Rooms enter theirs.
+# this file names. Features enter theirs.
 TOWERS: dict[str, Callable[[Settings, GGUFFile], Settings]] = {}
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]

@@ -100,7 +100,7 @@ def decide(spec: JobSpec, as_json: bool) -> None:
     prefold decide "I was charged twice." --questions questions.yaml
     prefold decide tickets.csv --state '{subject}\\n{body}' --questions questions.yaml -o out.csv
 
-    A file of questions has NAME: {type: noul, instructions: ...}, or type: choice with criteria {option: meaning}, or
+    A file of questions has NAME: {type: noul, instructions: "..."}, or type: choice with criteria {option: meaning}, or
     type: score with criteria [lowest level, ..., highest level].
     """
     _start(spec, as_json)

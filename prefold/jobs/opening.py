@@ -20,6 +20,7 @@ from ..errors import InputError, JobError
 from ..spec.fields import SpecError
 from ..spec.files import read_bytes, same_file
 from ..spec.job import COLUMNS, JobSpec
+from ..spec.job import TASKS as JOB_TASKS
 from ..spec.model import ModelSpec
 from .columns import TableForm
 from .journal import journal_path, recorded_job
@@ -130,7 +131,7 @@ def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) ->
         wrong = "has no line with a JSON object" if is_empty else "does not begin with an OpenAI batch line"
         raise JobError(
             f"{source.name} {wrong}; for a table say what to do with it: "
-            "--task embed, rerank, classify, decide, score or generate"
+            f"--task {', '.join(JOB_TASKS[:-1])} or {JOB_TASKS[-1]}"
         )
     check_tokenizer(checkpoint, tokenizer, f"the texts of {source.name}")
     return _table_adapter(task, spec, source, first, tokenizer), (task,)

@@ -1,4 +1,4 @@
-"""The dialects of OpenAI, vLLM, Anthropic, Cohere and TEI, whose bodies are read and written by `api/`."""
+"""The dialects of OpenAI, vLLM, Anthropic, Cohere and TEI, whose bodies are in `wire/`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Requests are tokenised and responses made in a pool of threads, in which tenants take turns; the engine's thread
 computes. The event loop waits, and does only short work itself (see `limits.py`). The number of waiting requests is
-bounded (see `backpressure.py`).
+bounded (see `limits.py`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RequestHandler:
     """A RequestHandler stands between the dialects and the engine of one LLM.
 
     names        the model's names; the first stands in responses. The name of a local model is the last part of its
-    path known_names  the names that requests may use: `names`, the model's path, and "dummy", which huggingface_hub
-    sends when
+                 path
+    known_names  the names that requests may use: `names`, the model's path, and "dummy", which huggingface_hub sends if
                  it knows only the server's address
     """
 

@@ -96,7 +96,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """An EventStream sends events as they are made, each of them the bytes of one server-sent event.
 
-    The events end when the client leaves, or reads too slowly (see `protocol.py`). After `ping_seconds` without an
+    The events end when the client leaves, or reads too slowly (see `run.py`). After `ping_seconds` without an
     event a comment is sent, so that proxies keep the connection.
 
     on_disconnect  is called when the client has left, or reads no more

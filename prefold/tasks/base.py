@@ -366,7 +366,7 @@ class Inputs:
 class Task:
     """A Task prepares the requests of items and makes answers from their results.
 
-    name       "embed", "rerank", "classify", "score" or "generate"
+    name       a key of `tasks.make.TASKS`
     inputs     checks the texts of items
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields

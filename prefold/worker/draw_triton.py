@@ -1,9 +1,9 @@
 """`draw` in Triton, where the logits are on a GPU: a program a row, and nothing but the token leaves the device.
 
-No row is sorted. A filter's bound is looked for among all float32 numbers, four ways at a time: what is at least as
-likely as a bound is summed in one pass over the row, which lies in the second-level cache. Logits and noise (`noise`)
-are added in float64, with the operations that NumPy does, so that both draw the same token; a comparison in float32
-leaves few blocks for which that is needed.
+No row is sorted. A filter's bound is searched for among all float32 numbers, four ways at a time: one pass over the row,
+which lies in the second-level cache, sums the tokens that are at least as likely as a bound. Logits and noise (see
+`engine.sampling`) are added in float64, with the operations that NumPy does, so that both draw the same token; a
+comparison in float32 leaves few blocks for which that is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _rank(x):
 
 @triton.jit
 def _hash(ids, low, high):
-    """Returns what `noise.hash_ids` does, of whole numbers as uint32."""
+    """Return what `engine.sampling.hash_ids` returns, for whole numbers as uint32."""
     x = ids.to(tl.uint32) ^ low
     x = (x ^ (x >> 17)) * 0xED5AD4BB
     x = (x ^ (x >> 11) ^ high) * 0xAC4C1B51

@@ -46,7 +46,7 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
 
     rows     int64 [n]
     filters  float64 [n, FILTERS]; the temperature, the first of them, is above 0
-    keys     uint64 [n]: of the noise (`noise.make_key`)
+    keys     uint64 [n]: of the noise (`engine.sampling.make_key`)
     """
     inverses = (1.0 / filters[:, 0]).astype(np.float32)
     if runs_triton(logits.device):

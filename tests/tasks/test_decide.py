@@ -206,6 +206,14 @@ def test_a_wrong_question_leaves_the_others(llms):
         llm.decide("text", questions)
 
 
+def test_each_state_may_name_its_adapter(llms):
+    llm = llms("llama")
+    with pytest.raises(InputError, match="no adapter 'x'"):
+        llm.decide(["a", "b"], QUESTIONS, adapter=[None, "x"])
+    found = llm.decide(["a", "b"], QUESTIONS, adapter=[None, None])
+    assert [one["refund"] for one in found] == [one["refund"] for one in llm.decide(["a", "b"], QUESTIONS)]
+
+
 def test_a_state_that_is_too_long_is_cut_on_request(llms):
     llm, question = llms("llama"), {"q": {"type": "noul", "instructions": "yes?"}}
     with pytest.raises(InputError, match="makes a prompt of"):

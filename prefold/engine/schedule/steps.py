@@ -9,7 +9,7 @@ simulator alike.
     MakeStore    makes room for the K/V of so many slots, once, before the first SlotStep
     SlotStep     computes rows whose keys lie in the slots of that store: prompts to be continued, and their outputs
 
-Rooms have further messages, which their parts of the worker take (`worker.protocol.WorkerPart`). All messages are
+Features have further messages, which their parts of the worker take (`worker.parts.WorkerPart`). All messages are
 started alike: `ticket = worker.start(message)`, then `ticket.result()`.
 """
 
