@@ -1,7 +1,7 @@
 """`draw` in Triton, where the logits are on a GPU: a program a row, and nothing but the token leaves the device.
 
-No row is sorted. A filter's bound is searched for among all float32 numbers, four ways at a time: one pass over the row,
-which lies in the second-level cache, sums the tokens that are at least as likely as a bound. Logits and noise (see
+No row is sorted. A filter's bound is searched for among all float32 numbers, four ways at a time: one pass over the
+row, which lies in the second-level cache, sums the tokens that are at least as likely as a bound. Logits and noise (see
 `engine.sampling`) are added in float64, with the operations that NumPy does, so that both draw the same token; a
 comparison in float32 leaves few blocks for which that is needed.
 """
