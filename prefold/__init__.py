@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from .llm import LLM
     from .spec.requests import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
-    from .tasks.results import Classification, Piece, Ranking, Score
+    from .tasks.results import Classification, Decision, Piece, Ranking, Score
     from .text.media import TextWithImages
     from .text.prompts import FilledTemplate
 
@@ -35,6 +35,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Classification",
+    "Decision",
     "FilledTemplate",
     "FleetError",
     "ForkedError",
@@ -60,7 +61,7 @@ __all__ = [
 
 _MODULES = {"LLM": "llm", "CacheOptions": "spec.model", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
 _MODULES |= {"TextWithImages": "text.media"}
-_MODULES |= dict.fromkeys(("Classification", "Piece", "Ranking", "Score"), "tasks.results")
+_MODULES |= dict.fromkeys(("Classification", "Decision", "Piece", "Ranking", "Score"), "tasks.results")
 _MODULES |= dict.fromkeys(
     ("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "spec.requests"
 )

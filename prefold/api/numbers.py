@@ -198,8 +198,7 @@ class NumericTasks(TaskRunner):
         """Answer typed questions about each state, with a probability for every option. Nothing is generated.
 
         Args:
-            states: One state, or a list of states. A state is a text or a JSON object. (A conversation is the object
-                {"messages": [...]}.)
+            states: One state, or a list of states. A state is a text or a JSON object.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].

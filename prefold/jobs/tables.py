@@ -13,6 +13,7 @@ from ..spec.fields import near
 from ..tasks.results import Answer, Classification, Decision, names_in_lines
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
+from ..wire.decisions import state_of
 from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
 
@@ -240,7 +241,7 @@ class TableAdapter:
         """Return the state of a record: a conversation, a JSON value of a column by itself, or a text."""
         columns = self.columns_used
         if columns.messages is not None:
-            return {"messages": self._messages(data, columns.messages)}
+            return state_of(self._messages(data, columns.messages))
         assert columns.state is not None
         if (column := columns.state.column) is not None:
             value = self._object(data, column)
@@ -318,7 +319,7 @@ class TableAdapter:
         out |= {"image": columns.image} if columns.image else {}
         if self.task == "decide":
             state = columns.messages or (columns.state and ", ".join(columns.state.paths))
-            return out | {"state": state or "state"}
+            return out | {"state": state or "state", "input": state or "state"}
         return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
     def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ class DecideOptions(TaskSpec):
     )
     prompt_style: Literal["transformers", "vllm"] | None = option(
         None,
-        "Whose prompt to write (default: the template beside the weights, else that of transformers).",
+        "Prompt format (default: the template beside the weights, else as transformers writes it).",
         one_of=(None, "transformers", "vllm"),
     )
     template: str | None = option(

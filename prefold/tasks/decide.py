@@ -1,7 +1,6 @@
-"""Deciding answers typed questions about a state: a probability for each option, read at one row, without generating.
+"""Decisions: typed questions about a state, answered with a probability for each option. Nothing is generated.
 
-The questions of a state are prompts that share what stands before the first difference, so that the state is computed
-once; the states of a question share what stands before the state.
+Each question of a state is a prompt. The prompts of a state share the state, so its rows are computed once.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _VLLM_LABELS = {"noul": ("yes", "no"), "score": tuple("0123456789")}
 class DecideItem:
     """A DecideItem is a state with the questions about it.
 
-    state      a text, a JSON value, or a conversation: a list of messages and calls as OpenAI's input items
+    state      a text or a JSON value
     questions  {name: question} or a list of questions; None: those of the task
     adapter    the LoRA adapter; None: the task's
     """
@@ -181,6 +180,11 @@ class DecideTask(Task):
         if item.questions is not None and self.questions:
             message = "the item has questions of its own, and all items are asked the same"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
+        if self.settings.adapter is not None and item.adapter is None and self.inputs.adapter is None:
+            folder = self.settings.adapter
+            message = f"decision.json says that the model decides with the LoRA adapter in its folder {folder!r}"
+            remedy = "load that folder (--adapter NAME=FOLDER, adapters={name: folder}), and name it"
+            raise InputError(message, field="adapter", remedy=remedy, code="missing_option")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"

@@ -107,6 +107,18 @@ def test_lines_of_a_batch(run, tmp_path):
     assert found["2"]["status_code"] == 400 and "1 option" in found["2"]["body"]["error"]["message"]
 
 
+def test_a_conversation_is_a_text(run, tmp_path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"chat": chat}) + '\n{"chat": [{"role": "tool", "content": "x"}]}\n'
+    )
+    (tmp_path / "in.jsonl").write_text(json.dumps({"state": "user: hi\n\nassistant: hello"}) + "\n")
+    run("decide", "chats.jsonl", "--messages", "chat", "--questions", "q.yaml", "-o", "out.jsonl", status=3)
+    first, second = sorted(lines(), key=lambda line: line["record"])
+    run("decide", "in.jsonl", "--questions", "q.yaml", "-o", "out.jsonl", "--overwrite")
+    assert lines()[0]["answers"] == first["answers"] and second["error"]["field"] == "chat[0]"
+
+
 def test_plan_counts_the_rows_of_both_orders(run):
     options = ("--task", "decide", "--state", "body", "--questions", "q.yaml", "--empty", "keep", "--limit", "1")
     found = json.loads(run("plan", "in.csv", *options, "--json"))

@@ -214,6 +214,11 @@ def test_each_state_may_name_its_adapter(llms):
     assert [one["refund"] for one in found] == [one["refund"] for one in llm.decide(["a", "b"], QUESTIONS)]
 
 
+def test_an_adapter_that_the_settings_name_is_not_left_out(llms):
+    with pytest.raises(InputError, match="LoRA adapter in its folder 'lora'"):
+        llms("llama", None, adapter="lora").decide("text", QUESTIONS)
+
+
 def test_a_state_that_is_too_long_is_cut_on_request(llms):
     llm, question = llms("llama"), {"q": {"type": "noul", "instructions": "yes?"}}
     with pytest.raises(InputError, match="makes a prompt of"):
