@@ -184,8 +184,8 @@ def test_public_names():
     assert prefold.__all__ == [
         "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "Decision", "FilledTemplate",
         "FleetError", "ForkedError", "Generated", "GenerationStats", "Grammar", "InputError", "JobError",
-        "MissingExtraError", "OutOfMemoryError", "Piece", "PrefoldError", "RankError", "Ranking", "Sampling", "Score", "Stats",
-        "TextWithImages", "TokenLogprobs", "UnsupportedModelError", "__version__",
+        "MissingExtraError", "OutOfMemoryError", "Piece", "PrefoldError", "RankError", "Ranking", "Sampling", "Score",
+        "Stats", "TextWithImages", "TokenLogprobs", "UnsupportedModelError", "__version__",
     ]  # fmt: skip
     assert dir(prefold) == sorted(prefold.__all__)
     for name in prefold.__all__:
