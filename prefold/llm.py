@@ -81,6 +81,7 @@ class LLM(NumericTasks, Texts):
         if o.kv_dtype != "auto":
             check_kv_dtype(self.dtype, self.device)
             self.config = replace(self.config, kv_dtype=o.kv_dtype)
+        self.config = replace(self.config, invariant=o.invariant)
         self._team = self._start_ranks()
         try:
             ranks = ALONE if self._team is None else self._team.ranks
@@ -141,7 +142,8 @@ class LLM(NumericTasks, Texts):
         the arithmetic and the dtype of keys and values where these are not the dtype."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
         settings = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
-        rare = {"arithmetic": (self.options.arithmetic, "float"), "kv_dtype": (self.options.kv_dtype, "auto")}
+        defaults = {"arithmetic": "float", "kv_dtype": "auto", "invariant": False}
+        rare = {name: (getattr(self.options, name), default) for name, default in defaults.items()}
         settings |= {name: value for name, (value, default) in rare.items() if value != default}
         return {"model": model_identity(self.checkpoint), **settings}
 

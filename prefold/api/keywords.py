@@ -146,6 +146,7 @@ class ModelKeywords(TypedDict, total=False):
     arithmetic: Literal["float", "int8"]
     weights: Literal["auto", "file", "fast", "dtype", "int8"]
     kv_dtype: Literal["auto", "bfloat16"]
+    invariant: bool
     device: str
     threads: int | None
     tensor_parallel: int

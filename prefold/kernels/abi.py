@@ -8,8 +8,10 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 
+PLACES = 64
 PANEL = 32
 IN_INT8 = 256
+ONE_FORM = 512
 S8 = 65536
 RANK_LINE = 64
 
@@ -76,6 +78,15 @@ class OwnRun(Structure):
     )
 
 
+class PlacedRun(Structure):
+    _fields_ = (
+        ("first", c_int32),
+        ("count", c_int32),
+        ("place", c_int32),
+        ("queries", c_uint32),
+    )
+
+
 class TileCall(Structure):
     _fields_ = (
         ("q", c_void_p),
@@ -94,6 +105,8 @@ class TileCall(Structure):
         ("tile_starts", c_void_p),
         ("own_offsets", c_void_p),
         ("own", c_void_p),
+        ("placed_offsets", c_void_p),
+        ("placed", c_void_p),
         ("sinks", c_void_p),
         ("scale", c_float),
         ("threads", c_int32),
@@ -356,8 +369,10 @@ class ProgramCall(Structure):
 
 
 CONSTANTS = {
+    "PLACES": PLACES,
     "PANEL": PANEL,
     "IN_INT8": IN_INT8,
+    "ONE_FORM": ONE_FORM,
     "S8": S8,
     "RANK_LINE": RANK_LINE,
 }
@@ -371,6 +386,7 @@ STRUCTURES: tuple[type[Structure], ...] = (
     Run,
     MaskedPair,
     OwnRun,
+    PlacedRun,
     TileCall,
     RowCall,
     SlotPlane,
@@ -391,13 +407,13 @@ STRUCTURES: tuple[type[Structure], ...] = (
 )
 # The letter of the result (void: none), ":", the letters of the arguments: `LETTERS` of interface.py.
 FUNCTIONS = {
-    "prefold_plan_rows": "p:pqppqpqp",
+    "prefold_plan_rows": "p:pqppqpqip",
     "prefold_row_list_sizes": ":pp",
-    "prefold_copy_row_lists": ":ppppp",
+    "prefold_copy_row_lists": ":ppppppp",
     "prefold_free_row_lists": ":p",
-    "prefold_plan_slots": "p:pppppqqpqq",
+    "prefold_plan_slots": "p:pppppqqpqqi",
     "prefold_slot_list_sizes": ":pp",
-    "prefold_copy_slot_lists": ":pppppppp",
+    "prefold_copy_slot_lists": ":pppppppppp",
     "prefold_free_slot_lists": ":p",
     "prefold_row_attention": "i:pi",
     "prefold_slot_attention": "i:pi",

@@ -34,9 +34,12 @@ class AttentionKernels(Family):
         positions: np.ndarray | None,
         window: int | None,
         first: np.ndarray | None = None,
+        *,
+        placed: bool = False,
     ) -> RowLists:
-        """Returns the tiles of `query_rows`; contiguous int64 arrays, checked by the caller. first: of the keys, where
-        there are spans.
+        """Return the tiles of `query_rows`. The arrays are contiguous int64 arrays, checked by the caller.
+
+        first: of the keys, if there are spans; placed: whether to make placed runs in place of the other lists.
 
         Raises ValueError where the intervals [j, end[j]) are not nested, or positions do not ascend along a path.
         """
@@ -49,11 +52,12 @@ class AttentionKernels(Family):
             len(query_rows),
             _address(positions),
             window or 0,
+            placed,
             byref(not_nested),
         )
         if not_nested.value:
             raise ValueError("intervals are not nested")
-        return RowLists(**self._lists("row", handle, len(query_rows)))
+        return RowLists(**self._lists("row", handle, len(query_rows), placed))
 
     def plan_slots(
         self,
@@ -62,30 +66,36 @@ class AttentionKernels(Family):
         query_positions: np.ndarray | None,
         window: int | None,
         group: int,
+        *,
+        placed: bool = False,
     ) -> SlotLists:
-        """Returns the tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
+        """Return the tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
 
-        Contiguous int64 arrays, checked by the caller.
+        The arrays are contiguous int64 arrays, checked by the caller. placed: see `plan_rows`.
         """
         addresses = (array.ctypes.data for array in runs)
         handle = self._calls["plan_slots"](
-            *addresses, len(runs[0]), num_queries, _address(query_positions), window or 0, group
+            *addresses, len(runs[0]), num_queries, _address(query_positions), window or 0, group, placed
         )
-        return SlotLists(**self._lists("slot", handle, num_queries))
+        return SlotLists(**self._lists("slot", handle, num_queries, placed))
 
-    def _lists(self, kind: Literal["row", "slot"], handle: int | None, num_queries: int) -> dict[str, Any]:
+    def _lists(
+        self, kind: Literal["row", "slot"], handle: int | None, num_queries: int, placed: bool
+    ) -> dict[str, Any]:
         """Returns the lists of a plan in memory of Python's, and a call with their addresses; frees those of C."""
         if not handle:
             raise MemoryError("attention plan")
         try:
-            sizes = (c_int64 * 4)()
+            sizes = (c_int64 * 5)()
             self._calls[f"{kind}_list_sizes"](handle, sizes)
-            tiles, runs, masked, own = sizes
+            tiles, runs, masked, placed_runs, own = sizes
             lists: dict[str, Any] = {
                 "run_offsets": np.empty(tiles + 1, np.int64),
                 "mask_offsets": np.empty(tiles + 1, np.int64),
                 "runs": np.empty((runs, 2), np.int32),
                 "masked": np.empty((masked, 2), np.uint32),
+                "placed_offsets": np.empty(tiles + 1, np.int64),
+                "placed": np.empty((placed_runs, 4), np.int32),
             }
             if kind == "slot":
                 lists["tile_starts"] = np.empty(tiles + 1, np.int64)
@@ -95,6 +105,8 @@ class AttentionKernels(Family):
             self._calls[f"copy_{kind}_lists"](handle, *addresses.values())
         finally:
             self._calls[f"free_{kind}_lists"](handle)
+        if not placed:
+            del addresses["placed_offsets"], addresses["placed"]
         return lists | {"call": TileCall(tiles=tiles, **addresses)}
 
     def row_attention(

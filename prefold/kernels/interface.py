@@ -27,6 +27,7 @@ class RowLists:
     run_offsets, mask_offsets  int64 [tiles + 1]
     runs                       int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
     masked                     uint32 [masked, 2]: pair of keys, and which query sees which of the two
+    placed_offsets, placed     int64 [tiles + 1]; int32 [placed, 4]: first key, number of keys, place, queries
     call                       a call with these lists, the rest to be filled in: there is one for each plane
     """
 
@@ -34,6 +35,8 @@ class RowLists:
     mask_offsets: np.ndarray
     runs: np.ndarray
     masked: np.ndarray
+    placed_offsets: np.ndarray
+    placed: np.ndarray
     call: TileCall = field(repr=False)
 
 
@@ -52,6 +55,8 @@ class SlotLists:
     mask_offsets: np.ndarray
     runs: np.ndarray
     masked: np.ndarray
+    placed_offsets: np.ndarray
+    placed: np.ndarray
     tile_starts: np.ndarray
     own_offsets: np.ndarray
     own: np.ndarray

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .abi import IN_INT8, PANEL, S8, BlockType
+from .abi import IN_INT8, ONE_FORM, PANEL, S8, BlockType
 from .interface import DTYPES, Family
 
 # The types that there are decoders for, by their names, with ggml's numbers.
@@ -83,6 +83,13 @@ class BlockKernels(Family):
         """Returns the same matrix, in the same memory, to be multiplied with rows of int8. Its types are of
         WHOLE_TYPES."""
         return Blocks(blocks.table + torch.tensor([0, IN_INT8]), blocks.outputs, blocks.inputs, blocks.held)
+
+    def in_one_form(self, blocks: Blocks) -> Blocks:
+        """Return the same matrix, in the same memory. A row's product does not depend on how many rows there are."""
+        kinds = blocks.table[:, 1] & ~IN_INT8
+        whole = sum(kinds == BLOCK_TYPES[name] for name in WHOLE_TYPES)
+        table = blocks.table + torch.tensor([0, ONE_FORM]) * whole[:, None]
+        return Blocks(table, blocks.outputs, blocks.inputs, blocks.held)
 
     def pack_int8(self, weight: Tensor, pool: PanelPool | None = None) -> Blocks:
         """Returns weight [outputs, inputs], float32 or bfloat16, as a matrix of int8, to be multiplied with rows of

@@ -123,6 +123,7 @@ class ModelConfig:
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     kv_dtype       the dtype of keys and values in a KV store; None: that of rows
+    invariant      whether the result of a row is the same, bit for bit, whatever other rows a step has
     whole          the config of the whole model, where this one has the sizes of a rank's part
     """
 
@@ -172,6 +173,7 @@ class ModelConfig:
     names: Names = field(default_factory=Names)
     dtype: str | None = None
     kv_dtype: str | None = None
+    invariant: bool = False
     whole: ModelConfig | None = field(default=None, repr=False, compare=False)
 
     def image_inputs(self, checkpoint: Any, tokenizer: Any, table: Any = None, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
 from .config import ModelConfig
-from .ops import ACTIVATIONS, Ops
+from .ops import ACTIVATIONS, Ops, settled
 from .products import LANES, GatePanels, Panels, Product, pack
 
 
@@ -121,6 +121,7 @@ class ActivatedLinear(Linear):
     width]."""
 
     parts = 1  # linears of `width` outputs each, side by side
+    settled = False  # whether a number's result does not depend on its place
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
@@ -130,7 +131,8 @@ class ActivatedLinear(Linear):
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(up), shaped as up [rows, width]."""
-        return ACTIVATIONS[self.activation](up)
+        activation = ACTIVATIONS[self.activation]
+        return settled(activation, up) if self.settled else activation(up)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
         """Returns activation(up) of x [rows, inputs]: [rows, width]."""

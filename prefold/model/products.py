@@ -7,7 +7,7 @@ a form of its own. Packed forms are made here; others (quantised, merged, ...) c
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ class Product:
         """Returns activation(gate) * up [rows, outputs / 2], where the first half of the outputs is gate, the other one
         up; or None: there is no faster way to it than by the whole product."""
         return None
+
+    def settle(self) -> bool:
+        """Multiply a row in the same way from now on, however many rows there are. Return False if that cannot be."""
+        return False
 
 
 class OneDNN(Product):
@@ -92,6 +96,11 @@ class Panels(Product):
         """Returns the product of int8 with the same matrix of blocks, in the same memory."""
         assert isinstance(self.packed, kernels.Blocks)
         return type(self)(self._compiled.in_int8(self.packed), self._compiled)
+
+    def settle(self) -> bool:
+        if isinstance(self.packed, kernels.Blocks):
+            self.packed = self._compiled.in_one_form(self.packed)
+        return True
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of a matrix of blocks, [ids, inputs]."""
@@ -192,6 +201,12 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype == x.dtype:
         return F.linear(x, weight)
     return torch.cat([F.linear(x, part.float()) for part in weight.split(HEAD_COLUMNS)], 1)
+
+
+def row_by_row(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return product(x) of x [rows, inputs], computed a row at a time: PyTorch adds in another order if there are more
+    rows."""
+    return torch.cat([product(row) for row in x.split(1)]) if len(x) > 1 else product(x)
 
 
 def packs_with_onednn(weight: Tensor) -> bool:

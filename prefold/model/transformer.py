@@ -6,7 +6,7 @@ rows are tokens or trie tokens, is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol
@@ -24,7 +24,7 @@ from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
-from .products import Panels, Product, pack_head, wide_product
+from .products import Panels, Product, pack_head, row_by_row, wide_product
 from .rotary import RotaryTables
 
 
@@ -202,11 +202,16 @@ class CausalLM(nn.Module):
             raise no_lm_head()
         weight = self.matrix("head")
         if ids is not None:
-            products = self.ranks.sum(wide_product(hidden, self.ranks.pick(weight, ids, self.shard.vocab)))
+            columns = self.ranks.pick(weight, ids, self.shard.vocab)
+            products = self.ranks.sum(self._by_torch(partial(wide_product, weight=columns), hidden))
             return products if self.shape_logits is None else self.shape_logits(products)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = weight if isinstance(weight, Panels) else self.product_of_head() if fits else None
-        logits = wide_product(hidden, weight) if product is None else product.wide(hidden)
+        if product is None:
+            assert isinstance(weight, Tensor)
+            logits = self._by_torch(partial(wide_product, weight=weight), hidden)
+        else:
+            logits = product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
         return logits if self.shape_logits is None else self.shape_logits(logits)
 
@@ -214,7 +219,11 @@ class CausalLM(nn.Module):
         """Returns float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
-        return self.score(wide(hidden))
+        return self._by_torch(self.score, wide(hidden))
+
+    def _by_torch(self, product: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Return a product of PyTorch's with rows, which is not to depend on how many there are if rows are not to."""
+        return row_by_row(product, hidden) if self.config.invariant else product(hidden)
 
     def keep_stored(self, name: str, panels: Panels) -> None:
         """Reads the embedding or the LM head from panels in the blocks of a file from now on. The parameter `name` has

@@ -19,8 +19,9 @@ from .decoder_layer import Layer
 from .device import check_fits
 from .families import config_from
 from .int8 import fill_in_int8
-from .layers import Linear, Norm, Weight, linear_weights
+from .layers import ActivatedLinear, Linear, Norm, Weight, linear_weights
 from .parallel import ALONE, Alone
+from .products import Panels
 from .sources import TensorSource, open_source
 from .stored import NOTHING, StoredWeights, stored_weights
 from .transformer import CausalLM
@@ -58,6 +59,8 @@ def load_model(
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
     if config.loading:
+        if config.invariant:
+            raise not_invariant("the modules of transformers")
         if int8 is not None:
             message = "there is no int8 arithmetic for models that other modules than prefold's compute"
             raise InputError(message, field="arithmetic", remedy="leave --arithmetic out")
@@ -98,7 +101,32 @@ def load_model(
             report = fill_in_int8(model, list(enumerate(weights)), fill_one, stored, int8)
         words = "; ".join(filter(None, (report.words(dtype), stored.words)))
     model.may_pack, model.stored_as = pack, words
+    if config.invariant:
+        _settle(model)
     return model.eval()
+
+
+def _settle(model: CausalLM) -> None:
+    """Let a model give a row the same result whatever other rows there are. Raise InputError for a product that cannot,
+    and for a module that says what of it `varies`."""
+    for module in model.modules():
+        if what := getattr(module, "varies", None):
+            raise not_invariant(what)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    products = [linear.product for linear in linears]
+    products += [one for name in ("embedding", "head") if isinstance(one := model.matrix(name), Panels)]
+    for product in products:
+        if product is None or not product.settle():
+            raise not_invariant("products of PyTorch's")
+    for linear in linears:
+        if isinstance(linear, ActivatedLinear):
+            linear.settled = True
+
+
+def not_invariant(what: str) -> InputError:
+    """Return the error of a model that cannot be batch-invariant. what: the part of it that depends on the batch"""
+    message = f"this model cannot be batch-invariant here: {what} depend on the other rows of a step"
+    return InputError(message, field="invariant", remedy="leave --invariant out, or run the model on a CPU")
 
 
 def fill_all(

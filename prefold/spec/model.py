@@ -223,6 +223,12 @@ class ModelSpec(StepOptions, SlotOptions):
         " dtype is float32, each number rounded once; auto: the dtype.",
         one_of=("auto", "bfloat16"), on="machine", journal=True,
     )  # fmt: skip
+    invariant: bool = option(
+        False,
+        "Batch-invariant: a result is the same, bit for bit, whatever else is in the batch, the cache or the job. On a"
+        " CPU, and slower.",
+        on="machine", journal=True,
+    )  # fmt: skip
     device: str = option(
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
     )

@@ -8,6 +8,7 @@ the 2^n - 1 runs above it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,14 @@ def mean_of_rows(hidden: Tensor, rows: np.ndarray, counts: np.ndarray) -> Tensor
     sums = torch.nn.functional.embedding_bag(rows, hidden, starts, mode="sum").double()
     means = sums.new_zeros(len(counts), hidden.shape[1]).index_add_(0, of, sums)
     return (means / send(counts.astype(np.float64)[:, None], hidden.device)).float()
+
+
+def means_in_order(hidden: Tensor, paths: Iterable[np.ndarray]) -> Tensor:
+    """Return the mean over each path, float32 [paths, hidden], its rows added one by one in the order that they have:
+    so it does not depend on where other paths part from it. hidden float32 [keys, hidden]; a path: int64 [n]"""
+    keys = hidden.double().numpy()
+    means = [keys[path].sum(0) / len(path) for path in paths]
+    return torch.from_numpy(np.stack(means)).float() if means else hidden.new_empty(0, hidden.shape[1])
 
 
 def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:

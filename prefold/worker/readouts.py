@@ -17,7 +17,7 @@ from ..model import CausalLM
 from ..model.device import send
 from ..model.ops import log_sum_exp
 from ..spec.requests import Readout, TokenLogprobs
-from .pool import mean_of_paths, mean_of_rows
+from .pool import mean_of_paths, mean_of_rows, means_in_order
 from .rows import Batch, Path, PathKV, join
 from .sampler import choose, likeliest
 
@@ -66,8 +66,18 @@ def read_stream(model: CausalLM, batch: Batch, path: Path, hidden: Tensor, kv: P
         return ValuesTicket(*values_of(model, reads.readout, hidden, reads.rows, reads.targets)), Path(kv)
     new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
     keys = new if path.hidden is None else torch.cat((path.hidden, new))
-    means = keys.new_empty(0, keys.shape[1]) if batch.pool is None else mean_of_paths(keys, batch.pool)
+    if batch.pool is None:
+        means = keys.new_empty(0, keys.shape[1])
+    elif model.config.invariant:
+        means = means_in_order(keys, (_path_to(batch.step.end, row) for row in reads.rows.tolist()))
+    else:
+        means = mean_of_paths(keys, batch.pool)
     return ValuesTicket(means), Path(kv, join(path.hidden, new, batch))
+
+
+def _path_to(end: np.ndarray, row: int) -> np.ndarray:
+    """Return the keys on the path down to a key, ascending. end: as in a StreamStep"""
+    return np.flatnonzero(end[: row + 1] > row)
 
 
 class SlotTicket:
@@ -128,6 +138,9 @@ def _slot_values(
     assert states is not None
     above = zip(reads.rows.tolist(), reads.counts.tolist(), strict=True)
     slots = np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
+    if reads.readout.kind == "mean" and model.config.invariant:
+        parts = np.split(slots, np.cumsum(reads.counts)[:-1])
+        return means_in_order(states.float(), parts), None
     if reads.readout.kind == "mean":
         once, places = np.unique(slots, return_inverse=True)
         return mean_of_rows(states.index_select(0, send(once, states.device)).float(), places, reads.counts), None

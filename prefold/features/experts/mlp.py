@@ -15,7 +15,7 @@ from ...model.decoder_layer import Mlp
 from ...model.device import TRITON_DTYPES, runs_triton
 from ...model.layers import Linear, Weight, linear_weights
 from ...model.lora import NO_ADAPTERS, RowAdapters
-from ...model.ops import Ops, wide
+from ...model.ops import Ops, settled, wide
 from ...model.parallel import ALONE, WIDTH_UNIT, Alone, share
 from ...model.products import Product, product_kernels, wide_product
 from .families import ExpertsConfig
@@ -34,6 +34,9 @@ class ExpertPanels(Product):
     ):
         self.compiled = compiled
         self.packed = kernels.pack_experts(weight.unflatten(0, (experts, -1)), pool, gated=gated)
+
+    def settle(self) -> bool:
+        return True
 
 
 class ExpertLinear(Linear):
@@ -116,7 +119,8 @@ class Experts(nn.Module):
         if self.shared is not None:
             beside = self.shared(h, NO_ADAPTERS, ops)
             if self.shared_gate is not None:
-                beside = beside * torch.sigmoid(self.shared_gate(h))
+                gate = self.shared_gate(h)
+                beside = beside * (settled(torch.sigmoid, gate) if self.config.invariant else torch.sigmoid(gate))
             out = out + beside
         return self.sum(out)
 

@@ -7,7 +7,7 @@ Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ... import kernels
 from ...model.decoder_layer import Layer, norm_of
 from ...model.layers import Linear, Weight, linear_weights
 from ...model.lora import RowAdapters
-from ...model.ops import PYTORCH, Ops
+from ...model.ops import PYTORCH, Ops, settled
 from ...model.parallel import Alone
 from ...spec.plugins import named_class
 from .carry import Carry, Group, LayerStates
@@ -270,7 +270,8 @@ class GatedAttention(Layer):
         q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, 2 * config.head_dim))
         q, gate = q.chunk(2, -1)
         o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v, self.sinks)
-        return self._finish(x, o * torch.sigmoid(gate), adapters, ops)
+        gate = settled(torch.sigmoid, gate) if config.invariant else torch.sigmoid(gate)
+        return self._finish(x, o * gate, adapters, ops)
 
     def own_weights(self, prefix: str) -> Iterator[Weight]:
         """Yields the parameters of the linears with the names of their tensors. prefix: the layer's."""
@@ -319,6 +320,8 @@ class StateLayer(nn.Module):
 class Mamba2(Mixer):
     """A Mamba2 is a mixer of state spaces: x, keys b and queries c go through a short convolution; heads of one group
     share b and c. Source: modeling_granitemoehybrid.py of transformers."""
+
+    varies = "states that are computed in chunks"
 
     def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__(config, number, dtype=dtype, device=device)

@@ -41,6 +41,8 @@ class Gate(Linear):
            last are 0
     """
 
+    varies = "gates and routers of looped models"
+
     def __init__(self, hidden: int, reads: Literal["state", "features"], *, device: torch.device):
         inputs = hidden if reads == "state" else GATE_FEATURES
         super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
@@ -116,6 +118,8 @@ class Router(nn.Module):
     Its numbers are float32: two linears with SiLU between them, and a vector for each visit that is added between.
     """
 
+    varies = "gates and routers of looped models"
+
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()
         assert config.loop.router is not None
@@ -138,6 +142,8 @@ class Router(nn.Module):
 class Planner(nn.Module):
     """A Planner computes the logits of all visits at once, where a Router computes them visit by visit. It reads the
     states of a prompt before the first visit: the output of the embedding and the prelude."""
+
+    varies = "gates and routers of looped models"
 
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()

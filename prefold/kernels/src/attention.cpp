@@ -12,6 +12,7 @@ namespace prefold {
 namespace {
 
 bool has_lists(const TileCall& call, int64_t tile) {
+  if (call.placed_offsets) return call.placed_offsets[tile] != call.placed_offsets[tile + 1];
   return call.run_offsets[tile] != call.run_offsets[tile + 1] || call.mask_offsets[tile] != call.mask_offsets[tile + 1];
 }
 
@@ -24,10 +25,40 @@ struct Tasks {
     const int vectors = (tile.heads * tile.stride + kLanes - 1) / kLanes;
     static constexpr void (Tasks::*kRun[])(const Tile&) const = {&Tasks::run_lists<1>, &Tasks::run_lists<2>,
                                                                  &Tasks::run_lists<3>, &Tasks::run_lists<4>};
-    if (has_lists(call, tile.number)) {
+    static constexpr void (Tasks::*kRunPlaced[])(const Tile&) const = {&Tasks::run_placed<1>, &Tasks::run_placed<2>,
+                                                                       &Tasks::run_placed<3>, &Tasks::run_placed<4>};
+    if (call.placed_offsets) {
+      has_lists(call, tile.number) ? (this->*kRunPlaced[vectors - 1])(tile) : run_own_placed<1>(tile, nullptr);
+    } else if (has_lists(call, tile.number)) {
       (this->*kRun[vectors - 1])(tile);
     } else {
       go_on(tile, nullptr);
+    }
+  }
+
+  template <int V>
+  void run_placed(const Tile& tile) const {
+    TileKeys<Format, V> keys(call, packed, tile);
+    keys.begin();
+    keys.go_on(PlacedReader<PlacedRun>(call.placed + call.placed_offsets[tile.number],
+                                       call.placed + call.placed_offsets[tile.number + 1]));
+    if (has_own(tile)) {
+      run_own_placed<V>(tile, &keys);
+    } else {
+      keys.store_out();
+    }
+  }
+
+  // Each query as a tile of its own, from what `keys` has of it on.
+  template <int V>
+  void run_own_placed(const Tile& tile, const TileKeys<Format, V>* keys) const {
+    for (int query = 0; query < tile.queries; ++query) {
+      const Tile one{tile.number, tile.first_query + query, tile.kv_head, tile.first_head, 1, tile.heads, 1};
+      TileKeys<Format, 1> own(call, packed, one);
+      keys ? own.begin(*keys, query) : own.begin();
+      const int64_t* offset = call.own_offsets + one.first_query;
+      own.go_on(PlacedReader<OwnRun>(call.own + offset[0], call.own + offset[1]));
+      own.store_out();
     }
   }
 
@@ -66,6 +97,9 @@ int useful_threads(const TileCall& call) {
   int64_t pairs = call.mask_offsets[call.tiles];
   for (int64_t i = 0; i < call.run_offsets[call.tiles]; ++i) pairs += call.runs[i].count;
   int64_t keys = pairs * 2 * kLanes;  // times the queries that meet them
+  if (call.placed_offsets) {
+    for (int64_t i = 0; i < call.placed_offsets[call.tiles]; ++i) keys += call.placed[i].count * kLanes;
+  }
   if (call.own_offsets) {
     for (int64_t i = 0; i < call.own_offsets[call.queries]; ++i) keys += call.own[i].count;
   }

@@ -310,7 +310,7 @@ constexpr Form kForms[] = {form<kQ4_0>(), form<kQ4_1>(), form<kQ5_0>(), form<kQ5
 
 const Form* form_of(int64_t type) {
   for (const Form& form : kForms) {
-    if (form.type == type) return &form;
+    if (form.type == (type & ~int64_t{kOneForm})) return &form;
   }
   return nullptr;
 }

@@ -1,4 +1,4 @@
-// A tile's lists dealt out in chunks: so many keys that their scores stay in the nearest cache.
+// The lists of a tile, or of a query, dealt out in chunks: so many keys that their scores stay in the nearest cache.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,53 @@ struct Chunk {
   int unmasked = 0;  // the first so many need no mask
   int32_t pair[kChunkPairs];
   uint32_t mask[kChunkPairs];
+};
+
+// A chunk whose pair p has the keys of the places 2p and 2p + 1.
+struct PlacedChunk : Chunk {
+  int32_t key[2 * kChunkPairs];  // -1: none
+};
+static_assert(kPlaces == 2 * kChunkPairs);
+
+// Deals out placed runs, or the own runs of a query, in chunks.
+template <class R>
+class PlacedReader {
+ public:
+  PlacedReader(const R* run, const R* stop) : run_(run), run_stop_(stop) {}
+
+  bool next(PlacedChunk& chunk) {
+    if (run_ == run_stop_) return false;
+    std::fill(chunk.key, chunk.key + kPlaces, -1);
+    std::fill(chunk.mask, chunk.mask + kChunkPairs, 0u);
+    int end = 0;
+    do {
+      const int place = place_of(*run_, end);
+      if (place < end) break;
+      const int take = std::min<int>(run_->count - used_, kPlaces - place);
+      if (run_->first >= 0) {
+        for (int i = 0; i < take; ++i) {
+          chunk.key[place + i] = run_->first + used_ + i;
+          chunk.mask[(place + i) / 2] |= queries_of(*run_) << ((place + i) & 1 ? 16 : 0);
+        }
+      }
+      end = place + take;
+      used_ += take;
+      if (used_ == run_->count) ++run_, used_ = 0;
+    } while (run_ != run_stop_ && end < kPlaces);
+    chunk.count = (end + 1) / 2;
+    chunk.unmasked = 0;
+    while (chunk.unmasked < chunk.count && chunk.mask[chunk.unmasked] == 0xffffffff) ++chunk.unmasked;
+    return true;
+  }
+
+ private:
+  int place_of(const PlacedRun& run, int) const { return used_ ? 0 : run.place; }
+  int place_of(const OwnRun&, int end) const { return end; }  // one behind the other
+  static uint32_t queries_of(const PlacedRun& run) { return run.queries; }
+  static uint32_t queries_of(const OwnRun&) { return 1; }
+
+  const R *run_, *run_stop_;
+  int used_ = 0;  // keys of the current run
 };
 
 // Deals out a tile's lists in chunks.

@@ -56,6 +56,8 @@ struct InFloat32 {
   static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) {
     store(out + half * dim, x);
   }
+  // Sixteen dimensions of one of the two.
+  static PREFOLD_INLINE Floats load_half(const K* pair, int64_t dim, int half) { return load(pair + half * dim); }
   // A number of a pair of Stored.
   static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) {
     return pair[half * dim + d];
@@ -132,6 +134,11 @@ struct InBf16Pairs {
     const Part<uint32_t> bits = (Part<uint32_t>)x.part[0];
     both = half ? (both & ~kHigh) | bits : (both & kHigh) | bits >> 16;
     memcpy(out, &both, sizeof both);
+  }
+  static PREFOLD_INLINE Floats load_half(const uint32_t* pair, int64_t, int half) {
+    Part<uint32_t> both;
+    memcpy(&both, pair, sizeof both);
+    return Floats::make([&](int) { return (Part<float>)(half ? both & kHigh : both << 16); });
   }
   static PREFOLD_INLINE float value(const uint32_t* pair, int64_t, int64_t d, int half) {
     const uint32_t bits = half ? pair[d] & kHigh : pair[d] << 16;

@@ -49,6 +49,16 @@ struct OwnRun {
   int32_t first, count;
 };
 
+constexpr int32_t kPlaces = 64;  // keys that are added up together if keys have places
+
+// Keys [first, first + count), seen by the queries of a tile whose bits are set in `queries`. The first key has the place
+// `place` among the kPlaces keys of a chunk; a run that is longer than its chunk goes on at the start of the next chunk.
+// Keys whose places do not follow the last key's place begin another chunk.
+struct PlacedRun {
+  int32_t first, count, place;
+  uint32_t queries;
+};
+
 // Queries, the place of their results, and the keys that each tile of queries reads. Tile t reads the runs
 // [run_offsets[t], run_offsets[t + 1]) and the masked pairs [mask_offsets[t], mask_offsets[t + 1]).
 struct TileCall {
@@ -62,6 +72,11 @@ struct TileCall {
   const int64_t* tile_starts;  // [tiles + 1], the first query of each tile; null: each tile has sixteen
   const int64_t* own_offsets;  // [queries + 1], the own runs of each query; null if tile_starts is null
   const OwnRun* own;           // null if tile_starts is null
+  // If not null, a result does not depend on the other queries: tile t reads the placed runs [placed_offsets[t],
+  // placed_offsets[t + 1]) and nothing else, then each query its own runs, whose first key has the place 0. An own run
+  // from -1 on is a gap.
+  const int64_t* placed_offsets;  // [tiles + 1]
+  const PlacedRun* placed;
   const float* sinks;          // [heads], a score without a value in the softmax of each head; null: none
   float scale;                 // factor of the scores
   int32_t threads;
@@ -104,28 +119,32 @@ struct WriteCall {
 
 // Plan the tiles of query rows. Returns null if the intervals [j, end[j]) are not nested (then *not_nested is 1) or
 // memory is short. Free the plan with free_row_lists.
+// placed: whether to make placed runs in place of the other lists.
 // end [keys]; first [keys], the first row of the span around each key (null: no spans); rows [queries]; positions [keys]
 // (null: no window).
 extern "C" TileLists* prefold_plan_rows(const int64_t* end, int64_t keys, const int64_t* first, const int64_t* rows,
-                                        int64_t queries, const int64_t* positions, int64_t window, int32_t* not_nested);
-// sizes [3]: the numbers of tiles, runs and masked pairs.
+                                        int64_t queries, const int64_t* positions, int64_t window, int32_t placed,
+                                        int32_t* not_nested);
+// sizes [4]: the numbers of tiles, runs, masked pairs and placed runs.
 extern "C" void prefold_row_list_sizes(const TileLists* lists, int64_t* sizes);
-// run_offsets, mask_offsets [tiles + 1]; runs [runs]; masked [masked pairs].
+// run_offsets, mask_offsets, placed_offsets [tiles + 1]; runs [runs]; masked [masked pairs]; placed [placed runs].
 extern "C" void prefold_copy_row_lists(const TileLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
-                                       MaskedPair* masked);
+                                       MaskedPair* masked, int64_t* placed_offsets, PlacedRun* placed);
 extern "C" void prefold_free_row_lists(TileLists* lists);
 
 // Plan the tiles of queries over slots. Returns null if memory is short. Free the plan with free_slot_lists.
 // start, count, position, first, last [runs]: `KeyRuns` of the attention package; query_positions [queries] (null: no
-// window); group: query heads per KV head.
+// window); group: query heads per KV head; placed: as for prefold_plan_rows.
 extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* count, const int64_t* position,
                                          const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
-                                         const int64_t* query_positions, int64_t window, int64_t group);
-// sizes [4]: the numbers of tiles, runs, masked pairs and own runs.
+                                         const int64_t* query_positions, int64_t window, int64_t group,
+                                         int32_t placed);
+// sizes [5]: the numbers of tiles, runs, masked pairs, placed runs and own runs.
 extern "C" void prefold_slot_list_sizes(const SlotLists* lists, int64_t* sizes);
-// run_offsets, mask_offsets, tile_starts [tiles + 1]; own_offsets [queries + 1]; runs, masked and own as counted.
+// run_offsets, mask_offsets, placed_offsets, tile_starts [tiles + 1]; own_offsets [queries + 1]; the rest as counted.
 extern "C" void prefold_copy_slot_lists(const SlotLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
-                                        MaskedPair* masked, int64_t* tile_starts, int64_t* own_offsets, OwnRun* own);
+                                        MaskedPair* masked, int64_t* placed_offsets, PlacedRun* placed,
+                                        int64_t* tile_starts, int64_t* own_offsets, OwnRun* own);
 extern "C" void prefold_free_slot_lists(SlotLists* lists);
 
 extern "C" int32_t prefold_row_attention(const RowCall* call, int32_t is_bf16);
@@ -144,13 +163,15 @@ enum BlockType : int32_t {
 };
 // Added to a BlockType whose numbers are integers: multiply them with rows of int8 (int8.h).
 constexpr int32_t kInInt8 = 256;
+// Added to a type: the matrix is multiplied in the same way with few rows as with many.
+constexpr int32_t kOneForm = 512;
 // The type of a matrix of int8 is kS8 plus the numbers of a group, a multiple of 32.
 constexpr int32_t kS8 = 65536;
 
 // A panel of a matrix in blocks (blocks.h).
 struct BlockPanel {
   const uint8_t* data;
-  int64_t type;  // a BlockType, maybe plus kInInt8; or kS8 plus a group
+  int64_t type;  // a BlockType, maybe plus kInInt8, kOneForm; or kS8 plus a group
 };
 
 // What a LoRA adapter (Hu et al. 2021) adds to a product: B A x.

@@ -9,8 +9,10 @@ namespace {
 
 std::string text() {
   const Value values[] = {
+      {"PLACES", kPlaces},
       {"PANEL", kPanel},
       {"IN_INT8", kInInt8},
+      {"ONE_FORM", kOneForm},
       {"S8", kS8},
       {"RANK_LINE", kRankLine},
       {"Failure.NO_MEMORY", kNoMemory},
@@ -53,6 +55,11 @@ std::string text() {
       {"OwnRun", 0, sizeof(OwnRun)},
       PLACE(OwnRun, first),
       PLACE(OwnRun, count),
+      {"PlacedRun", 0, sizeof(PlacedRun)},
+      PLACE(PlacedRun, first),
+      PLACE(PlacedRun, count),
+      PLACE(PlacedRun, place),
+      PLACE(PlacedRun, queries),
       {"TileCall", 0, sizeof(TileCall)},
       PLACE(TileCall, q),
       PLACE(TileCall, out),
@@ -70,6 +77,8 @@ std::string text() {
       PLACE(TileCall, tile_starts),
       PLACE(TileCall, own_offsets),
       PLACE(TileCall, own),
+      PLACE(TileCall, placed_offsets),
+      PLACE(TileCall, placed),
       PLACE(TileCall, sinks),
       PLACE(TileCall, scale),
       PLACE(TileCall, threads),

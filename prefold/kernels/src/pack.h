@@ -59,6 +59,12 @@ PREFOLD_INLINE Words not_finite(const Floats& x) {
   });
 }
 
+// Zero in place of what is not finite, or what bfloat16 rounds to an infinity.
+PREFOLD_INLINE Floats finite_or_zero(const Floats& x) {
+  const Words bad = not_finite(x);
+  return Floats::make([&](int p) { return (Part<float>)((Part<uint32_t>)x.part[p] & ~bad.part[p]); });
+}
+
 // True where all values of the pair are finite.
 template <class Format>
 bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,

@@ -99,7 +99,7 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
   if (rows == 0 || columns == 0) return 0;
   try {
 #ifdef PREFOLD_FEW_ROWS
-    if (blocks && multiply_few<Format>(x, x_row, blocks, rows, columns, k, threads, store)) return 0;
+    if (blocks && !(blocks->type & kOneForm) && multiply_few<Format>(x, x_row, blocks, rows, columns, k, threads, store)) return 0;
 #endif
 #ifdef PREFOLD_INT8
     if (blocks && int8_form(blocks->type)) {

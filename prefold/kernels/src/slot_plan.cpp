@@ -8,8 +8,8 @@
 #include <numeric>
 
 #include "interface.h"
+#include "placed_writer.h"
 #include "tile.h"
-#include "tile_writer.h"
 
 namespace prefold {
 namespace {
@@ -22,6 +22,8 @@ namespace {
 constexpr float kOwnKey = 0.15f, kOwnHead = 0.05f;
 // What the first key costs more, for each vector of a tile and for a query's own list; measured in the same way.
 constexpr float kTileStart = 20, kOwnStart = 6;
+// With places, a query's own keys go through the loop of the tiles, as a tile of one query.
+constexpr float kOwnPlaced = 1;
 
 // As KeyRuns of attention/slot_plan.py.
 struct SlotRequest {
@@ -29,6 +31,7 @@ struct SlotRequest {
   int64_t runs, queries;
   const int64_t* query_positions;  // null: no window
   int64_t window, group;
+  bool placed;
 };
 
 // Keys in neighbouring slots, at neighbouring positions: key j is seen by queries [first + j * step, last). New
@@ -38,9 +41,9 @@ struct Chain {
   int step;
 };
 
-// Slots [slot, slot + count), seen by the queries of `mask`.
+// Slots [slot, slot + count), at positions from `position` on, seen by the queries of `mask`.
 struct Piece {
-  int64_t slot, count;
+  int64_t slot, count, position;
   uint32_t mask;
   bool shared = false;  // goes into the tile's lists, not into those of its queries
 
@@ -49,11 +52,12 @@ struct Piece {
 
 class SlotPlanner {
  public:
-  SlotPlanner(const SlotRequest& request, SlotLists& lists) : request_(request), lists_(lists), writer_(lists) {
+  SlotPlanner(const SlotRequest& request, SlotLists& lists) : request_(request), lists_(lists), writer_(lists), placed_writer_(lists) {
     // As in the kernel: the heads of a group in parts of up to four.
     const int64_t parts = (request.group + kMaxHeads - 1) / kMaxHeads;
     heads_ = (request.group + parts - 1) / parts;
-    own_key_ = kOwnKey + kOwnHead * static_cast<float>(heads_);
+    own_key_ = request.placed ? kOwnPlaced : kOwnKey + kOwnHead * static_cast<float>(heads_);
+    own_start_ = request.placed ? kTileStart : kOwnStart;
   }
 
   void plan() {
@@ -170,24 +174,91 @@ class SlotPlanner {
 
   void plan_tile(int64_t first, int count) {
     find_pieces(first, count);
-    if (!choose_lists(count)) {
+    const bool split = choose_lists(count);
+    if (request_.placed) {
+      place_tile(first, count, split);
+    } else if (split) {
+      for (const Piece& piece : pieces_) {
+        if (piece.shared) writer_.add({piece.slot, piece.count, piece.position, piece.mask}, count);
+      }
+      for (int r = 0; r < count; ++r) add_own_runs(r, true);
+      finish_tile(first + count);
+    } else {
       for (int r = 0; r < count; ++r) {
         add_own_runs(r, false);
         finish_tile(first + r + 1);
       }
+    }
+  }
+
+  // As above. A query's keys stand along its path, first those in the tile's list, which end with a whole portion of
+  // kPlaces keys unless they are all.
+  void place_tile(int64_t first, int count, bool split) {
+    int64_t limit[kTile] = {};  // the first position of a query's own keys
+    if (split) {
+      // What stands before a shared piece on a path is shared too.
+      uint32_t below = 0;
+      for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
+        piece->shared |= (piece->mask & below) != 0;
+        if (piece->shared) below |= piece->mask;
+      }
+      for (int r = 0; r < count; ++r) {
+        bool all = true;
+        for (const Piece& piece : pieces_) {
+          if (!(piece.mask >> r & 1)) continue;
+          if (piece.shared) limit[r] = piece.position + piece.count;
+          all &= piece.shared;
+        }
+        if (!all) limit[r] = limit[r] / kPlaces * kPlaces;
+      }
+      for (const Piece& piece : pieces_) {
+        // A portion at a time where the queries' limits lie within a piece.
+        for (int64_t from = piece.position, stop = from + piece.count; piece.shared && from < stop;) {
+          uint32_t queries = 0;
+          int64_t to = stop;
+          for (uint32_t left = piece.mask; left; left &= left - 1) {
+            const int r = __builtin_ctz(left);
+            if (limit[r] <= from) continue;
+            queries |= 1u << r;
+            to = std::min(to, limit[r]);
+          }
+          placed_writer_.add({piece.slot + from - piece.position, to - from, from, queries}, count);
+          from = to;
+        }
+      }
+      for (int r = 0; r < count; ++r) add_placed_runs(r, limit[r]);
+      placed_writer_.finish();
+      lists_.tile_starts.push_back(first + count);
       return;
     }
-    const uint32_t everyone = (1u << count) - 1;
-    for (const Piece& piece : pieces_) {
-      if (!piece.shared) continue;
-      if (piece.mask == everyone) {
-        writer_.add_run(piece.slot, piece.slot + piece.count);
-      } else {
-        for (int64_t i = 0; i < piece.count; ++i) writer_.add_key(piece.slot + i, piece.mask);
-      }
+    for (int r = 0; r < count; ++r) {
+      add_placed_runs(r, 0);
+      placed_writer_.finish();
+      lists_.tile_starts.push_back(first + r + 1);
     }
-    for (int r = 0; r < count; ++r) add_own_runs(r, true);
-    finish_tile(first + count);
+  }
+
+  // The list of the tile's query r: what it sees from position `limit` on, behind a gap up to the first key's place.
+  void add_placed_runs(int r, int64_t limit) {
+    bool fresh = true;
+    for (const Piece& piece : pieces_) {
+      const int64_t skip = std::max<int64_t>(0, limit - piece.position);
+      if (!(piece.mask >> r & 1) || skip >= piece.count) continue;
+      if (const int64_t place = (piece.position + skip) % kPlaces; fresh && place) lists_.own.push_back({-1, static_cast<int32_t>(place)});
+      add_own_run(piece.slot + skip, piece.count - skip, fresh);
+      fresh = false;
+    }
+    lists_.own_offsets.push_back(static_cast<int64_t>(lists_.own.size()));
+  }
+
+  // Adds slots to the list of a query, of which they are the first if it is fresh.
+  void add_own_run(int64_t slot, int64_t count, bool fresh) {
+    std::vector<OwnRun>& own = lists_.own;
+    if (!fresh && own.back().first + own.back().count == slot) {
+      own.back().count += static_cast<int32_t>(count);
+    } else {
+      own.push_back({static_cast<int32_t>(slot), static_cast<int32_t>(count)});
+    }
   }
 
   // Decides which pieces go into the tile's lists; false where it is best that none does.
@@ -203,9 +274,9 @@ class SlotPlanner {
       }
     }
     uint32_t own = 0;
-    for (int r = 0; r < count; ++r) own |= static_cast<uint32_t>(saved[r] > kOwnStart) << r;
-    float all = kOwnStart * static_cast<float>(count);
-    float split = kTileStart * tile_key + kOwnStart * static_cast<float>(__builtin_popcount(own));
+    for (int r = 0; r < count; ++r) own |= static_cast<uint32_t>(saved[r] > own_start_) << r;
+    float all = own_start_ * static_cast<float>(count);
+    float split = kTileStart * tile_key + own_start_ * static_cast<float>(__builtin_popcount(own));
     for (Piece& piece : pieces_) {
       const float keys = static_cast<float>(piece.count), own_keys = piece.queries() * own_key_;
       piece.shared = own_keys >= tile_key || (piece.mask & ~own) != 0;
@@ -234,7 +305,7 @@ class SlotPlanner {
       const uint32_t mask = ((1u << to) - 1) & ~((1u << from) - 1);
       if (!request_.query_positions || chain.position > farthest) {
         if (chain.step == 0) {
-          pieces_.push_back({chain.slot, chain.count, mask});
+          pieces_.push_back({chain.slot, chain.count, chain.position, mask});
         } else {
           cut_pieces(chain, first, mask);
         }
@@ -268,21 +339,16 @@ class SlotPlanner {
         const int r = __builtin_ctz(left);
         seen |= static_cast<uint32_t>(from[r] <= cuts[i] && cuts[i] < to[r]) << r;
       }
-      if (seen) pieces_.push_back({chain.slot + cuts[i], cuts[i + 1] - cuts[i], seen});
+      if (seen) pieces_.push_back({chain.slot + cuts[i], cuts[i + 1] - cuts[i], chain.position + cuts[i], seen});
     }
   }
 
   // The list of the tile's query r: all that it sees, or what is not shared.
   void add_own_runs(int r, bool but_shared) {
-    std::vector<OwnRun>& own = lists_.own;
+    const std::vector<OwnRun>& own = lists_.own;
     for (const Piece& piece : pieces_) {
       if (!(piece.mask >> r & 1) || (but_shared && piece.shared)) continue;
-      const bool fresh = static_cast<int64_t>(own.size()) == lists_.own_offsets.back();
-      if (!fresh && own.back().first + own.back().count == piece.slot) {
-        own.back().count += static_cast<int32_t>(piece.count);
-      } else {
-        own.push_back({static_cast<int32_t>(piece.slot), static_cast<int32_t>(piece.count)});
-      }
+      add_own_run(piece.slot, piece.count, static_cast<int64_t>(own.size()) == lists_.own_offsets.back());
     }
     lists_.own_offsets.push_back(static_cast<int64_t>(own.size()));
   }
@@ -295,8 +361,9 @@ class SlotPlanner {
   const SlotRequest& request_;
   SlotLists& lists_;
   TileWriter writer_;
+  PlacedWriter placed_writer_;
   int64_t heads_;  // of a task
-  float own_key_;  // cost for all of them
+  float own_key_, own_start_;  // costs for all of them
   std::vector<Chain> chains_, open_;  // all; those that began and have not ended
   size_t next_ = 0;
   std::vector<int64_t> seen_, common_;
@@ -306,11 +373,12 @@ class SlotPlanner {
 }  // namespace
 extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* count, const int64_t* position,
                                          const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
-                                         const int64_t* query_positions, int64_t window, int64_t group) {
+                                         const int64_t* query_positions, int64_t window, int64_t group,
+                                         int32_t placed) {
   SlotLists* lists = nullptr;
   try {
     lists = new SlotLists;
-    const SlotRequest request{start, count, position, first, last, runs, queries, query_positions, window, group};
+    const SlotRequest request{start, count, position, first, last, runs, queries, query_positions, window, group, placed != 0};
     SlotPlanner(request, *lists).plan();
     return lists;
   } catch (const std::bad_alloc&) {
@@ -323,17 +391,21 @@ extern "C" void prefold_slot_list_sizes(const SlotLists* lists, int64_t* sizes) 
   sizes[0] = static_cast<int64_t>(lists->tile_starts.size()) - 1;
   sizes[1] = static_cast<int64_t>(lists->runs.size());
   sizes[2] = static_cast<int64_t>(lists->masked.size());
-  sizes[3] = static_cast<int64_t>(lists->own.size());
+  sizes[3] = static_cast<int64_t>(lists->placed.size());
+  sizes[4] = static_cast<int64_t>(lists->own.size());
 }
 
 extern "C" void prefold_copy_slot_lists(const SlotLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
-                                        MaskedPair* masked, int64_t* tile_starts, int64_t* own_offsets, OwnRun* own) {
+                                        MaskedPair* masked, int64_t* placed_offsets, PlacedRun* placed,
+                                        int64_t* tile_starts, int64_t* own_offsets, OwnRun* own) {
   std::copy(lists->tile_starts.begin(), lists->tile_starts.end(), tile_starts);
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
   std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
   std::copy(lists->own_offsets.begin(), lists->own_offsets.end(), own_offsets);
   std::copy(lists->runs.begin(), lists->runs.end(), runs);
   std::copy(lists->masked.begin(), lists->masked.end(), masked);
+  std::copy(lists->placed_offsets.begin(), lists->placed_offsets.end(), placed_offsets);
+  std::copy(lists->placed.begin(), lists->placed.end(), placed);
   std::copy(lists->own.begin(), lists->own.end(), own);
 }
 

@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "chunks.h"
 #include "formats.h"
+#include "pack.h"
 #include "tile.h"
 
 namespace prefold {
@@ -31,7 +32,10 @@ constexpr int dim_block(int vectors) { return power_of_two(std::min(kAccumulator
 // i / stride: where a tile has sixteen queries a vector is a head, where it has fewer a vector holds several.
 template <class Format, int V>
 class TileKeys {
+  template <class, int>
+  friend class TileKeys;
   using Element = typename Format::Element;
+  using Kept = typename Format::Kept;
   using Stored = typename Format::Stored;
   using Lane = typename Format::Lane;
   using Vector = Vec<Lane>;
@@ -44,13 +48,12 @@ class TileKeys {
   }
 
   void run() {
-    const TileScope scope(in_tiles_);
     load_queries();
-    for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
+    clear_sums();
     ChunkReader reader(call_, tile_.number);
     Chunk chunk;
-    bool first = true;
-    for (; reader.next(chunk); first = false) {
+    const TileScope scope(in_tiles_);
+    for (bool first = true; reader.next(chunk); first = false) {
       find_pairs(chunk);
       score(chunk.count);
       soften(chunk);
@@ -59,6 +62,45 @@ class TileKeys {
       } else {
         add_values(chunk.count, first);
       }
+    }
+  }
+
+  // Starts from nothing.
+  void begin() {
+    load_queries();
+    clear_sums();
+    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = zeros();
+  }
+
+  // Starts from the sums of one query of a tile. This tile is of this query alone.
+  template <int W>
+  void begin(const TileKeys<Format, W>& tile, int query) {
+    begin();
+    for (int h = 0; h < tile_.heads; ++h) {
+      const int lane = h * tile.tile_.stride + query;
+      lane_of(max_[0], h) = lane_of(tile.max_[lane / kLanes], lane % kLanes);
+      lane_of(sum_[0], h) = lane_of(tile.sum_[lane / kLanes], lane % kLanes);
+      for (int64_t d = 0; d < packed_.dim; ++d) {
+        lane_of(out_[d], h) = lane_of(tile.out_[d * W + lane / kLanes], lane % kLanes);
+      }
+    }
+  }
+
+  // Goes on with keys that have places. What a lane adds up, and in what portions, does not depend on the other lanes.
+  template <class R>
+  void go_on(PlacedReader<R> reader) {
+    PlacedChunk chunk;
+    const TileScope scope(in_tiles_);
+    while (reader.next(chunk)) {
+      const bool unsafe = find_places(chunk);
+      int pairs = chunk.count;
+      if (in_tiles_) {  // which take eight pairs at a time: what further ones give is not read
+        for (; pairs % 8; ++pairs) key_at_[pairs] = key_at_[chunk.count - 1];
+      }
+      score(pairs);
+      soften(chunk);
+      add_values(chunk.count, false, true);
+      if (unsafe) add_not_finite(chunk);
     }
   }
 
@@ -101,6 +143,13 @@ class TileKeys {
   }
 
  private:
+  static float& lane_of(Floats& x, int lane) { return reinterpret_cast<float*>(&x)[lane]; }
+  static float lane_of(const Floats& x, int lane) { return reinterpret_cast<const float*>(&x)[lane]; }
+
+  void clear_sums() {
+    for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
+  }
+
   // Queries as [step][vector]; lanes past the last query or head repeat another.
   void load_queries() {
     for (int g = 0; g < V; ++g) {
@@ -140,6 +189,68 @@ class TileKeys {
     for (int j = 0; j < chunk.count; ++j) {
       key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
       value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
+    }
+  }
+
+  // The pairs of a chunk whose keys have places: where two neighbours lie, or copied together. Returns whether a value
+  // that not all queries see is not finite; such values become zeros in the copy.
+  bool find_places(const PlacedChunk& chunk) {
+    bool unsafe = false;
+    for (int j = 0; j < chunk.count; ++j) {
+      const int32_t a = chunk.key[2 * j], b = chunk.key[2 * j + 1];
+      const bool together = a < 0 ? b >= 0 && b & 1 : !(a & 1) && (b < 0 || b == a + 1);
+      const bool quiet = packed_.any_unsafe && chunk.mask[j] != 0xffffffff && (is_unsafe(a) || is_unsafe(b));
+      unsafe |= quiet;
+      if (together && !quiet) {
+        const int64_t at = (a < 0 ? b : a) / 2 * packed_.pair_size;
+        key_at_[j] = chunk_keys_.at(j, packed_.key_pairs(tile_.kv_head) + at, packed_.pair_size);
+        value_at_[j] = chunk_values_.at(j, packed_.value_pairs(tile_.kv_head) + at, packed_.pair_size);
+        continue;
+      }
+      Kept *key = copied_keys_ + j * packed_.pair_size, *value = copied_values_ + j * packed_.pair_size;
+      for (int half = 0; half < 2; ++half) copy(chunk.key[2 * j + half], key, value, half, quiet);
+      key_at_[j] = chunk_keys_.at(j, key, packed_.pair_size);
+      value_at_[j] = chunk_values_.at(j, value, packed_.pair_size);
+    }
+    return unsafe;
+  }
+
+  bool is_unsafe(int32_t key) const { return key >= 0 && packed_.is_unsafe(tile_.kv_head, key / 2); }
+
+  // Copies a key and its value, or zeros, into one half of a pair. quiet: zeros in place of what is not finite
+  void copy(int32_t from, Kept* key, Kept* value, int half, bool quiet) const {
+    const int64_t size = packed_.pair_size / 2;
+    if (from < 0) {
+      memset(static_cast<void*>(key + half * size), 0, size * sizeof(Kept));
+    } else {
+      memcpy(static_cast<void*>(key + half * size),
+             packed_.key_pairs(tile_.kv_head) + from / 2 * packed_.pair_size + (from & 1) * size, size * sizeof(Kept));
+    }
+    const Kept* source = packed_.value_pairs(tile_.kv_head) + from / 2 * packed_.pair_size;
+    for (int64_t d = 0; d < packed_.dim; d += kLanes) {
+      Floats x = from < 0 ? zeros() : Format::load_half(source + d, packed_.dim, from & 1);
+      if (quiet) x = finite_or_zero(x);
+      Format::store_half(value + d, packed_.dim, x, half);
+    }
+  }
+
+  // What values that `find_places` took for zeros give the lanes that see them: an infinity or NaN.
+  void add_not_finite(const PlacedChunk& chunk) {
+    for (int key = 0; key < 2 * chunk.count; ++key) {
+      const int j = key / 2, half = key & 1;
+      if (!is_unsafe(chunk.key[key]) || chunk.mask[j] == 0xffffffff) continue;
+      const uint64_t mask = lanes(chunk.mask[j] >> (16 * half));
+      const Kept* source = packed_.value_pairs(tile_.kv_head) + chunk.key[key] / 2 * packed_.pair_size;
+      for (int64_t d = 0; d < packed_.dim; ++d) {
+        const Floats at = Format::load_half(source + d / kLanes * kLanes, packed_.dim, chunk.key[key] & 1);
+        const float v = lane_of(at, d % kLanes);
+        if (lane_of(finite_or_zero(at), d % kLanes) == v) continue;
+        for (int g = 0; g < V; ++g) {
+          const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
+          Floats& o = out_[d * V + g];
+          o = choose(mask >> (16 * g), o + p * Floats(v), o);
+        }
+      }
     }
   }
 
@@ -291,10 +402,10 @@ class TileKeys {
 #endif
 
   // out_[dimension][head] = out_ * rescale_ + p . v
-  PREFOLD_APART void add_values(int pairs, bool first) {
+  PREFOLD_APART void add_values(int pairs, bool first, bool placed = false) {
 #ifdef PREFOLD_TILES
     if constexpr (kWidth == 2) {
-      if (in_tiles_ && pairs > kTile / 2) return add_value_tiles(pairs, first);
+      if (in_tiles_ && (placed || pairs > kTile / 2)) return add_value_tiles(pairs, first);
     }
 #endif
     for (int d = 0; d < packed_.dim; d += dim_block(V)) {
@@ -369,6 +480,7 @@ class TileKeys {
   uint64_t heads_ = 0;  // bit 0 of every head's lanes
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
   ChunkPairs<Format, kChunkPairs, kMaxDim> chunk_keys_, chunk_values_;
+  alignas(64) Kept copied_keys_[kChunkPairs * 2 * kMaxDim / kWidth], copied_values_[kChunkPairs * 2 * kMaxDim / kWidth];
   Floats max_[V], sum_[V], rescale_[V];
   Vector queries_at_[kMaxDim / kWidth * V];
   Floats scores_[2 * kChunkPairs * V];

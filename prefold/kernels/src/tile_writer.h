@@ -8,10 +8,24 @@ namespace prefold {
 constexpr int kTile = 16;
 constexpr uint32_t kAllQueries = 0xffff;
 
-// Takes the keys of a tile, best in ascending order, and writes its runs and masked pairs.
+// Keys [first, first + count), numbers [depth, depth + count) from the root on the paths of the queries in `queries`.
+struct PathPiece {
+  int64_t first, count, depth;
+  uint32_t queries;
+
+  int64_t stop() const { return depth + count; }
+};
+
+// Takes the keys of a tile of `count` queries, best in ascending order, and writes its runs and masked pairs.
 class TileWriter {
  public:
   explicit TileWriter(TileLists& lists) : lists_(lists) {}
+
+  void add(const PathPiece& piece, int count) {
+    // Lanes past the last query are never stored: let them see what all others see, so that it is a run.
+    if (piece.queries == (1u << count) - 1) return add_run(piece.first, piece.first + piece.count);
+    for (int64_t i = 0; i < piece.count; ++i) add_key(piece.first + i, piece.queries);
+  }
 
   void add_key(int64_t key, uint32_t mask) {
     const int32_t pair = static_cast<int32_t>(key >> 1);
@@ -33,8 +47,7 @@ class TileWriter {
 
   void finish() {
     flush();
-    lists_.run_offsets.push_back(static_cast<int64_t>(lists_.runs.size()));
-    lists_.mask_offsets.push_back(static_cast<int64_t>(lists_.masked.size()));
+    lists_.finish_tile();
   }
 
  private:

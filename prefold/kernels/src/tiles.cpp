@@ -6,7 +6,7 @@
 // keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
 // consecutive keys, however many keys that are. A key needs a mask only in the tiles in which it begins or
 // ends (or crosses the edge of the window), so the lists stay small where the visible pairs are many.
-#include "tile_writer.h"
+#include "placed_writer.h"
 
 #include <algorithm>
 #include <new>
@@ -76,40 +76,49 @@ class TilePlanner {
     farthest_start_ = request.positions[*high] - request.window;
   }
 
-  bool plan(OpenKeys& open, TileWriter& writer) const {
+  // sink: takes each key that a query could see, and finishes the tile.
+  template <class Sink>
+  bool plan(OpenKeys& open, Sink& sink) const {
     if (!open.advance(rows_[0])) return false;
-    write_stack(open, writer);
+    add_stack(open, sink);
     for (int r = 1; r < count_; ++r) {
       const int64_t seen = open.next();
       if (!open.advance(rows_[r])) return false;
       const auto fresh = std::lower_bound(open.keys.begin(), open.keys.end(), seen);
-      for (auto key = fresh; key != open.keys.end(); ++key) writer.add_key(*key, mask(*key));
+      add_keys(open, fresh - open.keys.begin(), static_cast<int64_t>(open.keys.size()), sink);
     }
-    writer.finish();
+    sink.finish();
     return true;
   }
 
  private:
   // The keys the first query could see: those out of every window, those that some queries see, those
   // that all see, and on top those that end within the tile.
-  void write_stack(const OpenKeys& open, TileWriter& writer) const {
+  template <class Sink>
+  void add_stack(const OpenKeys& open, Sink& sink) const {
     const std::vector<int32_t>& keys = open.keys;
     const int64_t size = static_cast<int64_t>(keys.size());
     int64_t shared_stop = size;
     while (shared_stop > 0 && request_.end[keys[shared_stop - 1]] <= rows_[count_ - 1]) --shared_stop;
     const int64_t first = first_after(keys, nearest_start_);
     const int64_t shared = std::clamp(first_after(keys, farthest_start_), first, std::max(first, shared_stop));
-    for (int64_t i = first; i < shared; ++i) writer.add_key(keys[i], mask(keys[i]));
-    write_runs(open, shared, shared_stop, writer);
-    for (int64_t i = std::max(shared, shared_stop); i < size; ++i) writer.add_key(keys[i], mask(keys[i]));
+    add_keys(open, first, shared, sink);
+    add_runs(open, shared, shared_stop, sink);
+    add_keys(open, std::max(shared, shared_stop), size, sink);
+  }
+
+  template <class Sink>
+  void add_keys(const OpenKeys& open, int64_t first, int64_t stop, Sink& sink) const {
+    for (int64_t i = first; i < stop; ++i) sink.add({open.keys[i], 1, i, queries(open.keys[i])}, count_);
   }
 
   // Places [first, stop) of the stack, which every query sees.
-  static void write_runs(const OpenKeys& open, int64_t first, int64_t stop, TileWriter& writer) {
+  template <class Sink>
+  void add_runs(const OpenKeys& open, int64_t first, int64_t stop, Sink& sink) const {
     auto next = std::upper_bound(open.run_starts.begin(), open.run_starts.end(), first);
     while (first < stop) {
       const int64_t run_stop = next == open.run_starts.end() ? stop : std::min<int64_t>(*next++, stop);
-      writer.add_run(open.keys[first], open.keys[first] + (run_stop - first));
+      sink.add({open.keys[first], run_stop - first, first, (1u << count_) - 1}, count_);
       first = run_stop;
     }
   }
@@ -121,15 +130,14 @@ class TilePlanner {
     return std::partition_point(keys.begin(), keys.end(), before) - keys.begin();
   }
 
-  uint32_t mask(int64_t key) const {
+  uint32_t queries(int64_t key) const {
     uint32_t bits = 0;
     for (int r = 0; r < count_; ++r) {
       bool sees = request_.first_of(key) <= rows_[r] && rows_[r] < request_.end[key];
       if (request_.positions) sees &= request_.positions[rows_[r]] - request_.positions[key] < request_.window;
       bits |= static_cast<uint32_t>(sees) << r;
     }
-    // Lanes past the last query are never stored: let them see what all others see, so that it is a run.
-    return bits == (1u << count_) - 1 ? kAllQueries : bits;
+    return bits;
   }
 
   const Request& request_;
@@ -140,7 +148,8 @@ class TilePlanner {
 
 }  // namespace
 extern "C" TileLists* prefold_plan_rows(const int64_t* end, int64_t keys, const int64_t* first, const int64_t* rows,
-                                        int64_t queries, const int64_t* positions, int64_t window, int32_t* not_nested) {
+                                        int64_t queries, const int64_t* positions, int64_t window, int32_t placed,
+                                        int32_t* not_nested) {
   *not_nested = 0;
   TileLists* lists = nullptr;
   try {
@@ -148,9 +157,11 @@ extern "C" TileLists* prefold_plan_rows(const int64_t* end, int64_t keys, const 
     const Request request{end, keys, first, positions, window};
     OpenKeys open(request);
     TileWriter writer(*lists);
+    PlacedWriter placed_writer(*lists);
     for (int64_t first = 0; first < queries; first += kTile) {
       const int count = static_cast<int>(std::min<int64_t>(kTile, queries - first));
-      if (TilePlanner(request, rows + first, count).plan(open, writer)) continue;
+      const TilePlanner tile(request, rows + first, count);
+      if (placed ? tile.plan(open, placed_writer) : tile.plan(open, writer)) continue;
       *not_nested = 1;
       delete lists;
       return nullptr;
@@ -166,14 +177,17 @@ extern "C" void prefold_row_list_sizes(const TileLists* lists, int64_t* sizes) {
   sizes[0] = static_cast<int64_t>(lists->run_offsets.size()) - 1;
   sizes[1] = static_cast<int64_t>(lists->runs.size());
   sizes[2] = static_cast<int64_t>(lists->masked.size());
+  sizes[3] = static_cast<int64_t>(lists->placed.size());
 }
 
 extern "C" void prefold_copy_row_lists(const TileLists* lists, int64_t* run_offsets, int64_t* mask_offsets, Run* runs,
-                                       MaskedPair* masked) {
+                                       MaskedPair* masked, int64_t* placed_offsets, PlacedRun* placed) {
   std::copy(lists->run_offsets.begin(), lists->run_offsets.end(), run_offsets);
   std::copy(lists->mask_offsets.begin(), lists->mask_offsets.end(), mask_offsets);
   std::copy(lists->runs.begin(), lists->runs.end(), runs);
   std::copy(lists->masked.begin(), lists->masked.end(), masked);
+  std::copy(lists->placed_offsets.begin(), lists->placed_offsets.end(), placed_offsets);
+  std::copy(lists->placed.begin(), lists->placed.end(), placed);
 }
 
 extern "C" void prefold_free_row_lists(TileLists* lists) { delete lists; }

@@ -178,7 +178,8 @@ class RowAttention:
 
         path: how many of the keys, the first ones, are those of the carried path.
         """
-        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
+        compiled, invariant = self._compiled is not None, self.heads.invariant
+        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=compiled, invariant=invariant)
         if self._fused:
             gpu.place_rows(plan, path, self.heads, self.device)
         return plan

@@ -79,6 +79,7 @@ def plan_rows(
     *,
     first: np.ndarray | None = None,
     compiled: bool = True,
+    invariant: bool = False,
 ) -> RowPlan:
     """Returns the plan of attention of `query_rows` over `len(end)` keys: rows of the carried path, then the new rows.
 
@@ -88,6 +89,7 @@ def plan_rows(
     first       int64 [keys]: of a row in a span the first row of the span, of any other row the row itself; the rows of
                 a span follow one another and end together. None: there are no spans
     compiled    whether to make what the compiled CPU kernel reads
+    invariant   as of Heads; for the compiled kernel
 
     No tensor is needed for it: it may run in another thread while the step before computes. Raises ValueError where an
     array breaks these rules.
@@ -102,7 +104,7 @@ def plan_rows(
     first = None if first is None else _checked_first(first, end)
     library = kernels.load() if compiled else None
     try:
-        lists = library.plan_rows(end, query_rows, positions, window, first) if library else None
+        lists = library.plan_rows(end, query_rows, positions, window, first, placed=invariant) if library else None
     except ValueError as error:
         raise ValueError(
             "two rows' intervals overlap and neither holds the other, or positions fall along a path"

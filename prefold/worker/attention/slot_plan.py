@@ -71,12 +71,14 @@ def plan_slots(
     *,
     group: int = 1,
     compiled: bool = True,
+    invariant: bool = False,
 ) -> SlotPlan:
     """Returns the plan of attention of queries 0 to num_queries - 1 over the keys of `runs`.
 
     query_positions  int64 [queries]; needed with a sliding window only
     group            query heads that share a KV head: a hint, the plan is right for any number
     compiled         whether to make what the compiled CPU kernel reads
+    invariant        as of Heads; for the compiled kernel
 
     Every query must see a key: its own row is a run of one, seen from its own query on. No tensor is needed for it.
     Raises ValueError where an array breaks these rules.
@@ -98,7 +100,9 @@ def plan_slots(
     if not (seen_by_query(runs, num_queries) > 0).all():
         raise ValueError("a query sees no key; pass each row's own key as a run of one")
     library = kernels.load() if compiled else None
-    lists = library.plan_slots(arrays, num_queries, query_positions, window, group) if library else None
+    lists = None
+    if library is not None:
+        lists = library.plan_slots(arrays, num_queries, query_positions, window, group, placed=invariant)
     return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)
 
 

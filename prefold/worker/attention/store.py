@@ -232,8 +232,10 @@ class KVStore:
         self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
     ) -> SlotPlan:
         """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
-        compiled = self.compiled is not None
-        return plan_slots(runs, num_queries, query_positions, window, group=self.heads.group, compiled=compiled)
+        return plan_slots(
+            runs, num_queries, query_positions, window,
+            group=self.heads.group, compiled=self.compiled is not None, invariant=self.heads.invariant,
+        )  # fmt: skip
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
