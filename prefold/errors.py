@@ -110,6 +110,12 @@ class FleetError(JobError):
     """No replica of a fleet is left; the message says what became of each."""
 
 
+def not_invariant(what: str) -> InputError:
+    """Return the error of a model that cannot be batch-invariant. what: the part of it that depends on the batch"""
+    message = f"this model cannot be batch-invariant here: {what} depend on what else is in the batch"
+    return InputError(message, field="invariant", remedy="leave --invariant out, or run the model on a CPU")
+
+
 def no_lm_head() -> InputError:
     """Return the error for logits of a model without an LM head."""
     return InputError(

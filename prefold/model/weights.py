@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, InputError, not_invariant
 from ..spec.plugins import named_class
 from .config import ModelConfig
 from .decoder_layer import Layer
@@ -121,12 +121,6 @@ def _settle(model: CausalLM) -> None:
     for linear in linears:
         if isinstance(linear, ActivatedLinear):
             linear.settled = True
-
-
-def not_invariant(what: str) -> InputError:
-    """Return the error of a model that cannot be batch-invariant. what: the part of it that depends on the batch"""
-    message = f"this model cannot be batch-invariant here: {what} depend on the other rows of a step"
-    return InputError(message, field="invariant", remedy="leave --invariant out, or run the model on a CPU")
 
 
 def fill_all(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
-from ..errors import InputError, OutOfMemoryError
+from ..errors import InputError, OutOfMemoryError, not_invariant
 from ..model import Adapter, CausalLM
 from ..model.device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
 from ..model.parallel import Shard
@@ -102,6 +102,10 @@ class LocalWorker(Worker):
         self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.adapters = dict(adapters or {})
+        if model.config.invariant:
+            for part in parts:
+                if part.varies:
+                    raise not_invariant(part.varies)
         depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
             depth=depth,
@@ -119,6 +123,8 @@ class LocalWorker(Worker):
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
         self.program = program_of(model)
+        if model.config.invariant:
+            self._check_invariant()
         self.last_run: Program | None = None  # the program that ran the last SlotStep and holds its call
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
@@ -130,6 +136,13 @@ class LocalWorker(Worker):
             keep_freed()
         self._attention = RowAttention(heads_of(model), model.device)
         self._last = _Last()
+
+    def _check_invariant(self) -> None:
+        """Raise InputError for a model whose rows depend on others in what this worker computes."""
+        if heads_of(self.model).compiled(self._device) is None or self.model.config.scale <= 0:
+            raise not_invariant("products of queries and keys without compiled kernels")
+        if self.program is None and self.adapters:
+            raise not_invariant("LoRA adapters of a model whose forward pass is not one compiled call")
 
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):

@@ -26,12 +26,14 @@ class WorkerPart:
     media     takes the tokens of a step, and returns the rows among them that are given in place of embeddings; None
               where the step has none. None: the feature gives no rows
     forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
+    varies    what of it depends on the batch, so that a batch-invariant model cannot have it; "": nothing
     """
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
     facts: object = None
     media: Callable[[np.ndarray], MediaRows | None] | None = None
     forget: Callable[[int], object] | None = None
+    varies: str = ""
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]

@@ -4,7 +4,8 @@
 //     emulated_attention LIBRARY SEED CASES
 //
 // Each case is a random trie, of which the queries are some rows: over the keys as they lie, the first ones as a path,
-// and over slots that they are written into, in float32, in bfloat16, and in float32 that is kept as bfloat16.
+// and over slots that they are written into, in float32, in bfloat16, and in float32 that is kept as bfloat16. Every
+// other case has keys with places, so that results do not depend on the other queries.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -37,6 +38,7 @@ E as_element(float x) {
 
 struct Case {
   int64_t heads, kv_heads, dim, keys, path, window;
+  bool placed;
   float scale, cap;
   std::vector<int64_t> end, position, rows, at;  // at: the positions of the queries
   std::vector<float> sinks;
@@ -46,6 +48,7 @@ Case random_case(std::mt19937_64& rng) {
   Case made;
   made.kv_heads = 1 + rng() % 2, made.heads = made.kv_heads * (1 + rng() % 5), made.dim = 1 + rng() % 80;
   made.keys = 1 + rng() % 120, made.path = rng() % made.keys, made.window = rng() % 3 ? 0 : 1 + rng() % 40;
+  made.placed = rng() % 2;
   made.scale = 1 / std::sqrt(float(made.dim)), made.cap = rng() % 4 ? 0 : 2;
   std::vector<int64_t> parent;
   for (int64_t j = 0; j < made.keys; ++j) {  // the path is a chain, above all others
@@ -110,28 +113,37 @@ TileCall tiles_of(const Case& one, const void* q, void* out) {
   return call;
 }
 
+void make_room(TileLists& lists, const int64_t* sizes) {
+  for (auto* offsets : {&lists.run_offsets, &lists.mask_offsets, &lists.placed_offsets}) offsets->resize(sizes[0] + 1);
+  lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]), lists.placed.resize(sizes[3]);
+}
+
+void name_lists(TileCall& call, const TileLists& lists, int64_t tiles, bool placed) {
+  call.tiles = tiles, call.run_offsets = lists.run_offsets.data(), call.mask_offsets = lists.mask_offsets.data();
+  call.runs = lists.runs.data(), call.masked = lists.masked.data();
+  if (placed) call.placed_offsets = lists.placed_offsets.data(), call.placed = lists.placed.data();
+}
+
 template <class E>
 void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
                double tolerance, Count& count) {
   int32_t not_nested = 0;
   TileLists* handle = FUNCTION(prefold_plan_rows)(
       one.end.data(), one.keys, nullptr, one.rows.data(), one.rows.size(), one.window ? one.position.data() : nullptr,
-      one.window, &not_nested);
+      one.window, one.placed, &not_nested);
   if (!handle || not_nested) exit(3);
-  int64_t sizes[4];
+  int64_t sizes[5];
   FUNCTION(prefold_row_list_sizes)(handle, sizes);
   TileLists lists;
-  lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1);
-  lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]);
+  make_room(lists, sizes);
   FUNCTION(prefold_copy_row_lists)(
-      handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data());
+      handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data(),
+      lists.placed_offsets.data(), lists.placed.data());
   FUNCTION(prefold_free_row_lists)(handle);
   std::vector<E> out(q.size());
   RowCall call{};
   call.tiles = tiles_of(one, q.data(), out.data());
-  call.tiles.tiles = sizes[0], call.tiles.run_offsets = lists.run_offsets.data();
-  call.tiles.mask_offsets = lists.mask_offsets.data(), call.tiles.runs = lists.runs.data();
-  call.tiles.masked = lists.masked.data();
+  name_lists(call.tiles, lists, sizes[0], one.placed);
   const int64_t row = one.kv_heads * one.dim;
   call.path_k = k.data(), call.path_v = v.data(), call.k = k.data() + one.path * row, call.v = v.data() + one.path * row;
   call.k_row = call.v_row = call.path_k_row = call.path_v_row = row;
@@ -164,16 +176,17 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
   }
   SlotLists* handle = FUNCTION(prefold_plan_slots)(
           start.data(), size.data(), position.data(), first.data(), last.data(), start.size(), one.rows.size(),
-          one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads);
+          one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads, one.placed);
   if (!handle) exit(3);
-  int64_t sizes[4];
+  int64_t sizes[5];
   FUNCTION(prefold_slot_list_sizes)(handle, sizes);
   SlotLists lists;
-  lists.run_offsets.resize(sizes[0] + 1), lists.mask_offsets.resize(sizes[0] + 1), lists.tile_starts.resize(sizes[0] + 1);
-  lists.runs.resize(sizes[1]), lists.masked.resize(sizes[2]), lists.own.resize(sizes[3]);
+  make_room(lists, sizes);
+  lists.tile_starts.resize(sizes[0] + 1), lists.own.resize(sizes[4]);
   lists.own_offsets.resize(one.rows.size() + 1);
   FUNCTION(prefold_copy_slot_lists)(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
-                                 lists.masked.data(), lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
+                                 lists.masked.data(), lists.placed_offsets.data(), lists.placed.data(),
+                                 lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
   FUNCTION(prefold_free_slot_lists)(handle);
   // Room for float32, which is enough for any format; zeros at first.
   const int64_t padded = (one.dim + 15) / 16 * 16, pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim;
@@ -188,9 +201,8 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
   if (FUNCTION(prefold_write_slots)(&write, sizeof(E) == 2)) exit(3);
   std::vector<E> out(q.size());
   SlotCall call{tiles_of(one, q.data(), out.data()), plane};
-  call.tiles.tiles = sizes[0], call.tiles.run_offsets = lists.run_offsets.data();
-  call.tiles.mask_offsets = lists.mask_offsets.data(), call.tiles.runs = lists.runs.data();
-  call.tiles.masked = lists.masked.data(), call.tiles.tile_starts = lists.tile_starts.data();
+  name_lists(call.tiles, lists, sizes[0], one.placed);
+  call.tiles.tile_starts = lists.tile_starts.data();
   call.tiles.own_offsets = lists.own_offsets.data(), call.tiles.own = lists.own.data();
   if (FUNCTION(prefold_slot_attention)(&call, sizeof(E) == 2)) exit(3);
   compare(one, q, k, v, out, tolerance, rounded ? "rounded slots" : "slots", count);

@@ -7,7 +7,7 @@ Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn

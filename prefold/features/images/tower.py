@@ -50,8 +50,6 @@ class Tower(nn.Module):
     """A Tower computes rows of a model's residual stream from tiles. They take the place of scaled embeddings. Weights
     are left uninitialised: see `load_tower`."""
 
-    varies = "the rows of images"
-
     def __init__(self, config: TowerConfig, *, dtype: torch.dtype, device: torch.device):
         super().__init__()
         place: dict[str, Any] = {"dtype": dtype, "device": device}

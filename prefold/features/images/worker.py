@@ -136,4 +136,4 @@ def image_part(tower: Tower) -> WorkerPart:
         return DONE
 
     facts = ImageFacts(tower.config, tower.config.output * tower.dtype.itemsize)
-    return WorkerPart({EncodeImage: encode, DropImages: drop}, facts, images.rows)
+    return WorkerPart({EncodeImage: encode, DropImages: drop}, facts, images.rows, varies="the rows of images")

@@ -12,6 +12,7 @@ import torch
 from adapters import merged, write_adapter
 from generating import ask, generate, tokens_of
 from hybrids import HYBRIDS, QWEN3_5, hidden_states, hybrid_checkpoint
+from invariance import check_invariant
 from running import as_request, prompts, run
 from tiny import SIZES, randomise, reference, write_tokenizer
 
@@ -119,6 +120,16 @@ def test_adapters_are_added_to_rows_of_any_layer(folder, tmp_path):
     mixed = [replace(one, namespace=Namespace("a")) if i % 2 else one for i, one in enumerate(asked)]
     alone = [tokens_of(generate(engine, [one]))[0] for one in mixed]
     assert tokens_of(generate(engine, mixed)) == alone
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_a_hybrid_answers_alike_in_any_company(tmp_path, name):
+    check_invariant(hybrid_checkpoint(tmp_path, name), dtype="float32")
+
+
+def test_states_in_chunks_cannot_be_invariant(tmp_path):
+    with pytest.raises(InputError, match="computed in chunks"):
+        LLM(str(hybrid_checkpoint(tmp_path, "granite4_h")), invariant=True)
 
 
 def test_a_checkpoint_with_a_tower_gives_its_text_model(tmp_path):

@@ -35,6 +35,7 @@ class Case:
     cap: float | None = None
     sinks: torch.Tensor | None = None
     kept: torch.dtype | None = None
+    invariant = False
 
     def run(self) -> torch.Tensor:
         raise NotImplementedError
@@ -100,7 +101,8 @@ class RowCase(Case):
         return plan(nest.end, self.query_rows, nest.positions, self.window, path=self.path, first=nest.first)
 
     def attention(self) -> RowAttention:
-        return RowAttention(Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype, self.cap), self.q.device)
+        heads = Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype, self.cap, invariant=self.invariant)
+        return RowAttention(heads, self.q.device)
 
     def run(self) -> torch.Tensor:
         new = slice(self.path, None)
@@ -184,11 +186,12 @@ class SlotCase(Case):
 
     def plan(self) -> SlotPlan:
         positions = self.nest.positions[self.query_rows]
-        return plan_slots(self.runs, len(self.query_rows), positions, self.window, group=self.heads[0] // self.heads[1])
+        options = {"group": self.heads[0] // self.heads[1], "invariant": self.invariant}
+        return plan_slots(self.runs, len(self.query_rows), positions, self.window, **options)
 
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
-        heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept)
+        heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept, self.invariant)
         store = KVStore(PLANES, heads, self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)
