@@ -402,7 +402,7 @@ class TileKeys {
 #endif
 
   // out_[dimension][head] = out_ * rescale_ + p . v
-  PREFOLD_APART void add_values(int pairs, bool first, bool placed = false) {
+  PREFOLD_APART void add_values(int pairs, bool first, [[maybe_unused]] bool placed = false) {
 #ifdef PREFOLD_TILES
     if constexpr (kWidth == 2) {
       if (in_tiles_ && (placed || pairs > kTile / 2)) return add_value_tiles(pairs, first);
