@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..jobs.fields import without_filler
 from ..tasks.base import attempt
+from ..text.fields import without_filler
 from ..text.valid import check_said
 from .shared import SharedModel, split_options
 

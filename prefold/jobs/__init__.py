@@ -7,9 +7,9 @@ also the reader, the journal, the output and the report of a job, and the comman
 
 from __future__ import annotations
 
+from ..text.fields import Template
 from .batch import OpenAIBatch
 from .columns import TableForm
-from .fields import Template
 from .formats import TableOptions
 from .output import FileOutput, OutputOptions, open_output
 from .plan import JobPlan, plan_job

@@ -138,7 +138,7 @@ def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) ->
 
 
 def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
-    from .fields import Template
+    from ..text.fields import Template
     from .tables import Columns, default_columns
 
     table = spec.input

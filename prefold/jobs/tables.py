@@ -11,10 +11,10 @@ from typing import Any
 from ..errors import InputError, JobError, record_error
 from ..spec.fields import near
 from ..tasks.results import Answer, Classification, Decision, names_in_lines
+from ..text.fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from ..text.media import TextWithImages
 from ..text.valid import valid_text
 from ..wire.decisions import state_of
-from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
 
 # The names that every output line has beside the fields of its task's answer.

@@ -10,7 +10,6 @@ from fake_jobs import FakeEngine, FakeGenerateTask, FakeTask, digest
 from shapes import shape_of
 
 from prefold.errors import InputError
-from prefold.jobs.fields import Template
 from prefold.jobs.plan import cost_of, kv_row_bytes, place, plan_job, shared_most
 from prefold.jobs.record import Record
 from prefold.jobs.source import open_source
@@ -22,6 +21,7 @@ from prefold.tasks.base import Work
 from prefold.tasks.results import Embedding
 from prefold.tasks.results import Score as ScoreAnswer
 from prefold.tasks.run import calibrated, run_items
+from prefold.text.fields import Template
 
 
 def adapter():
