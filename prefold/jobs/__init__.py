@@ -7,6 +7,7 @@ also the reader, the journal, the output and the report of a job, and the comman
 
 from __future__ import annotations
 
+from ..tasks.rows import Columns
 from ..text.fields import Template
 from .batch import OpenAIBatch
 from .columns import TableForm
@@ -16,4 +17,4 @@ from .plan import JobPlan, plan_job
 from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
 from .run import Interrupted, Job, Summary, run_beside, run_job, write_errors
 from .source import open_source, open_sources
-from .tables import Columns, TableAdapter
+from .tables import TableAdapter

@@ -29,7 +29,8 @@ from prefold.jobs.output import OutputOptions, StreamOutput, open_output
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import WAITING, Interrupted, Job, run_job
 from prefold.jobs.source import check_grown, file_identity, open_source, open_sources
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns
 from prefold.text.fields import Template
 from prefold.trie import Spool
 
