@@ -127,6 +127,7 @@ class RowReader:
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
     filled       objects come from Arrow, which fills the fields that they lack with null
+    lists        whether a column may hold a list of texts
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class RowReader:
         chat: bool = False,
         keep_empty: bool = False,
         filled: bool = False,
+        lists: bool = True,
     ):
         self.task = task
         self.columns = columns
@@ -145,6 +147,7 @@ class RowReader:
         self._chat = chat
         self._keep_empty = keep_empty
         self._filled = filled
+        self._render = Template.render_many if lists else Template.render
         self._names = self._field_names()
 
     @property
@@ -178,13 +181,12 @@ class RowReader:
         if self.task == "decide":
             return False, [{"state": self._state(data)}]
         if columns.document is not None:
-            assert columns.query is not None
-            query = columns.query.render(data, self._keep_empty)
-            value = columns.document.render_many(data, self._keep_empty)
-            return False, [{"query": query, "documents" if isinstance(value, list) else "document": value}]
+            query = {} if columns.query is None else {"query": columns.query.render(data, self._keep_empty)}
+            value = self._render(columns.document, data, self._keep_empty)
+            return False, [{**query, "documents" if isinstance(value, list) else "document": value}]
         prompt = self._pictured(self._prompt(data), self._images(data))
         if columns.continuation is not None:
-            value = columns.continuation.render_many(data, self._keep_empty)
+            value = self._render(columns.continuation, data, self._keep_empty)
             values = value if isinstance(value, list) else [value]
             return isinstance(value, list), [{"prompt": prompt, "continuation": v} for v in values]
         if self.task != "embed" and isinstance(prompt, list):
@@ -214,7 +216,7 @@ class RowReader:
         if columns.messages is not None:
             return False, [{"messages": self._messages(data, columns.messages), **fields}]
         assert columns.prompt is not None
-        value = columns.prompt.render_many(data, self._keep_empty)
+        value = self._render(columns.prompt, data, self._keep_empty)
         texts = value if isinstance(value, list) else [value]
         if self._chat:
             places = [{"type": "image"}] * len(images or ())
@@ -260,8 +262,8 @@ class RowReader:
             assert self._render_chat is not None
             return self._render_chat(self._messages(data, columns.messages))
         assert columns.prompt is not None
-        render = columns.prompt.render if columns.continuation is not None else columns.prompt.render_many
-        return render(data, self._keep_empty)
+        render = self._render if columns.continuation is None else Template.render
+        return render(columns.prompt, data, self._keep_empty)
 
     def _field_names(self) -> dict[str, str]:
         """Returns {name of a task's input: its columns}, with which errors name the user's columns."""
