@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, MissingExtraError
 from ..llm import LLM
+from ..spec.task import options_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,6 +79,8 @@ def register(
         remedy = f"give the options of a task as a mapping: {', '.join(TASKS)}"
         raise InputError(f"there is no option {task!r}", field=task, remedy=remedy, code="unknown_option")
     of = {task: {**options.get(task, {})} for task in TASKS}
+    for task, settings in of.items():
+        options_of(task, settings)  # which checks them
     if chat is None:
         chat = llm.tokenizer is not None and bool(llm.tokenizer.chat_templates)
     asked = _Functions(llm, of, chat)
