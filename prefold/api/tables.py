@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
@@ -25,10 +26,12 @@ from .running import TaskRunner, read_call
 if TYPE_CHECKING:
     import narwhals as nw
     import pyarrow as pa
+    from duckdb import DuckDBPyRelation
 
     Frame = nw.DataFrame[Any]
 
 Scores = Literal["label", "all"]
+T = TypeVar("T")
 PIECE_ROWS = 8192  # rows of a RecordBatchReader that are computed together
 
 
@@ -121,17 +124,18 @@ class TableTasks(TaskRunner):
         return cast(Table, found)
 
 
-def _need(package: Literal["narwhals", "pyarrow"]) -> Any:
+def _need(package: Literal["narwhals", "pyarrow"]) -> ModuleType:
     try:
         return __import__(package)
     except ImportError:
         raise MissingExtraError(package, "tables", "a table") from None
 
 
-def _as_relation(relation: Any, prefold_answers_of_this_call: pa.Table) -> Any:
+def _as_relation(relation: DuckDBPyRelation, prefold_answers_of_this_call: pa.Table) -> DuckDBPyRelation:
     """Return an Arrow table as a relation of the connection of another relation, which alone can be joined with it."""
     # DuckDB finds the table by the name of this function's argument.
-    return relation.query("prefold_rows", "SELECT * FROM prefold_answers_of_this_call")
+    found = relation.query("prefold_rows", "SELECT * FROM prefold_answers_of_this_call")
+    return cast("DuckDBPyRelation", found)
 
 
 def _streamed(reader: pa.RecordBatchReader, compute: Callable[[pa.Table], pa.Table]) -> pa.RecordBatchReader:
@@ -167,7 +171,9 @@ def _pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
 class _Compute:
     """Computes the answers to the rows of a data frame of narwhals, and returns the frame with their columns."""
 
-    def __init__(self, call: TableCall, make: Callable[..., Task], run: Callable[..., list[Any]], hidden: int):
+    def __init__(
+        self, call: TableCall, make: Callable[..., Task], run: Callable[..., list[list[object] | None]], hidden: int
+    ):
         """make, run: methods of TaskRunner; hidden: numbers of the model's vectors"""
         self._call, self._make, self._run, self._hidden = call, make, run, hidden
 
@@ -187,7 +193,8 @@ class _Compute:
         answers = [_renamed(reader, answer) for answer in answers]
         if not call.back:
             first_error(answers, call.argument)
-        added = self._columns(task, answers, [str(name) for name in frame.columns], options)
+        size = options.get("dimensions") or self._hidden
+        added = self._columns(task, answers, [str(name) for name in frame.columns], size)
         names = {name: kept_name(added.keys(), str(name)) for name in frame.columns}
         renamed = frame.rename({name: new for name, new in names.items() if new != str(name)})
         columns = nw.from_arrow(_need("pyarrow").table(added), backend=frame.implementation)
@@ -229,12 +236,12 @@ class _Compute:
             raise InputError(str(error), field=call.argument, code="missing_field") from None
         return reader
 
-    def _items(self, reader: RowReader, frame: Frame) -> list[Any]:
+    def _items(self, reader: RowReader, frame: Frame) -> list[dict[str, object] | InputError]:
         """Return the item of each row, or its InputError."""
         used = reader.used
         values = {str(name): _values(frame.get_column(name)) for name in frame.columns if str(name) in used}
 
-        def item(row: tuple[object, ...]) -> dict[str, Any]:
+        def item(row: tuple[object, ...]) -> dict[str, object]:
             try:
                 _, (item,) = reader.items(dict(zip(values, row, strict=True)))
             except InputError as error:
@@ -246,15 +253,22 @@ class _Compute:
         return [attempt(item, row) for row in zip(*values.values(), strict=True)]
 
     def _columns(
-        self, task: Task, answers: Sequence[Answer | InputError], have: Sequence[str], options: Mapping[str, Any]
+        self, task: Task, answers: Sequence[Answer | InputError], have: Sequence[str], size: int
     ) -> dict[str, pa.Array]:
-        """Return {name: Arrow array} of the answers' columns. have: names of the table's columns"""
-        pa, every = _need("pyarrow"), self._call.scores == "all"
+        """Return {name: Arrow array} of the answers' columns.
+
+        have  names of the table's columns
+        size  numbers of a vector, if there is no vector
+        """
+        import pyarrow as pa
+
+        every = self._call.scores == "all"
         example = task.example.columns(every)
         rows = [{} if isinstance(answer, InputError) else answer.columns(every) for answer in answers]
-        size = next((row["embedding"].size for row in rows if "embedding" in row), None)
-        size = size or options.get("dimensions") or self._hidden
-        added = {name: _array(pa, [row.get(name) for row in rows], value, size) for name, value in example.items()}
+        vectors = (row.get("embedding") for row in rows)
+        found = next((vector.size for vector in vectors if isinstance(vector, np.ndarray)), None)
+        size = found or size
+        added = {name: _array([row.get(name) for row in rows], value, size) for name, value in example.items()}
         if self._call.task == "decide":  # the names are those of the questions, which the caller can choose
             added = {PREFIX + name if name in have or name == "error" else name: part for name, part in added.items()}
         if self._call.errors == "return":
@@ -262,7 +276,7 @@ class _Compute:
         return added
 
 
-def _renamed(reader: RowReader, value: Any) -> Any:
+def _renamed(reader: RowReader, value: T | InputError) -> T | InputError:
     return reader.renamed(value) if isinstance(value, InputError) else value
 
 
@@ -280,16 +294,16 @@ def _message(answer: Answer | InputError) -> str | None:
     return "; ".join(f"{error.code}: {error}" for error in errors.values()) or None
 
 
-def _values(column: nw.Series[Any]) -> list[Any]:
+def _values(column: nw.Series[Any]) -> list[object]:
     """Return the values of a column as Python has them, and None for each that is missing."""
-    values = column.to_list()
+    values: list[object] = column.to_list()
     if column.implementation.is_pandas_like():
         missing = column.is_null().to_list()
         return [None if is_null else _plain(value) for value, is_null in zip(values, missing, strict=True)]
     return values
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value of pandas without arrays and numbers of NumPy, which files of Arrow leave in its cells."""
     if isinstance(value, (np.ndarray, np.generic)):
         return _plain(value.tolist())
@@ -298,12 +312,14 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _array(pa: Any, values: list[Any], example: object, size: int) -> pa.Array:
+def _array(values: list[Any], example: object, size: int) -> pa.Array:
     """Return values as an Arrow array; None becomes null.
 
     example  a value of the column, which says its type
     size     numbers of a vector
     """
+    import pyarrow as pa
+
     if isinstance(example, np.ndarray):
         missing = np.array([value is None for value in values], bool)
         flat = np.zeros((len(values), size), np.float32)

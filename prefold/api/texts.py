@@ -236,7 +236,7 @@ class Texts(TableTasks):
         return with_seed(work.requests[0], seed_of(task), 0)
 
 
-def _one_answer(n: int | None, options: Mapping[str, Any]) -> None:
+def _one_answer(n: int | None, options: CallKeywords) -> None:
     """Raise InputError if a row of a table would get more than one text."""
     for name, value in {"n": n, "logprobs": options.get("logprobs")}.items():
         if value is not None:

@@ -27,11 +27,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import InputError, MissingExtraError
 from ..llm import LLM
 from ..spec.task import options_of
+from ..tasks.results import DecisionAnswer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +42,9 @@ __all__ = ["register"]
 
 Row = tuple[Any, ...]  # the arguments of a call of a function
 Compute = Callable[[Sequence[Row]], Sequence[object]]  # a value or an InputError for each row
+Asked = DecisionAnswer | InputError
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 _MAP = "MAP(VARCHAR, DOUBLE)"
 TASKS = ("decide", "classify", "embed", "rerank", "score", "generate")
 
@@ -112,8 +116,8 @@ def _add(
     try:
         import pyarrow as pa
     except ImportError:
-        raise MissingExtraError("pyarrow", "tables", "a function of DuckDB") from None
-    kind = _arrow_type(pa, returns)
+        raise MissingExtraError("pyarrow", "duckdb", "a function of DuckDB") from None
+    kind = _arrow_type(returns)
     has_error = "error VARCHAR" in returns
 
     def function(columns: Sequence[pa.ChunkedArray]) -> pa.Array:
@@ -148,8 +152,10 @@ def _add(
         raise InputError(f"the connection has a function {name} already", field="prefix", remedy=remedy) from error
 
 
-def _arrow_type(pa: Any, returns: str) -> pa.DataType:
+def _arrow_type(returns: str) -> pa.DataType:
     """Return the Arrow type of the result of a function."""
+    import pyarrow as pa
+
     if returns.startswith("FLOAT["):
         return pa.list_(pa.float32(), int(returns[len("FLOAT[") : -1]))
     simple = {"VARCHAR": pa.string(), "DOUBLE": pa.float64(), _MAP: pa.map_(pa.string(), pa.float64())}
@@ -163,11 +169,11 @@ def _arrow_type(pa: Any, returns: str) -> pa.DataType:
 class _Functions:
     """What the functions compute. Each method returns a value or an InputError for each row."""
 
-    def __init__(self, llm: LLM, options: Mapping[str, Mapping[str, Any]], chat: bool):
+    def __init__(self, llm: LLM, options: Mapping[str, Mapping[str, object]], chat: bool):
         self._llm, self._options, self._chat = llm, options, chat
 
     def yes(self, rows: Sequence[Row]) -> Sequence[object]:
-        def of(answer: Any) -> object:
+        def of(answer: Asked) -> object:
             if isinstance(answer, InputError):
                 return answer
             if answer.type != "noul":
@@ -180,10 +186,10 @@ class _Functions:
     def decide(self, rows: Sequence[Row]) -> Sequence[object]:
         return [answer if isinstance(answer, InputError) else _decided(answer) for answer in self._decisions(rows)]
 
-    def _decisions(self, rows: Sequence[Row]) -> list[Any]:
+    def _decisions(self, rows: Sequence[Row]) -> list[Asked]:
         """Return the DecisionAnswer of each row, or its InputError."""
 
-        def ask(question: str, states: list[Any]) -> list[Any]:
+        def ask(question: str, states: list[str]) -> list[Asked]:
             decisions = self._llm.decide(
                 states, {"question": _question(question)}, errors="return", **self._of("decide")
             )
@@ -194,8 +200,8 @@ class _Functions:
 
         return _grouped(rows, lambda row: row[1], lambda row: row[0], ask)
 
-    def classify(self, rows: Sequence[Row]) -> list[Any]:
-        def ask(labels: tuple[str, ...], texts: list[Any]) -> list[Any]:
+    def classify(self, rows: Sequence[Row]) -> Sequence[object]:
+        def ask(labels: tuple[str, ...], texts: list[str]) -> list[object]:
             found = self._llm.classify(texts, list(labels), errors="return", **self._of("classify"))
             return [
                 one if isinstance(one, InputError) else {**one.columns(), "probabilities": [*one.probabilities.items()]}
@@ -207,19 +213,19 @@ class _Functions:
     def embed(self, rows: Sequence[Row]) -> Sequence[object]:
         return self._llm.embed([text for (text,) in rows], errors="return", **self._of("embed"))
 
-    def rerank(self, rows: Sequence[Row]) -> list[Any]:
-        def ask(query: str, documents: list[Any]) -> list[Any]:
+    def rerank(self, rows: Sequence[Row]) -> Sequence[object]:
+        def ask(query: str, documents: list[str]) -> list[object]:
             ranking = self._llm.rerank(query, documents, errors="return", **self._of("rerank"))
             return [ranking.errors.get(i, score) for i, score in enumerate(ranking.scores.tolist())]
 
         return _grouped(rows, lambda row: row[0], lambda row: row[1], ask)
 
-    def score(self, rows: Sequence[Row]) -> list[Any]:
+    def score(self, rows: Sequence[Row]) -> Sequence[object]:
         prompts, continuations = ([row[i] for row in rows] for i in (0, 1))
         found: Any = self._llm.score(prompts, continuations, errors="return", **self._of("score"))
         return [one if isinstance(one, InputError) else one.logprob for one in found]
 
-    def generate(self, rows: Sequence[Row]) -> list[Any]:
+    def generate(self, rows: Sequence[Row]) -> Sequence[object]:
         options = self._of("generate")
         if self._chat:
             chats = [[{"role": "user", "content": text}] for (text,) in rows]
@@ -234,24 +240,23 @@ class _Functions:
 
 def _grouped(
     rows: Sequence[Row],
-    key: Callable[[Row], Hashable],
-    value: Callable[[Row], object],
-    ask: Callable[[Any, list[Any]], list[Any]],
-) -> list[Any]:
+    key: Callable[[Row], K],
+    value: Callable[[Row], str],
+    ask: Callable[[K, list[str]], Sequence[T | InputError]],
+) -> list[T | InputError]:
     """Return what `ask(key, values)` returns for the values of the rows of each key, in the order of the rows. An
     InputError that it raises is that of each of these rows."""
-    places: dict[Hashable, list[int]] = {}
+    places: dict[K, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(key(row), []).append(i)
-    out: list[Any] = [None] * len(rows)
+    out: dict[int, T | InputError] = {}
     for of_key, numbers in places.items():
         try:
-            found = ask(of_key, [value(rows[i]) for i in numbers])
+            found: Sequence[T | InputError] = ask(of_key, [value(rows[i]) for i in numbers])
         except InputError as error:
             found = [error] * len(numbers)
-        for i, one in zip(numbers, found, strict=True):
-            out[i] = one
-    return out
+        out.update(zip(numbers, found, strict=True))
+    return [out[i] for i in range(len(rows))]
 
 
 def _question(text: str) -> Mapping[str, object]:
@@ -266,7 +271,7 @@ def _question(text: str) -> Mapping[str, object]:
     return dict(question)
 
 
-def _decided(answer: Any) -> dict[str, object]:
+def _decided(answer: DecisionAnswer) -> dict[str, object]:
     """Return a DecisionAnswer as a struct."""
     said = [str(option).lower() if isinstance(option, bool) else option for option in answer.probabilities]
     value = str(answer.value).lower() if isinstance(answer.value, bool) else str(answer.value)

@@ -16,16 +16,20 @@ together: those of a DataFrame all at once, those of a stream in parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Unpack
 
+from ..api.keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
+from ..api.numbers import Errors, Labels, Questions
+from ..api.tables import Scores
+from ..api.texts import CallKeywords
 from ..errors import MissingExtraError
 from ..llm import LLM
 
 try:
     import polars as pl
 except ImportError:
-    raise MissingExtraError("polars", "tables", "expressions of Polars") from None
+    raise MissingExtraError("polars", "polars", "expressions of Polars") from None
 
 __all__ = ["PrefoldExpressions"]
 
@@ -39,33 +43,53 @@ class PrefoldExpressions:
     def __init__(self, expr: pl.Expr):
         self._expr = expr
 
-    def embed(self, llm: LLM, **options: Any) -> pl.Expr:
+    def embed(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[EmbedKeywords]) -> pl.Expr:
         """Return the vector of each text, an array of float32."""
-        return self._mapped(lambda frame: llm.embed(frame, text=_INPUT, **options))
+        return self._mapped(lambda frame: llm.embed(frame, text=_INPUT, errors=errors, **options))
 
-    def rerank(self, llm: LLM, query: str, **options: Any) -> pl.Expr:
+    def rerank(self, llm: LLM, query: str, *, errors: Errors = "raise", **options: Unpack[RerankKeywords]) -> pl.Expr:
         """Return how well each text answers the query."""
-        return self._mapped(lambda frame: llm.rerank(query, frame, document=_INPUT, **options))
+        return self._mapped(lambda frame: llm.rerank(query, frame, document=_INPUT, errors=errors, **options))
 
-    def classify(self, llm: LLM, labels: Sequence[str] | Mapping[str, Any] | None = None, **options: Any) -> pl.Expr:
+    def classify(
+        self,
+        llm: LLM,
+        labels: Labels = None,
+        *,
+        scores: Scores = "label",
+        errors: Errors = "raise",
+        **options: Unpack[ClassifyKeywords],
+    ) -> pl.Expr:
         """Return a struct of `label` and `p` for each text."""
-        return self._mapped(lambda frame: llm.classify(frame, labels, text=_INPUT, **options))
+        return self._mapped(
+            lambda frame: llm.classify(frame, labels, text=_INPUT, scores=scores, errors=errors, **options)
+        )
 
-    def decide(self, llm: LLM, questions: Any, **options: Any) -> pl.Expr:
+    def decide(
+        self,
+        llm: LLM,
+        questions: Questions,
+        *,
+        scores: Scores = "label",
+        errors: Errors = "raise",
+        **options: Unpack[DecideKeywords],
+    ) -> pl.Expr:
         """Return a struct of the answers to the questions about each state, which is a text or a struct."""
-        return self._mapped(lambda frame: llm.decide(frame, questions, state=_INPUT, **options))
+        return self._mapped(
+            lambda frame: llm.decide(frame, questions, state=_INPUT, scores=scores, errors=errors, **options)
+        )
 
-    def score(self, llm: LLM, **options: Any) -> pl.Expr:
+    def score(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[ScoreKeywords]) -> pl.Expr:
         """Return a struct of `logprob` and `greedy` of each text as a whole."""
-        return self._mapped(lambda frame: llm.score(frame, prompt=_INPUT, **options))
+        return self._mapped(lambda frame: llm.score(frame, prompt=_INPUT, errors=errors, **options))
 
-    def generate(self, llm: LLM, **options: Any) -> pl.Expr:
+    def generate(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[CallKeywords]) -> pl.Expr:
         """Return a struct of `text`, `finish_reason` and `num_generated`: what follows each prompt."""
-        return self._mapped(lambda frame: llm.generate(frame, prompt=_INPUT, **options))
+        return self._mapped(lambda frame: llm.generate(frame, prompt=_INPUT, errors=errors, **options))
 
-    def chat(self, llm: LLM, **options: Any) -> pl.Expr:
+    def chat(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[CallKeywords]) -> pl.Expr:
         """Return a struct of `text`, `finish_reason` and `num_generated`: the answer to what a user says."""
-        return self._mapped(lambda frame: llm.chat(frame, prompt=_INPUT, **options))
+        return self._mapped(lambda frame: llm.chat(frame, prompt=_INPUT, errors=errors, **options))
 
     def _mapped(self, call: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.Expr:
         def compute(values: pl.Series) -> pl.Series:

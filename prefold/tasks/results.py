@@ -46,7 +46,7 @@ class Answer(Jsonable):
                 line[name] = value.tolist() if isinstance(value, np.ndarray) and name not in VECTORS else value
         return line
 
-    def columns(self, every: bool = False) -> dict[str, Any]:
+    def columns(self, every: bool = False) -> dict[str, object]:
         """Return {column: value} of the answer in a table that people read. A value is a number, a text, true or false,
         a vector, or None. every: whether the probability of each label or option has a column of its own"""
         return {name: value for name, value in self.line().items() if name in self.numbers}
@@ -171,9 +171,9 @@ class Classification(Answer):
 
     numbers: ClassVar = ("probabilities", "logprobs", "logits")
 
-    def columns(self, every: bool = False, prefix: str = "p_") -> dict[str, Any]:
+    def columns(self, every: bool = False, prefix: str = "p_") -> dict[str, object]:
         """Return the label, its probability `p`, and with `every` the probability of each label, {prefix}{label}."""
-        own: dict[str, Any] = {"label": self.label, "p": self.probabilities.get(self.label, 0.0)}
+        own: dict[str, object] = {"label": self.label, "p": self.probabilities.get(self.label, 0.0)}
         return own | {prefix + label: p for label, p in self.probabilities.items() if every}
 
 
@@ -195,7 +195,7 @@ class Score(Answer):
 
     numbers: ClassVar = ("logprob", "logprobs")
 
-    def columns(self, every: bool = False) -> dict[str, Any]:
+    def columns(self, every: bool = False) -> dict[str, object]:
         return {"logprob": self.logprob, "greedy": self.greedy}
 
     def __repr__(self) -> str:
@@ -234,8 +234,8 @@ class Choice(Answer):
     numbers: ClassVar = ("logprobs",)
     unlisted: ClassVar = frozenset({"reasoning_tokens"})
 
-    def columns(self, every: bool = False) -> dict[str, Any]:
-        own = {"tokens": self.tokens} if self.text is None else {"text": self.text}
+    def columns(self, every: bool = False) -> dict[str, object]:
+        own: dict[str, object] = {"tokens": self.tokens} if self.text is None else {"text": self.text}
         return {**own, "finish_reason": self.finish_reason}
 
 
@@ -270,9 +270,9 @@ class Generation(Answer):
         choices = line.pop("choices")
         return (choices[0].line() if len(choices) == 1 else {"choices": [one.line() for one in choices]}) | line
 
-    def columns(self, every: bool = False) -> dict[str, Any]:
+    def columns(self, every: bool = False) -> dict[str, object]:
         own = [choice.columns() for choice in self.choices]
-        return (own[0] if len(own) == 1 else {"choices": own}) | {"num_generated": self.num_generated}
+        return {**(own[0] if len(own) == 1 else {"choices": own}), "num_generated": self.num_generated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,14 +365,14 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         own |= {name: {"error": error.to_dict()} for name, error in self.errors.items()}
         return {**Answer.line(self), "answers": own}
 
-    def columns(self, every: bool = False) -> dict[str, Any]:
+    def columns(self, every: bool = False) -> dict[str, object]:
         """Return a column NAME with the value of each question, and NAME_p, the probability of this value; of a score
         NAME_confidence. With `every` there are also the probability of each option, NAME_p_OPTION, NAME_confidence and
         NAME_label_mass. A question with the name of one of these columns is called answer_NAME.
         """
         beside = {name: answer.beside(name, every) for name, answer in self.answers.items()}
         taken = {column for columns in beside.values() for column in columns}
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         for name, answer in self.answers.items():
             own[f"{PREFIX}{name}" if name in taken else name] = answer.value
             own |= beside[name]
