@@ -218,14 +218,21 @@ def test_names_of_questions_that_are_taken(llm):
 
 def test_objects_in_cells(llm):
     """A state of JSON, from Arrow without the nulls that fill its structs, and from pandas with its own nulls."""
-    states = [{"a": "x", "b": [1, 2]}, {"a": None, "b": None}]
-    want = llm.decide([states[0], {}], QUESTIONS, errors="return")
-    found = llm.decide(pa.table({"state": states}), QUESTIONS, errors="return").to_pylist()
-    assert found[0]["refund_p"] == pytest.approx(max(want[0]["refund"].probabilities.values()), abs=1e-5)
+    states = [{"a": "x", "b": [1, 2]}, {"a": "y"}]
+    want = llm.decide(states, QUESTIONS)
+    found = llm.decide(pa.table({"state": states}), QUESTIONS)
+    assert found["bad"].to_pylist() == pytest.approx([one["bad"].value for one in want], abs=1e-5)
     frame = pd.DataFrame({"state": [{"a": "x", "b": np.array([1, 2])}, {"a": None}]})
     found = llm.decide(frame, QUESTIONS)
     want = llm.decide([states[0], {"a": None}], QUESTIONS)
     assert [*found["bad"]] == pytest.approx([one["bad"].value for one in want], abs=1e-5)
+
+
+def test_lists_of_texts_are_errors_of_their_rows(llm):
+    """On the command line they are several prompts; a row of a table gets one answer."""
+    for call in (lambda t: llm.embed(t, errors="return"), lambda t: llm.classify(t, ["yes", "no"], errors="return")):
+        found = call(pa.table({"text": [["yes", "no"], ["the"]]}))["error"].to_pylist()
+        assert found == ["wrong_type: 'text' is a list, not a text; give it a text"] * 2
 
 
 def test_values_true_and_texts_are_one_column(llm):
@@ -245,6 +252,13 @@ def test_a_table_without_rows_has_the_columns(llm):
     assert llm.embed(empty).schema == llm.embed(pa.table({"text": TEXTS})).schema
     small = llm.embed(pa.table({"text": TEXTS}), dimensions=5)
     assert small["embedding"].type.list_size == 5 and llm.embed(empty, dimensions=5).schema == small.schema
+
+
+def test_an_adapter_for_each_row_and_a_bar(llm, capsys):
+    with pytest.raises(InputError, match="adapter is a list of 1, for 3 prompts"):
+        llm.embed(pa.table({"text": TEXTS}), adapter=[None])
+    assert llm.embed(pa.table({"text": TEXTS}), adapter=[None] * 3, progress=True).num_rows == 3
+    assert "3/3" in capsys.readouterr().err
 
 
 def test_a_reader_is_computed_in_pieces(llm):

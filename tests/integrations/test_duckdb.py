@@ -80,6 +80,13 @@ def test_questions_as_json_and_a_question_a_row(con, llm):
         assert found["probabilities"] == pytest.approx(answer.probabilities, abs=1e-5)
         assert found["p"] == pytest.approx(max(answer.probabilities.values()), abs=1e-5)
         assert found["confidence"] == pytest.approx(answer.confidence, abs=1e-4)
+    # In turns, in one vector.
+    asked = (
+        "prefold_decide(body, CASE WHEN id % 2 = 1 THEN (SELECT text FROM q WHERE text LIKE '{%') ELSE 'Is it?' END)"
+    )
+    for i, found in enumerate(column(con, asked)[:5]):
+        answer = (chosen if i % 2 else yes)[i]["q"]
+        assert found["probabilities"] == pytest.approx(answer.probabilities, abs=1e-5)
 
 
 def test_the_rows_of_a_vector_share_what_they_begin_with(llm):
