@@ -135,6 +135,8 @@ def _as_relation(relation: DuckDBPyRelation, prefold_answers_of_this_call: pa.Ta
     """Return an Arrow table as a relation of the connection of another relation, which alone can be joined with it."""
     # DuckDB finds the table by the name of this function's argument.
     found = relation.query("prefold_rows", "SELECT * FROM prefold_answers_of_this_call")
+    # DuckDB 1 leaves a view of that name.
+    relation.query("prefold_rows", "DROP VIEW IF EXISTS prefold_rows")
     return cast("DuckDBPyRelation", found)
 
 

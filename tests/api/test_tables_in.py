@@ -34,6 +34,9 @@ def llm(tmp_path_factory):
     return LLM(str(folder), dtype="float32", device="cpu", threads=1)
 
 
+CONNECTIONS = []  # DuckDB 1 closes one that is not kept
+
+
 def kinds(rows):
     """{name: (a table of the rows, a function that returns its rows as a list)}"""
     arrow = pa.table(rows)
@@ -52,6 +55,7 @@ def kinds(rows):
 
         con = duckdb.connect()
         con.register("given", arrow)
+        CONNECTIONS.append(con)
         found["relation"] = (con.table("given"), lambda t: [dict(zip(t.columns, r, strict=True)) for r in t.fetchall()])
     return found
 
