@@ -20,7 +20,7 @@ FIRST = ["README.md", *(f"docs/start/{path.name}" for path in sorted((ROOT / "do
 # The guides, and what each needs beside the package itself.
 GUIDES = {
     "docs/jobs.md": (), "docs/python.md": ("llguidance", "pydantic"), "docs/serving.md": ("starlette", "openai"),
-    "docs/decide.md": (),
+    "docs/decide.md": (), "docs/tables.md": ("duckdb", "narwhals", "pandas", "polars", "pyarrow"),
     "docs/scale.md": ("httpx", "starlette"), "docs/images.md": ("PIL", "transformers"), "docs/looped.md": (),
     "docs/hybrids.md": (), "docs/training.md": ("transformers",), "docs/cpus.md": (), "docs/gpus.md": (),
     "docs/simulate.md": (),

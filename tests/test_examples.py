@@ -20,6 +20,8 @@ RUNS = {
     "extract": (("llguidance", "pandas"), "Cleo wants one table."),
     "evaluate": (("lm_eval",), "on 5 questions, with 3 worked examples"),
     "daft_parquet": (("daft", "pyarrow"), "Friendly people."),
+    "decide_pandas": (("pandas", "narwhals", "pyarrow"), "computed; wrote decided.csv"),
+    "decide_duckdb": (("duckdb", "narwhals", "pyarrow"), "computed; wrote the table answers"),
     "sft_csv --out tuned --steps 2": ((), "step 1: loss "),
 }
 
@@ -42,7 +44,9 @@ def run(tmp_path, monkeypatch, argv, capsys):
 @pytest.fixture
 def tiny(tmp_path):
     """A random model in a folder with the built-in model's name, which is taken in its place."""
-    tiny_checkpoint(tmp_path, "llama", max_position_embeddings=1024).rename(tmp_path / "smollm2-135m")
+    folder = tiny_checkpoint(tmp_path, "llama", max_position_embeddings=1024)
+    (folder / "decision.json").write_text('{"labels": {"noul": ["yes", "no"]}}')
+    folder.rename(tmp_path / "smollm2-135m")
 
 
 def needed(command):

@@ -55,6 +55,14 @@ def refuse_table(value: Any, argument: str) -> None:
     )
 
 
+def only_tables(**keywords: str | None) -> None:
+    """Raise InputError for keywords that say how a table is read, because there is no table."""
+    for name, value in keywords.items():
+        if value is not None:
+            remedy = "leave it out, or give a DataFrame, a Table of PyArrow or a relation of DuckDB"
+            raise InputError(f"{name} is for tables", field=name, remedy=remedy)
+
+
 def refuse_mapping(value: Any, argument: str) -> None:
     """Raise InputError for a mapping in place of texts."""
     if isinstance(value, Mapping):

@@ -13,9 +13,20 @@ from ..spec.fields import checked
 from ..tasks import ClassifyItem, DecideItem, EmbedItem, RerankItem, ScoreItem, Work
 from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
-from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
+from .arguments import (
+    Text,
+    Vector,
+    as_items,
+    as_list,
+    as_texts,
+    check_errors,
+    first_error,
+    only_tables,
+    pair_up,
+)
 from .keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
-from .running import CallForm, TaskRunner, read_call
+from .running import CallForm, read_call
+from .tables import Scores, Table, TableCall, TableTasks, kind_of
 
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
@@ -26,7 +37,7 @@ Raise = Literal["raise"]
 Return = Literal["return"]
 
 
-class NumericTasks(TaskRunner):
+class NumericTasks(TableTasks):
     """The methods embed, rerank, classify, decide and score. Four keywords mean the same in all of them:
 
     errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
@@ -36,6 +47,15 @@ class NumericTasks(TaskRunner):
     adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
               for each text or prompt
     truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskSpec
+
+    Each method also takes a table: a DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of
+    PyArrow, a relation of DuckDB. It returns a table of the same kind with the answers as further columns. A column of
+    the table with the name of one of these becomes input_NAME. Three more keywords:
+
+    text, state, document, prompt, continuation   what is read: a column, or a text with {column} in it; by default a
+              column with a usual name
+    scores    of classify and decide: "all" gives the probability of each label or option a column of its own
+    errors    "return": a column `error` says why a row has no answer, and is null for the others
     """
 
     @overload
@@ -50,17 +70,32 @@ class NumericTasks(TaskRunner):
     def embed(
         self, texts: Sequence[Text], *, errors: Return, **options: Unpack[EmbedKeywords]
     ) -> list[Vector | InputError]: ...
+    @overload
     def embed(
-        self, texts: Text | Sequence[Text], *, errors: Errors = "raise", **options: Unpack[EmbedKeywords]
-    ) -> Vector | InputError | list[Vector | InputError]:
+        self, texts: Table, *, text: str | None = None, errors: Errors = "raise", **options: Unpack[EmbedKeywords]
+    ) -> Table: ...
+    def embed(
+        self,
+        texts: Text | Sequence[Text] | Table,
+        *,
+        text: str | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[EmbedKeywords],
+    ) -> Vector | InputError | list[Vector | InputError] | Table:
         """Returns the embedding of each text, float32 [n, dim]; [dim] for one text; with errors="return" a list.
 
         Options are the fields of EmbedOptions: pooling ("last", "mean", "first"), normalize, dimensions, prompt,
         prompt_name, instruction, max_length, truncate. By default the checkpoint says how it wants to be read;
         where it says nothing, its last token is read and the vectors have length 1. Token ids are taken as they are.
 
+        A table gets the column `embedding`, of lists of float32.
+
         Raises InputError naming the text that cannot be embedded.
         """
+        if kind_of(texts):
+            columns = {"prompt": ("text", text)}
+            return self._on_table(cast(Table, texts), TableCall("embed", "texts", columns, errors, options))
+        only_tables(text=text)
         items, single = as_texts(texts, "texts")
         call, named, task_options = read_call("texts", _items(EmbedItem, items), single, errors, options)
         answers = self._answers(self.task("embed", **task_options), named, call)
@@ -75,6 +110,7 @@ class NumericTasks(TaskRunner):
             else np.empty((0, options.get("dimensions") or self.config.hidden), np.float32)
         )
 
+    @overload
     def rerank(
         self,
         query: Text,
@@ -83,7 +119,27 @@ class NumericTasks(TaskRunner):
         top_n: int | None = None,
         errors: Errors = "raise",
         **options: Unpack[RerankKeywords],
-    ) -> Ranking:
+    ) -> Ranking: ...
+    @overload
+    def rerank(
+        self,
+        query: Text,
+        documents: Table,
+        *,
+        document: str | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[RerankKeywords],
+    ) -> Table: ...
+    def rerank(
+        self,
+        query: Text,
+        documents: Sequence[Text | Mapping[str, object]] | Table,
+        *,
+        document: str | None = None,
+        top_n: int | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[RerankKeywords],
+    ) -> Ranking | Table:
         """Returns the Ranking of the documents: how well each answers the query, and their order.
 
         Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
@@ -91,16 +147,25 @@ class NumericTasks(TaskRunner):
         against no. A checkpoint with a classification head of one label scores by its own activation, by default the
         sigmoid of its logit. A checkpoint that embeds texts (sentence-transformers' pooling modules, a GGUF file with a
         pooling type, or no LM head) gives the cosine of the vectors of `embed`, unless instruction, template or words
-        are given. A document may also be given as {"text": ...}.
+        are given. A document may also be given as {"text": ...}. A table gets the column `score`, and its rows stay in
+        their order.
 
         Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
         the Ranking, and its score is NaN.
         """
-        items, single = as_items(documents, "documents")
         queries, one_query = as_items(query, "query")
         if not one_query:
             message, remedy = f"query is a list of {len(queries)} texts", "give one query; call rerank for each"
             raise InputError(message, field="query", remedy=remedy, code="wrong_type")
+        if kind_of(documents):
+            if top_n is not None:
+                message, remedy = "top_n is for lists, and all rows of a table stay", "sort the result by its score"
+                raise InputError(message, field="top_n", remedy=remedy)
+            columns, fixed = {"document": ("document", document)}, {"query": query}
+            asked = TableCall("rerank", "documents", columns, errors, options, fixed=fixed)
+            return self._on_table(cast(Table, documents), asked)
+        only_tables(document=document)
+        items, single = as_items(documents, "documents")
         if single or not items:
             value = "one text" if single else "empty"
             raise InputError(f"documents is {value}", field="documents", remedy="give a list of texts")
@@ -144,14 +209,27 @@ class NumericTasks(TaskRunner):
     def classify(
         self, texts: Sequence[Text], labels: Labels = None, *, errors: Return, **options: Unpack[ClassifyKeywords]
     ) -> list[Classification | InputError]: ...
+    @overload
     def classify(
         self,
-        texts: Text | Sequence[Text],
+        texts: Table,
         labels: Labels = None,
         *,
+        text: str | None = None,
+        scores: Scores = "label",
         errors: Errors = "raise",
         **options: Unpack[ClassifyKeywords],
-    ) -> Classification | Sequence[Classification | InputError] | InputError:
+    ) -> Table: ...
+    def classify(
+        self,
+        texts: Text | Sequence[Text] | Table,
+        labels: Labels = None,
+        *,
+        text: str | None = None,
+        scores: Scores | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[ClassifyKeywords],
+    ) -> Classification | Sequence[Classification | InputError] | InputError | Table:
         """Returns the Classification of each text: the label that fits it best, and the probability of every label.
 
         Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
@@ -162,11 +240,19 @@ class NumericTasks(TaskRunner):
         separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length,
         truncate.
 
+        A table gets the columns `label` and `p`, the label's probability; with scores="all" also p_LABEL for each.
+
         Raises InputError naming the text that cannot be classified.
         """
+        labels = as_list(labels, "labels")
+        if kind_of(texts):
+            columns, own = {"prompt": ("text", text)}, {**options, "labels": labels}
+            asked = TableCall("classify", "texts", columns, errors, own, scores=scores or "label")
+            return self._on_table(cast(Table, texts), asked)
+        only_tables(text=text, scores=scores)
         items, single = as_texts(texts, "texts")
         call, named, task_options = read_call("texts", _items(ClassifyItem, items), single, errors, options)
-        task = self.task("classify", labels=as_list(labels, "labels"), **task_options)
+        task = self.task("classify", labels=labels, **task_options)
         answers: list[Classification | InputError] = self._answers(task, named, call)
         return _only(answers) if single else answers
 
@@ -187,28 +273,48 @@ class NumericTasks(TaskRunner):
     def decide(
         self, states: Sequence[object], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
     ) -> list[Decision | InputError]: ...
+    @overload
     def decide(
         self,
-        states: State | Sequence[object],
+        states: Table,
         questions: Questions,
         *,
+        state: str | None = None,
+        scores: Scores = "label",
         errors: Errors = "raise",
         **options: Unpack[DecideKeywords],
-    ) -> Decision | Sequence[Decision | InputError] | InputError:
+    ) -> Table: ...
+    def decide(
+        self,
+        states: State | Sequence[object] | Table,
+        questions: Questions,
+        *,
+        state: str | None = None,
+        scores: Scores | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[DecideKeywords],
+    ) -> Decision | Sequence[Decision | InputError] | InputError | Table:
         """Answer typed questions about each state, with a probability for every option. Nothing is generated.
 
         Args:
-            states: One state, or a list of states. A state is a text or a JSON object.
+            states: One state, or a list of states. A state is a text or a JSON object. Or a table: a DataFrame of
+                pandas or Polars, a Table, RecordBatch or RecordBatchReader of PyArrow, a relation of DuckDB.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].
+            state: Of a table the column that holds the state, or a text with {column} in it (default: a column called
+                state, text or input).
+            scores: Of a table "label" or "all": which probabilities have a column of their own.
             errors: "raise": the first bad state raises its InputError before anything is computed. "return": each bad
-                state has its InputError in its place.
+                state has its InputError in its place, and a table has a column `error`.
             **options: Fields of DecideOptions: prompt_style, template, first, temperature, max_length, adapter; and
                 progress, which shows a bar.
 
         Returns:
             A Decision for each state: a mapping from a question's name to its DecisionAnswer. One state: one Decision.
+            A table: the same kind of table, with a column NAME for the value of each question, and NAME_p for its
+            probability (a score: NAME_confidence); with scores="all" also NAME_p_OPTION, NAME_confidence and
+            NAME_label_mass. A question with the name of one of the table's columns is called answer_NAME.
 
         Raises:
             InputError: A question or a state is wrong; the error names it.
@@ -216,9 +322,15 @@ class NumericTasks(TaskRunner):
         Example:
             >>> llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "Is money owed?"}})
         """
-        single = not isinstance(states, (list, tuple))
-        items = [states] if single else list(states)
-        call, named, task_options = read_call("states", [DecideItem(state) for state in items], single, errors, options)
+        if kind_of(states):
+            columns, own = {"state": ("state", state)}, {**options, "questions": questions}
+            asked = TableCall("decide", "states", columns, errors, own, scores=scores or "label")
+            return self._on_table(cast(Table, states), asked)
+        only_tables(state=state, scores=scores)
+        items = as_list(states, "states")
+        single = not isinstance(items, list)
+        items = [items] if single else items
+        call, named, task_options = read_call("states", [DecideItem(item) for item in items], single, errors, options)
         answers: list[Decision | InputError] = self._answers(
             self.task("decide", questions=questions, **task_options), named, call
         )
@@ -264,14 +376,26 @@ class NumericTasks(TaskRunner):
         errors: Errors = "raise",
         **options: Unpack[ScoreKeywords],
     ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]: ...
+    @overload
     def score(
         self,
-        prompts: Text | Sequence[Text],
-        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        prompts: Table,
         *,
+        prompt: str | None = None,
+        continuation: str | None = None,
         errors: Errors = "raise",
         **options: Unpack[ScoreKeywords],
-    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]]:
+    ) -> Table: ...
+    def score(
+        self,
+        prompts: Text | Sequence[Text] | Table,
+        continuations: Text | Sequence[Text] | Sequence[Sequence[Text]] | None = None,
+        *,
+        prompt: str | None = None,
+        continuation: str | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[ScoreKeywords],
+    ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]] | Table:
         """Returns the Score of each continuation after its prompt; without continuations, of each text as a whole.
 
         One prompt has one continuation or a list of them; of several prompts each has one, or each has a list. Prompt
@@ -279,9 +403,18 @@ class NumericTasks(TaskRunner):
         end belongs to the continuation, as in lm-evaluation-harness. A whole text that is longer than the model's
         context is scored in stretches of that length.
 
+        A table gets the columns `logprob` and `greedy`.
+
         Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
         InputError naming the pair or text that cannot be scored.
         """
+        if kind_of(prompts):
+            if continuations is not None:
+                message, remedy = "continuations is for lists", 'give continuation="COLUMN" with a table'
+                raise InputError(message, field="continuations", remedy=remedy)
+            columns = {"prompt": ("prompt", prompt), "continuation": ("continuation", continuation)}
+            return self._on_table(cast(Table, prompts), TableCall("score", "prompts", columns, errors, options))
+        only_tables(prompt=prompt, continuation=continuation)
         if continuations is None:
             items, single = as_texts(prompts, "prompts")
             call, named, task_options = read_call("prompts", _items(ScoreItem, items), single, errors, options)

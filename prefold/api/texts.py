@@ -12,10 +12,11 @@ from ..errors import InputError
 from ..spec.requests import Generated, Request
 from ..tasks.results import Piece
 from ..tasks.run import seed_of, with_seed
-from .arguments import Message, Prompt, Text, as_items, as_list, chats_of, first_error
+from .arguments import Message, Prompt, Text, as_items, as_list, chats_of, first_error, only_tables
 from .keywords import GenerationKeywords
-from .running import TaskRunner, read_call, warn_of_images
+from .running import read_call, warn_of_images
 from .streams import astream
+from .tables import Table, TableCall, TableTasks, kind_of
 
 Item: TypeAlias = "Text | Mapping[str, object]"  # a prompt, or the fields of GenerateItem
 Answer = Generated | InputError | list[Generated]
@@ -32,7 +33,7 @@ class CallKeywords(GenerationKeywords, total=False):
     progress: bool
 
 
-class Texts(TaskRunner):
+class Texts(TableTasks):
     """A Texts has the methods generate, chat and stream, and agenerate and astream for event loops.
 
     n        answers to each prompt; where it is given, even as 1, a prompt's answer is a list of Generated
@@ -42,6 +43,10 @@ class Texts(TaskRunner):
     progress whether to show a bar on standard error
     options  the fields of GenerationOptions: max_tokens, temperature, top_p, stop, seed, logprobs, grammar,
              response_format, system, tools, salt, ... ; greedy and at most 256 tokens by default
+
+    `generate` and `chat` also take a table, as the other methods do (NumericTasks), and add the columns `text`,
+    `finish_reason` and `num_generated`. `prompt` is the column of the prompts, or a text with {column} in it; for
+    `chat` it is what the user says, and `conversation` a column of lists of messages.
     """
 
     @overload
@@ -64,19 +69,29 @@ class Texts(TaskRunner):
     def generate(
         self, prompts: Sequence[Item], *, n: None = None, errors: Return, **options: Unpack[CallKeywords]
     ) -> list[Generated | InputError]: ...
+    @overload
+    def generate(
+        self, prompts: Table, *, prompt: str | None = None, errors: Errors = "raise", **options: Unpack[CallKeywords]
+    ) -> Table: ...
     def generate(
         self,
-        prompts: Item | Sequence[Item],
+        prompts: Item | Sequence[Item] | Table,
         *,
+        prompt: str | None = None,
         n: int | None = None,
         errors: Errors = "raise",
         **options: Unpack[CallKeywords],
-    ) -> Answer | Sequence[Answer]:
+    ) -> Answer | Sequence[Answer] | Table:
         """Returns what follows each prompt: a Generated a prompt, or with `n` a list of them.
 
         A prompt is a text, token ids, or a mapping of the fields of GenerateItem: {"prompt": ..., "adapter": ...}.
         Raises InputError naming the prompt that cannot be continued.
         """
+        if kind_of(prompts):
+            _one_answer(n, options)
+            columns = {"prompt": ("prompt", prompt)}
+            return self._on_table(cast(Table, prompts), TableCall("generate", "prompts", columns, errors, options))
+        only_tables(prompt=prompt)
         items, single = as_items(prompts, "prompts", mapping=True)
         return self._generate(items, "prompts", single, errors, n, options)
 
@@ -105,19 +120,37 @@ class Texts(TaskRunner):
     def chat(
         self, messages: Sequence[Sequence[Message]], *, n: None = None, errors: Return, **options: Unpack[CallKeywords]
     ) -> list[Generated | InputError]: ...
+    @overload
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Table,
         *,
+        prompt: str | None = None,
+        conversation: str | None = None,
+        errors: Errors = "raise",
+        **options: Unpack[CallKeywords],
+    ) -> Table: ...
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]] | Table,
+        *,
+        prompt: str | None = None,
+        conversation: str | None = None,
         n: int | None = None,
         errors: Errors = "raise",
         **options: Unpack[CallKeywords],
-    ) -> Answer | Sequence[Answer]:
+    ) -> Answer | Sequence[Answer] | Table:
         """Returns the model's answer to a conversation, [{"role": ..., "content": ...}, ...], or to each of a list.
 
         The conversation is written in the checkpoint's chat template, or in the one named by chat_template. Raises
         InputError naming the conversation that cannot be answered.
         """
+        if kind_of(messages):
+            _one_answer(n, options)
+            columns = {"prompt": ("prompt", prompt), "messages": ("conversation", conversation)}
+            asked = TableCall("generate", "messages", columns, errors, options, chat=True)
+            return self._on_table(cast(Table, messages), asked)
+        only_tables(prompt=prompt, conversation=conversation)
         items, single = chats_of(messages)
         return self._generate(items, "messages", single, errors, n, options)
 
@@ -201,6 +234,14 @@ class Texts(TaskRunner):
         (work,) = first_error(task.prepare([as_list(prompt, "prompt")]), single=True)
         warn_of_images([work])
         return with_seed(work.requests[0], seed_of(task), 0)
+
+
+def _one_answer(n: int | None, options: CallKeywords) -> None:
+    """Raise InputError if a row of a table would get more than one text."""
+    for name, value in {"n": n, "logprobs": options.get("logprobs")}.items():
+        if value is not None:
+            message, remedy = f"{name} is for lists: a row of a table gets one text", "leave it out, or give a list"
+            raise InputError(message, field=name, remedy=remedy)
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:

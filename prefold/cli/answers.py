@@ -9,7 +9,7 @@ import click
 
 from ..errors import InputError, JobError
 from ..spec.fields import SpecError
-from ..spec.files import is_stream, read_text, text_of
+from ..spec.files import as_utf8, is_stream, read_text, text_of
 from ..spec.job import JobSpec
 from .process import notice
 
@@ -106,8 +106,6 @@ def _summary(engine: Any, spec: JobSpec) -> None:
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
     """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
     piped: the lines of standard input, if they were read already"""
-    from ..jobs.fields import as_utf8
-
     if argument != "-" and not argument.startswith("@") and not is_stream(argument):
         return [as_utf8(argument)]
     # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.

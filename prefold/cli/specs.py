@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from ..errors import InputError, JobError
 from ..spec.fields import SpecError, kind_of, parameter_of
-from ..spec.files import read_text
+from ..spec.files import as_utf8, read_argument, read_text
 from ..spec.job import FleetSpec, InputSpec, JobSpec, OutputSpec
 from ..spec.model import GROUPS, CacheOptions, ModelSpec, model_fields, model_keywords, model_options
 from ..spec.server import ServerSpec
@@ -105,8 +105,6 @@ class _Reader:
 
     def __call__(self, name: str, text: str) -> str:
         """Return the text of an option; for @FILE the text of the file without its last newline."""
-        from ..jobs.fields import read_argument
-
         if text not in self._texts:
             self._texts[text] = read_argument(text)
             if text.startswith("@"):
@@ -220,8 +218,6 @@ def _template_variables(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _stop(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..jobs.fields import as_utf8
-
     return {"stop": tuple(map(as_utf8, given["stop"]))} if given.get("stop") else {}
 
 
@@ -243,8 +239,6 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def _labels(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..jobs.fields import as_utf8
-
     if given.get("labels") and given.get("labels_file"):
         raise SpecError("--labels and --labels-file exclude each other", field="labels")
     if given.get("labels"):
@@ -262,8 +256,8 @@ def _labels(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _examples(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..jobs.fields import as_text, lookup
     from ..jobs.source import open_source
+    from ..text.fields import as_text, lookup
 
     if not given.get("examples"):
         return {}
@@ -298,8 +292,6 @@ def _questions(given: Values, read: _Reader) -> dict[str, Any]:
 
 
 def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
-    from ..jobs.fields import as_utf8
-
     formats = [name for name in FORMATS if given.get(name)]
     if not formats:
         return {}

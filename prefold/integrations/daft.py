@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, MissingExtraError
-from ..jobs.fields import without_filler
 from ..tasks.base import attempt
+from ..text.fields import without_filler
 from ..text.valid import check_said
 from .shared import RayModel, SharedModel, split_options
 

@@ -19,35 +19,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import InputError
-from ..jobs.fields import without_filler
 from ..tasks.base import attempt
+from ..tasks.results import Answer, Decision
+from ..text.fields import without_filler
 from ..text.valid import check_said
 from .shared import SharedModel, split_options
 
 __all__ = ["PrefoldBatches"]
 
-# {task: {field of its result: the column}}
-_COLUMNS = {
-    "generate": {"text": "generated_text", "finish_reason": "finish_reason", "num_generated": "num_generated"},
-    "embed": {"embedding": "embedding"},
-    "classify": {"label": "label", "probabilities": "probabilities"},
-    "score": {"logprob": "logprob"},
-}
+TASKS = ("generate", "embed", "classify", "decide", "score")
+# Tables often have a column `text` of their own.
+_RENAMED = {"text": "generated_text"}
 
 
 class PrefoldBatches:
     """A PrefoldBatches runs a task on the rows of batches, which are dicts of NumPy arrays.
 
-    task     "generate", "embed", "classify" or "score"
-    column   the column of texts, or of lists of messages; of "score" the prompt
+    task     "generate", "embed", "classify", "decide" or "score"
+    column   the column of texts, or of lists of messages; of "score" a text as a whole, of "decide" the state
     chat     whether "generate" puts a text into the model's chat template, as a user's message
     error    the column of errors
     prefix   the beginning of the new columns' names
+    scores   of "classify" and "decide": "all" gives the probability of each label or option a column of its own
     options  those of `LLM`, and of the task
 
     Raises InputError for a missing column, and for one with the name of a new column.
@@ -62,14 +60,17 @@ class PrefoldBatches:
         chat: bool = True,
         error: str = "error",
         prefix: str = "",
+        scores: Literal["label", "all"] = "label",
         **options: Any,
     ):
-        if task not in _COLUMNS:
-            raise InputError(f"task is {task!r}", field="task", remedy=f"use one of {', '.join(_COLUMNS)}")
+        if task not in TASKS:
+            raise InputError(f"task is {task!r}", field="task", remedy=f"use one of {', '.join(TASKS)}")
         llm, self._options = split_options(options)
         self._task, self._column, self._chat = task, column, chat
-        self._error, self._names = error, {name: prefix + column for name, column in _COLUMNS[task].items()}
         self._model = SharedModel.of(model, llm)
+        self._every = scores == "all"
+        columns = self._model.example(task, self._options).columns(self._every)
+        self._error, self._names = error, {name: prefix + _RENAMED.get(name, name) for name in columns}
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yields the batch with its results."""
@@ -81,19 +82,19 @@ class PrefoldBatches:
         for name in {*self._names.values(), self._error} & set(batch):
             raise InputError(f"the batch has a column {name!r} already", field=name, remedy="give prefix=, or error=")
         answers = await self._answers(list(batch[self._column]))
-        errors = [str(a) if isinstance(a, InputError) else None for a in answers]
+        errors = [_error_of(answer) for answer in answers]
         # With its type: that of a column of nulls alone is another one, and files of such blocks do not go together.
         out = {**batch, self._error: pyarrow.array(errors, pyarrow.string())}
-        lines = [{} if isinstance(a, InputError) else a.line() for a in answers]
+        rows = [{} if isinstance(a, InputError) else a.columns(self._every) for a in answers]
         for name, column in self._names.items():
-            out[column] = _array([line.get(name) for line in lines])
+            out[column] = _array([row.get(name) for row in rows])
         yield out
 
     async def _answers(self, values: list[Any]) -> list[Any]:
         if self._task == "generate":
             return list(await asyncio.gather(*map(self._answer, values)))
         places = [i for i, value in enumerate(values) if value is not None]
-        field = "prompt" if self._task == "score" else "text"
+        field = "state" if self._task == "decide" else "text"
         items = [{field: values[i]} for i in places]
         answers = await asyncio.to_thread(self._model.run_many, self._task, self._options, items)
         out: list[Any] = [_null(self._column)] * len(values)
@@ -111,6 +112,13 @@ class PrefoldBatches:
                 return error
             item = {"messages": [{"role": "user", "content": value}]} if self._chat else {"prompt": value}
         return await self._model.run_one("generate", self._options, item)
+
+
+def _error_of(answer: Answer | InputError) -> str | None:
+    """Return why a row, or one of its questions, has no answer; None if it has all."""
+    if isinstance(answer, Decision):
+        return "; ".join(map(str, answer.errors.values())) or None
+    return str(answer) if isinstance(answer, InputError) else None
 
 
 def _null(column: str) -> InputError:

@@ -27,6 +27,7 @@ from ..spec.model import ModelSpec, model_options
 from ..spec.plugins import add_plugins
 from ..spec.task import OPTIONS
 from ..tasks import make_task
+from ..tasks.results import Answer
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 
 # A name that is also an option of a task, such as a seed, belongs to the task.
@@ -142,6 +143,10 @@ class SharedModel(Model):
         further = {"adapters": llm.engine.facts.adapters, "images": llm.images, "config": llm.config}
         make: Make = lambda name, options: make_task(name, llm.checkpoint, llm.tokenizer, dict(options), **further)  # noqa: E731
         self._tasks = Tasks(llm.engine, make)
+
+    def example(self, name: str, options: Mapping[str, Any]) -> Answer:
+        """Returns an answer of a task, for the names of its columns."""
+        return self._tasks.task(name, options).example
 
     def run_many(self, name: str, options: Mapping[str, Any], items: Sequence[Any]) -> list[Any]:
         return run_items(self._llm.engine, self._tasks.task(name, options), items)

@@ -7,13 +7,14 @@ also the reader, the journal, the output and the report of a job, and the comman
 
 from __future__ import annotations
 
+from ..tasks.rows import Columns
+from ..text.fields import Template
 from .batch import OpenAIBatch
 from .columns import TableForm
-from .fields import Template
 from .formats import TableOptions
 from .output import FileOutput, OutputOptions, open_output
 from .plan import JobPlan, plan_job
 from .record import FORMATS, ParsedRecord, Record, RecordAdapter, Source
 from .run import Interrupted, Job, Summary, run_beside, run_job, write_errors
 from .source import open_source, open_sources
-from .tables import Columns, TableAdapter
+from .tables import TableAdapter

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, JobError, MissingExtraError
-from .fields import check_depth
+from ..text.fields import check_depth
 from .record import Record, Source
 
 MAX_CELL_LINES = 1000

@@ -138,8 +138,8 @@ def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) ->
 
 
 def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] | None, tokenizer: Any) -> Any:
-    from .fields import Template
-    from .tables import Columns, default_columns
+    from ..tasks.rows import Columns, default_columns
+    from ..text.fields import Template
 
     table = spec.input
     texts = {"prompt": table.prompt, "query": table.query, "document": table.document}
@@ -192,7 +192,7 @@ def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, bool]]:
 def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:
     """Return `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
     the input's columns, None where not known."""
-    from .tables import kept_name
+    from ..tasks.rows import kept_name
 
     keep: dict[str, str] = {}
     own_id = spec.input.id_column

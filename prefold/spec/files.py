@@ -3,6 +3,7 @@ apart by their content."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -69,6 +70,21 @@ def text_of(data: bytes, name: str) -> str:
     if not text.strip("\n"):
         raise JobError(f"{name} is empty; write the text into it, or leave the option out")
     return text
+
+
+def as_utf8(argument: str) -> str:
+    """Return an argument of the command line whose UTF-8 the locale, such as POSIX, did not decode."""
+    if not argument.isascii():
+        with contextlib.suppress(UnicodeError):
+            return argument.encode("ascii", "surrogateescape").decode()
+    return argument
+
+
+def read_argument(text: str) -> str:
+    """Return the value of an option: for @FILE the text of that file without its last newline. Raise JobError."""
+    if not text.startswith("@"):
+        return as_utf8(text)
+    return read_text(text[1:]).removesuffix("\n")
 
 
 @contextmanager

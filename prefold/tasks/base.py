@@ -370,14 +370,17 @@ class Task:
     inputs     checks the texts of items
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
-    example    an answer to an item of one text, for the names and types of its fields
     """
 
     name: str
     inputs: Inputs
     readout: Readout
     item_type: type
-    example: Answer
+
+    @property
+    def example(self) -> Answer:
+        """Return an answer to an item of one text, for the names and types of its fields."""
+        raise NotImplementedError
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
         """Returns a Work for each item, or the InputError of an item that is wrong."""

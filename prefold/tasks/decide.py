@@ -28,7 +28,7 @@ from ..text.valid import plain_json
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .classify import softmax
 from .questions import KINDS, Question, read_questions
-from .results import Answer, Decision
+from .results import Decision
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
@@ -126,7 +126,6 @@ class DecideTask(Task):
     """
 
     name = "decide"
-    example: Answer = Decision({})
     item_type = DecideItem
 
     def __init__(
@@ -169,6 +168,11 @@ class DecideTask(Task):
                 errors[question.name] = error
         for error in errors.values():
             raise error
+
+    @property
+    def example(self) -> Decision:
+        mass = 0.0 if isinstance(self.reader, LabelReader) else None
+        return Decision({question.name: question.example(mass) for question in self.questions})
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""

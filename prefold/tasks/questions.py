@@ -87,6 +87,11 @@ class Question:
         legend = dict(zip(map(str, self.options), self.descriptions, strict=True)) if self.kind == "score" else None
         return DecisionAnswer(self.kind, value, of, confidence, label_mass, argmax_is_label, legend)
 
+    def example(self, label_mass: float | None) -> DecisionAnswer:
+        """Return an answer whose value has the type of all values: a text if an option is a text."""
+        texts = [isinstance(option, str) for option in self.options]
+        return self.answer(np.eye(len(texts))[texts.index(True) if True in texts else 0], label_mass, None)
+
 
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
     """Return (the questions, {name of a wrong question: its error}).

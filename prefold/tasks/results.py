@@ -17,6 +17,8 @@ import numpy as np
 from ..errors import InputError
 from ..spec.requests import Generated, Jsonable
 
+# Put before the name of a column that is made of an answer's content, if the name is taken.
+PREFIX = "answer_"
 # Fields that are vectors of float32 numbers: in a line they are lists, nested so many deep.
 VECTORS = {"embedding": 1, "embeddings": 2}
 
@@ -43,6 +45,11 @@ class Answer(Jsonable):
             if value is not None or not is_optional:
                 line[name] = value.tolist() if isinstance(value, np.ndarray) and name not in VECTORS else value
         return line
+
+    def columns(self, every: bool = False) -> dict[str, object]:
+        """Return {column: value} of the answer in a table that people read. A value is a number, a text, true or false,
+        a vector, or None. every: whether the probability of each label or option has a column of its own"""
+        return {name: value for name, value in self.line().items() if name in self.numbers}
 
 
 @cache
@@ -164,6 +171,11 @@ class Classification(Answer):
 
     numbers: ClassVar = ("probabilities", "logprobs", "logits")
 
+    def columns(self, every: bool = False, prefix: str = "p_") -> dict[str, object]:
+        """Return the label, its probability `p`, and with `every` the probability of each label, {prefix}{label}."""
+        own: dict[str, object] = {"label": self.label, "p": self.probabilities.get(self.label, 0.0)}
+        return own | {prefix + label: p for label, p in self.probabilities.items() if every}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score(Answer):
@@ -182,6 +194,9 @@ class Score(Answer):
     image_notes: list[str] | None = None
 
     numbers: ClassVar = ("logprob", "logprobs")
+
+    def columns(self, every: bool = False) -> dict[str, object]:
+        return {"logprob": self.logprob, "greedy": self.greedy}
 
     def __repr__(self) -> str:
         return f"Score(logprob={self.logprob:.4f}, greedy={self.greedy}, {len(self.logprobs)} tokens)"
@@ -219,6 +234,10 @@ class Choice(Answer):
     numbers: ClassVar = ("logprobs",)
     unlisted: ClassVar = frozenset({"reasoning_tokens"})
 
+    def columns(self, every: bool = False) -> dict[str, object]:
+        own: dict[str, object] = {"tokens": self.tokens} if self.text is None else {"text": self.text}
+        return {**own, "finish_reason": self.finish_reason}
+
 
 @dataclass(frozen=True, slots=True)
 class Generation(Answer):
@@ -250,6 +269,10 @@ class Generation(Answer):
         line = Answer.line(self)
         choices = line.pop("choices")
         return (choices[0].line() if len(choices) == 1 else {"choices": [one.line() for one in choices]}) | line
+
+    def columns(self, every: bool = False) -> dict[str, object]:
+        own = [choice.columns() for choice in self.choices]
+        return {**(own[0] if len(own) == 1 else {"choices": own}), "num_generated": self.num_generated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +310,18 @@ class DecisionAnswer(Jsonable):
             of = [{"value": option, "probability": p} for option, p in self.probabilities.items()]
         whole = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"probabilities": of}
         return {name: value for name, value in whole.items() if value is not None}
+
+    def beside(self, name: str, every: bool) -> dict[str, float]:
+        """Return the columns beside the answer's value; see `columns` of Decision. name: of the question"""
+        own = {} if self.type == "score" else {f"{name}_p": max(self.probabilities.values())}
+        if self.type == "score" or every:
+            own[f"{name}_confidence"] = self.confidence
+        if every:
+            of: Any = self.to_dict()["probabilities"]
+            pairs = of.items() if isinstance(of, dict) else ((str(p["value"]), p["probability"]) for p in of)
+            own |= {f"{name}_p_{option}": p for option, p in pairs}
+            own |= {} if self.label_mass is None else {f"{name}_label_mass": self.label_mass}
+        return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +364,19 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         own: dict[str, Any] = {name: answer.to_dict() for name, answer in self.answers.items()}
         own |= {name: {"error": error.to_dict()} for name, error in self.errors.items()}
         return {**Answer.line(self), "answers": own}
+
+    def columns(self, every: bool = False) -> dict[str, object]:
+        """Return a column NAME with the value of each question, and NAME_p, the probability of this value; of a score
+        NAME_confidence. With `every` there are also the probability of each option, NAME_p_OPTION, NAME_confidence and
+        NAME_label_mass. A question with the name of one of these columns is called answer_NAME.
+        """
+        beside = {name: answer.beside(name, every) for name, answer in self.answers.items()}
+        taken = {column for columns in beside.values() for column in columns}
+        own: dict[str, object] = {}
+        for name, answer in self.answers.items():
+            own[f"{PREFIX}{name}" if name in taken else name] = answer.value
+            own |= beside[name]
+        return own
 
 
 # {task: the classes of its answers}; a Choice is part of a Generation

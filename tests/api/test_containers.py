@@ -1,8 +1,9 @@
-"""Every method of LLM with every kind of container: columns are texts, and tables are refused by name."""
+"""Every method of LLM with every kind of container: columns are texts, and some tables are refused by name."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ SHORT = {"max_tokens": 2, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return LLM(str(tiny_checkpoint(tmp_path_factory.mktemp("containers"), "llama")), dtype="float32", device="cpu")
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("containers"), "llama", max_position_embeddings=1024)
+    (folder / "decision.json").write_text(json.dumps({"labels": {"noul": ["yes", "no"]}}))
+    return LLM(str(folder), dtype="float32", device="cpu")
 
 
 class Series:
@@ -117,6 +120,7 @@ CALLS = {
     "score": lambda llm, texts: [s.logprob for s in llm.score(texts)],
     "continuations": lambda llm, texts: [s.logprob for s in llm.score("the", texts)],
     "generate": lambda llm, texts: [g.tokens for g in llm.generate(texts, **SHORT)],
+    "decide": lambda llm, texts: [d["a"].probabilities for d in llm.decide(texts, {"a": {"type": "noul"}})],
 }
 CALLS["run"] = lambda llm, items: [line["num_tokens"] for line in llm.run(llm.task("embed"), items)]
 CHAT_CALLS = {"chat": lambda llm, chats: [g.tokens for g in llm.chat(chats, **SHORT)]}
@@ -142,8 +146,17 @@ def test_a_column_is_a_list(llm, method, kind):
     assert call(llm, COLUMNS[kind](values)) == call(llm, list(values))
 
 
-@pytest.mark.parametrize("kind", TABLES)
-@pytest.mark.parametrize("method", [*CALLS, *CHAT_CALLS, *SINGLE])
+# What takes no table of any kind; the others take those of test_tables_in.py.
+NEVER = ("labels", "continuations", "run", *SINGLE)
+REFUSED = [
+    (method, kind)
+    for method in (*CALLS, *CHAT_CALLS, *SINGLE)
+    for kind in TABLES
+    if method in NEVER or kind not in ("pandas", "polars", "arrow", "batch")
+]
+
+
+@pytest.mark.parametrize(("method", "kind"), REFUSED)
 def test_a_table_is_refused_by_name(llm, method, kind):
     with pytest.raises(InputError, match=r"is a table, of type \w+, with the columns id, body") as caught:
         (CALLS | CHAT_CALLS | SINGLE)[method](llm, TABLES[kind])
@@ -151,9 +164,11 @@ def test_a_table_is_refused_by_name(llm, method, kind):
     assert {"relation": ".fetchnumpy()", "lazy": ".collect()"}.get(kind, "df[") in caught.value.remedy
 
 
-@pytest.mark.parametrize("method", [name for name in (*CALLS, *CHAT_CALLS, *SINGLE) if name != "labels"])
+@pytest.mark.parametrize(
+    "method", [name for name in (*CALLS, *CHAT_CALLS, *SINGLE) if name not in ("labels", "decide")]
+)
 def test_a_mapping_is_refused(llm, method):
-    """But {label: text}, and the fields of an item of generation."""
+    """But {label: text}, a state, and the fields of an item of generation."""
     with pytest.raises(InputError) as caught:
         (CALLS | CHAT_CALLS | SINGLE)[method](llm, {"id": [1, 2], "body": TEXTS})
     assert "mapping" in caught.value.message or "'id'" in caught.value.message

@@ -53,6 +53,9 @@ def _values(column):
     return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
 
 
+LEVELS = [{"label": "low"}, {"label": "high"}]
+
+
 def halves():
     return [{"id": np.arange(a, a + 20), "text": np.array(TEXTS[a : a + 20], object)} for a in (0, 20)]
 
@@ -75,6 +78,22 @@ def test_vectors_and_labels(model, llm):
     found = run("classify", model, *halves(), labels=["yes", "no"], prefix="found_")
     expected = llm.classify([TEXTS[i] for i in GOOD], ["yes", "no"])
     assert [found["found_label"][i] for i in GOOD] == [one.label for one in expected]
+
+
+def test_answers_and_scores_of_whole_texts(model, llm):
+    asked = {
+        "yes": {"type": "choice", "criteria": {"a": None, "b": None}},
+        "level": {"type": "score", "levels": LEVELS},
+    }
+    found = run("decide", model, *halves(), questions=asked, scores="all")
+    expected = llm.decide([TEXTS[i] for i in GOOD], asked)
+    assert [found["yes"][i] for i in GOOD] == [one["yes"].value for one in expected]
+    wanted = [one["yes"].probabilities["b"] for one in expected]
+    assert np.abs(np.array([found["yes_p_b"][i] for i in GOOD], float) - wanted).max() < 1e-5
+    assert found["level"][3] is None and "context" not in found["error"][3] and found["error"][5]
+    found = run("score", model, *halves())
+    expected = llm.score([TEXTS[i] for i in GOOD])
+    assert np.abs(np.array([found["logprob"][i] for i in GOOD], float) - [one.logprob for one in expected]).max() < 1e-4
 
 
 def test_what_is_asked_wrongly(model):

@@ -8,10 +8,11 @@ import pytest
 from answering import answer_of
 
 from prefold.errors import JobError
-from prefold.jobs.fields import Template
 from prefold.jobs.record import Record, dumps
-from prefold.jobs.tables import AnswerColumns, Columns, LabelColumns, with_columns
+from prefold.jobs.tables import AnswerColumns, LabelColumns, with_columns
 from prefold.tasks.results import Classification
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 
 
 def test_properties_follow_what_a_line_has_itself():

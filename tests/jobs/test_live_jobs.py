@@ -13,13 +13,14 @@ from tiny import tiny_checkpoint
 
 from prefold import LLM
 from prefold.engine.cache import CacheOptions
-from prefold.jobs.fields import Template
 from prefold.jobs.output import OutputOptions, open_output
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import Job, run_job
 from prefold.jobs.source import open_source
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
 from prefold.tasks import make_task
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 
 
 @pytest.fixture(scope="module")

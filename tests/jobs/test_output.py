@@ -16,13 +16,14 @@ from fake_jobs import FakeTask, fake_llm
 from job_tables import check_complete, table_job, write_records
 
 from prefold.errors import CheckpointError, JobError
-from prefold.jobs.fields import Template
 from prefold.jobs.journal import journal_path
 from prefold.jobs.output import OutputOptions, StreamOutput, open_output
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import Job, run_job
 from prefold.jobs.source import open_source
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 
 JOB = {"task": "embed"}
 NAMES = ["out.jsonl", "out.csv", "out.jsonl.gz"]

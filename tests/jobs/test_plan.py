@@ -10,18 +10,19 @@ from fake_jobs import FakeEngine, FakeGenerateTask, FakeTask, digest
 from shapes import shape_of
 
 from prefold.errors import InputError
-from prefold.jobs.fields import Template
 from prefold.jobs.plan import cost_of, kv_row_bytes, place, plan_job, shared_most
 from prefold.jobs.record import Record
 from prefold.jobs.source import open_source
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
 from prefold.jobs.verify import NEIGHBOURS, Run, compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.spec.requests import Request, Result
 from prefold.tasks.base import Work
 from prefold.tasks.results import Embedding
 from prefold.tasks.results import Score as ScoreAnswer
+from prefold.tasks.rows import Columns
 from prefold.tasks.run import calibrated, run_items
+from prefold.text.fields import Template
 
 
 def adapter():

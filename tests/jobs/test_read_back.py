@@ -16,13 +16,14 @@ import pytest
 from fake_jobs import FakeTask, fake_llm
 
 from prefold.jobs.columns import TableForm
-from prefold.jobs.fields import Template
 from prefold.jobs.output import OutputOptions, open_output
 from prefold.jobs.record import dumps
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import Job, run_job
 from prefold.jobs.source import open_source
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -24,13 +24,14 @@ from job_tables import FINGERPRINT, check_complete, read_lines, table_job, write
 
 from prefold.errors import CheckpointError, JobError, UnsupportedModelError
 from prefold.jobs.batch import OpenAIBatch
-from prefold.jobs.fields import Template
 from prefold.jobs.journal import journal_path
 from prefold.jobs.output import OutputOptions, StreamOutput, open_output
 from prefold.jobs.report.progress import Progress
 from prefold.jobs.run import WAITING, Interrupted, Job, run_job
 from prefold.jobs.source import check_grown, file_identity, open_source, open_sources
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 from prefold.trie import Spool
 
 

@@ -66,7 +66,7 @@ def test_csv_fields_of_several_lines_and_wrong_field_counts(tmp_path):
 
 def test_csv_invalid_utf8_is_kept_for_the_field_check(tmp_path):
     from prefold.errors import InputError
-    from prefold.jobs.fields import Template
+    from prefold.text.fields import Template
 
     path = tmp_path / "a.csv"
     path.write_bytes(b"id,text\n1,\xff\xfe\n2,fine\n")

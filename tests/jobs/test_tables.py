@@ -6,9 +6,10 @@ import pytest
 from answering import answer_of
 
 from prefold.errors import InputError, JobError
-from prefold.jobs.fields import Template
 from prefold.jobs.record import Record
-from prefold.jobs.tables import Columns, TableAdapter, default_columns
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns, default_columns
+from prefold.text.fields import Template
 
 SCORES = [answer_of(logprob=x, logprobs=[x], greedy=True) for x in (-1.0, -2.0)]
 

@@ -7,11 +7,12 @@ import json
 import numpy as np
 from fake_jobs import FakeTask, digest, fake_llm
 
-from prefold.jobs.fields import Template
 from prefold.jobs.output import OutputOptions, open_output
 from prefold.jobs.run import Job
 from prefold.jobs.source import open_source
-from prefold.jobs.tables import Columns, TableAdapter
+from prefold.jobs.tables import TableAdapter
+from prefold.tasks.rows import Columns
+from prefold.text.fields import Template
 
 FINGERPRINT = {"task": "embed"}
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from task_inputs import FakeCheckpoint, chatty, tokenizer
 
 from prefold.errors import InputError
-from prefold.jobs.fields import Template
 from prefold.tasks import make_task
 from prefold.tasks.base import columns_of, cut_columns
 from prefold.text import FilledTemplate
+from prefold.text.fields import Template
 
 TOK = tokenizer()
 WORDS = st.text(st.sampled_from("yesno ab\né🙂"), max_size=60)

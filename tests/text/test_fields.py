@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefold.errors import InputError, JobError
-from prefold.jobs.fields import Template, as_texts, lookup, read_argument
+from prefold.spec.files import read_argument
+from prefold.text.fields import Template, as_texts, lookup
 
 RECORD = {
     "q": "why",

@@ -3,7 +3,6 @@ column, or something inside it: `passages.text`, `choices.0`. An InputError name
 
 from __future__ import annotations
 
-import contextlib
 import json
 import string
 from collections.abc import Sequence
@@ -12,9 +11,8 @@ from decimal import Decimal
 from typing import Any
 
 from ..errors import InputError, JobError
-from ..spec.files import read_text
-from ..text.prompts import FilledTemplate
-from ..text.valid import valid_text
+from .prompts import FilledTemplate
+from .valid import valid_text
 
 # The deepest nesting of a record. Code that walks a record by recursion must not reach the end of Python's stack.
 MAX_DEPTH = 200
@@ -187,18 +185,3 @@ def _parse(text: str, option: str) -> list[tuple[str, str | None]]:
             )
         out.append((literal, name and name.replace("[", ".").replace("]", "")))
     return out
-
-
-def as_utf8(argument: str) -> str:
-    """Return an argument of the command line whose UTF-8 the locale, such as POSIX, did not decode."""
-    if not argument.isascii():
-        with contextlib.suppress(UnicodeError):
-            return argument.encode("ascii", "surrogateescape").decode()
-    return argument
-
-
-def read_argument(text: str) -> str:
-    """Returns the value of an option: for @FILE the text of that file without its last newline. Raises JobError."""
-    if not text.startswith("@"):
-        return as_utf8(text)
-    return read_text(text[1:]).removesuffix("\n")

@@ -1,0 +1,336 @@
+"""Runs a method of LLM on a table: a DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of
+PyArrow, a relation of DuckDB. The answers become columns of a table of the same kind. No value becomes text on the way.
+
+Data frames are read through narwhals. Importing this module imports no library of tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+
+import numpy as np
+
+from ..errors import InputError, JobError, MissingExtraError
+from ..tasks import Task, Work
+from ..tasks.base import attempt
+from ..tasks.results import PREFIX, Answer
+from ..tasks.rows import Columns, RowReader, kept_name, usual_columns
+from ..tasks.run import finish_items
+from ..text.fields import Template
+from .arguments import first_error
+from .running import TaskRunner, read_call
+
+if TYPE_CHECKING:
+    import narwhals as nw
+    import pyarrow as pa
+    from duckdb import DuckDBPyRelation
+
+    Frame = nw.DataFrame[Any]
+
+Scores = Literal["label", "all"]
+T = TypeVar("T")
+PIECE_ROWS = 8192  # rows of a RecordBatchReader that are computed together
+
+
+class _HasColumns(Protocol):
+    @property
+    def columns(self) -> object: ...
+
+
+class _HasSchema(Protocol):
+    @property
+    def schema(self) -> object: ...
+
+
+Table = TypeVar("Table", bound="_HasColumns | _HasSchema")
+_KINDS = {
+    ("pandas", "DataFrame"), ("polars", "DataFrame"), ("modin", "DataFrame"), ("cudf", "DataFrame"),
+    ("pyarrow", "Table"), ("pyarrow", "RecordBatch"), ("pyarrow", "RecordBatchReader"),
+    ("duckdb", "DuckDBPyRelation"), ("_duckdb", "DuckDBPyRelation"),
+}  # fmt: skip
+
+
+def kind_of(value: object) -> str | None:
+    """Return the name of the class of a table that the methods of LLM take, else None."""
+    for kind in type(value).__mro__:
+        if (kind.__module__.partition(".")[0], kind.__name__) in _KINDS:
+            return kind.__name__
+    return None
+
+
+@dataclass(frozen=True)
+class TableCall:
+    """A call of a method of LLM on a table.
+
+    Attributes:
+        task: name of the task
+        argument: the argument that is the table; it is named in errors
+        columns: {option of the command line: (the method's keyword, its value)}: which columns are read
+        errors: "raise", or "return": the result has a column `error`
+        options: of the task, with `adapter` and `progress`
+        scores: "all": the probability of each label or option has a column of its own
+        fixed: fields that all items have
+        chat: whether a prompt is what a user says
+    """
+
+    task: str
+    argument: str
+    columns: Mapping[str, tuple[str, str | None]]
+    errors: Literal["raise", "return"]
+    options: Mapping[str, object]
+    scores: Scores = "label"
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    chat: bool = False
+
+
+class TableTasks(TaskRunner):
+    """A TaskRunner that also takes tables."""
+
+    def _on_table(self, table: Table, call: TableCall) -> Table:
+        """Return a table of the same kind with the answers as further columns. The rows stay, in their order.
+
+        A RecordBatchReader gives one that computes PIECE_ROWS rows at a time. Raise InputError as the methods do.
+        """
+        if call.scores not in ("label", "all"):
+            raise InputError(f"scores is {call.scores!r}", field="scores", remedy='use "label" or "all"')
+        nw, arrow = _need("narwhals"), _need("pyarrow")
+        kind, value = kind_of(table), cast(Any, table)
+        compute = _Compute(call, self.task, self._run_works, self.config.hidden)
+
+        def of_arrow(rows: pa.Table) -> pa.Table:
+            return compute(nw.from_native(rows, eager_only=True)).to_native()
+
+        found: Any
+        if kind == "RecordBatchReader":
+            if isinstance(call.options.get("adapter"), (list, tuple)):
+                message = "adapter is a list, and the number of rows of a RecordBatchReader is not known"
+                raise InputError(message, field="adapter", remedy="give one name")
+            found = _streamed(value, of_arrow)
+        elif kind == "RecordBatch":
+            rows = of_arrow(arrow.Table.from_batches([value])).combine_chunks()
+            found = next(iter(rows.to_batches()), None) or arrow.RecordBatch.from_pylist([], schema=rows.schema)
+        elif kind == "DuckDBPyRelation":
+            found = _as_relation(value, of_arrow(arrow.table(value)))
+        else:
+            try:
+                frame = nw.from_native(value, eager_only=True)
+            except nw.exceptions.DuplicateError as error:
+                message = f"{call.argument} is a table with equal names of columns: {' '.join(str(error).split())}"
+                raise InputError(message, field=call.argument, remedy="give each a name of its own") from None
+            found = compute(frame).to_native()
+        return cast(Table, found)
+
+
+def _need(package: Literal["narwhals", "pyarrow"]) -> ModuleType:
+    try:
+        return __import__(package)
+    except ImportError:
+        raise MissingExtraError(package, "tables", "a table") from None
+
+
+def _as_relation(relation: DuckDBPyRelation, prefold_answers_of_this_call: pa.Table) -> DuckDBPyRelation:
+    """Return an Arrow table as a relation of the connection of another relation, which alone can be joined with it."""
+    # DuckDB finds the table by the name of this function's argument.
+    found = relation.query("prefold_rows", "SELECT * FROM prefold_answers_of_this_call")
+    # DuckDB 1 leaves a view of that name.
+    relation.query("prefold_rows", "DROP VIEW IF EXISTS prefold_rows")
+    return cast("DuckDBPyRelation", found)
+
+
+def _streamed(reader: pa.RecordBatchReader, compute: Callable[[pa.Table], pa.Table]) -> pa.RecordBatchReader:
+    """Return a reader of the computed rows of another reader."""
+    import pyarrow as pa
+
+    # What is wrong with the columns or the options is known before a row is read.
+    schema = compute(reader.schema.empty_table()).schema
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for piece in _pieces(reader):
+            yield from compute(pa.Table.from_batches(piece)).cast(schema).to_batches()
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def _pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """Yield the rows of batches in pieces of PIECE_ROWS; the last one has fewer."""
+    piece: list[pa.RecordBatch] = []
+    free = PIECE_ROWS
+    for batch in batches:
+        while batch.num_rows:
+            part, batch = batch.slice(0, free), batch.slice(free)
+            piece.append(part)
+            free -= part.num_rows
+            if not free:
+                yield piece
+                piece, free = [], PIECE_ROWS
+    if piece:
+        yield piece
+
+
+class _Compute:
+    """Computes the answers to the rows of a data frame of narwhals, and returns the frame with their columns."""
+
+    def __init__(
+        self, call: TableCall, make: Callable[..., Task], run: Callable[..., list[list[object] | None]], hidden: int
+    ):
+        """make, run: methods of TaskRunner; hidden: numbers of the model's vectors"""
+        self._call, self._make, self._run, self._hidden = call, make, run, hidden
+
+    def __call__(self, frame: Frame) -> Frame:
+        import narwhals as nw
+
+        reader = self._reader(frame)
+        items = self._items(reader, frame)
+        call, items, options = read_call(self._call.argument, items, False, self._call.errors, {**self._call.options})
+        task = self._make(self._call.task, **options)
+        good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
+        works = [item if isinstance(item, InputError) else _renamed(reader, next(good)) for item in items]
+        if not call.back:
+            first_error(works, call.argument)
+            first_error([_of_part(work) for work in works], call.argument)
+        answers = finish_items(task, works, self._run(task, works, call))
+        answers = [_renamed(reader, answer) for answer in answers]
+        if not call.back:
+            first_error(answers, call.argument)
+        size = options.get("dimensions") or self._hidden
+        added = self._columns(task, answers, [str(name) for name in frame.columns], size)
+        names = {name: kept_name(added.keys(), str(name)) for name in frame.columns}
+        renamed = frame.rename({name: new for name, new in names.items() if new != str(name)})
+        columns = nw.from_arrow(_need("pyarrow").table(added), backend=frame.implementation)
+        return renamed.with_columns(*(columns[name] for name in added))
+
+    def _reader(self, frame: Frame) -> RowReader:
+        call, have = self._call, [str(name) for name in frame.columns]
+        given = {option: value for option, (_, value) in call.columns.items()}
+        if call.chat and not any(given.values()) and "messages" in have:
+            given["messages"] = "messages"
+        templates: dict[str, Any] = {}
+        for option, name in usual_columns(call.task, have, {**given, **call.fixed}).items():
+            keyword = call.columns[option][0]
+            if name is None:
+                message = (
+                    f"which column of {call.argument} is the {keyword}? It has the columns {', '.join(have)[:300]}"
+                )
+                remedy = f'give {keyword}="COLUMN", or a text such as {keyword}="... {{COLUMN}} ..."'
+                raise InputError(message, field=keyword, remedy=remedy, code="missing_option")
+            given[option] = name
+        for option, text in given.items():
+            keyword = call.columns[option][0]
+            if text is None:
+                continue
+            if not isinstance(text, str):
+                remedy = 'give the name of a column, or a text such as "... {COLUMN} ..."'
+                message = f"{keyword} is of type {type(text).__name__}"
+                raise InputError(message, field=keyword, remedy=remedy, code="wrong_type")
+            try:
+                templates[option] = text if option == "messages" else Template(text, keyword)
+            except JobError as error:
+                raise InputError(str(error), field=keyword) from None
+        # All structs of an Arrow column have the same fields. Objects of pandas have their own.
+        filled = not frame.implementation.is_pandas_like()
+        reader = RowReader(call.task, Columns(**templates), chat=call.chat, filled=filled, lists=False)
+        try:
+            reader.check(have)
+        except JobError as error:
+            raise InputError(str(error), field=call.argument, code="missing_field") from None
+        return reader
+
+    def _items(self, reader: RowReader, frame: Frame) -> list[dict[str, object] | InputError]:
+        """Return the item of each row, or its InputError."""
+        used = reader.used
+        values = {str(name): _values(frame.get_column(name)) for name in frame.columns if str(name) in used}
+
+        def item(row: tuple[object, ...]) -> dict[str, object]:
+            try:
+                _, (item,) = reader.items(dict(zip(values, row, strict=True)))
+            except InputError as error:
+                if error.code in ("empty", "null"):
+                    raise error.renamed(error.field, "give it a text, or drop the row") from None
+                raise
+            return {**self._call.fixed, **item}
+
+        return [attempt(item, row) for row in zip(*values.values(), strict=True)]
+
+    def _columns(
+        self, task: Task, answers: Sequence[Answer | InputError], have: Sequence[str], size: int
+    ) -> dict[str, pa.Array]:
+        """Return {name: Arrow array} of the answers' columns.
+
+        have  names of the table's columns
+        size  numbers of a vector, if there is no vector
+        """
+        import pyarrow as pa
+
+        every = self._call.scores == "all"
+        example = task.example.columns(every)
+        rows = [{} if isinstance(answer, InputError) else answer.columns(every) for answer in answers]
+        vectors = (row.get("embedding") for row in rows)
+        found = next((vector.size for vector in vectors if isinstance(vector, np.ndarray)), None)
+        size = found or size
+        added = {name: _array([row.get(name) for row in rows], value, size) for name, value in example.items()}
+        if self._call.task == "decide":  # the names are those of the questions, which the caller can choose
+            added = {PREFIX + name if name in have or name == "error" else name: part for name, part in added.items()}
+        if self._call.errors == "return":
+            added["error"] = pa.array([_message(answer) for answer in answers], pa.string())
+        return added
+
+
+def _renamed(reader: RowReader, value: T | InputError) -> T | InputError:
+    return reader.renamed(value) if isinstance(value, InputError) else value
+
+
+def _of_part(work: Work | InputError) -> InputError | None:
+    """Return the first error of a part of an item, such as one of several questions; None if there is none."""
+    errors = {} if isinstance(work, InputError) else (work.note or {}).get("errors", {})
+    return next((InputError(**error) for error in errors.values()), None)
+
+
+def _message(answer: Answer | InputError) -> str | None:
+    """Return why a row has no answer, or why parts of it have none; None if it has all."""
+    if isinstance(answer, InputError):
+        return f"{answer.code}: {answer}"
+    errors: Mapping[object, InputError] = getattr(answer, "errors", {})
+    return "; ".join(f"{error.code}: {error}" for error in errors.values()) or None
+
+
+def _values(column: nw.Series[Any]) -> list[object]:
+    """Return the values of a column as Python has them, and None for each that is missing."""
+    values: list[object] = column.to_list()
+    if column.implementation.is_pandas_like():
+        missing = column.is_null().to_list()
+        return [None if is_null else _plain(value) for value, is_null in zip(values, missing, strict=True)]
+    return values
+
+
+def _plain(value: object) -> object:
+    """Return a value of pandas without arrays and numbers of NumPy, which files of Arrow leave in its cells."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _array(values: list[Any], example: object, size: int) -> pa.Array:
+    """Return values as an Arrow array; None becomes null.
+
+    example  a value of the column, which says its type
+    size     numbers of a vector
+    """
+    import pyarrow as pa
+
+    if isinstance(example, np.ndarray):
+        missing = np.array([value is None for value in values], bool)
+        flat = np.zeros((len(values), size), np.float32)
+        for i in np.flatnonzero(~missing):
+            flat[i] = values[i]
+        mask = pa.array(missing) if missing.any() else None
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), size, mask=mask)
+    types = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+    type_ = types.get(type(example))
+    if type_ == pa.string():  # an option of a choice may be true or false beside texts
+        values = [str(value).lower() if isinstance(value, bool) else value for value in values]
+    return pa.array(values, type_)

@@ -1,0 +1,105 @@
+"""Expressions of Polars that ask a model: the namespace `prefold`.
+
+    import polars as pl
+    import prefold.integrations.polars
+    from prefold import LLM
+
+    llm = LLM("smollm2-135m")
+    questions = {"refund": {"type": "noul", "instructions": "Is a refund requested?"}}
+    df.with_columns(pl.col("body").prefold.decide(llm, questions).struct.unnest())
+    df.lazy().with_columns(vector=pl.col("body").prefold.embed(llm)).sink_parquet("out.parquet")
+
+Arguments, options and the names of the result's columns are those of the methods of LLM on a table. An expression with
+several columns is a struct. A null in the input is a null in the output. Polars decides how many rows are computed
+together: those of a DataFrame all at once, those of a stream in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+from ..api.keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
+from ..api.numbers import Errors, Labels, Questions
+from ..api.tables import Scores
+from ..api.texts import CallKeywords
+from ..errors import MissingExtraError
+from ..llm import LLM
+
+try:
+    import polars as pl
+except ImportError:
+    raise MissingExtraError("polars", "polars", "expressions of Polars") from None
+
+__all__ = ["PrefoldExpressions"]
+
+_INPUT = "input"  # as errors name it
+
+
+@pl.api.register_expr_namespace("prefold")
+class PrefoldExpressions:
+    """The methods of LLM as expressions: `pl.col("body").prefold.embed(llm)`."""
+
+    def __init__(self, expr: pl.Expr):
+        self._expr = expr
+
+    def embed(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[EmbedKeywords]) -> pl.Expr:
+        """Return the vector of each text, an array of float32."""
+        return self._mapped(lambda frame: llm.embed(frame, text=_INPUT, errors=errors, **options))
+
+    def rerank(self, llm: LLM, query: str, *, errors: Errors = "raise", **options: Unpack[RerankKeywords]) -> pl.Expr:
+        """Return how well each text answers the query."""
+        return self._mapped(lambda frame: llm.rerank(query, frame, document=_INPUT, errors=errors, **options))
+
+    def classify(
+        self,
+        llm: LLM,
+        labels: Labels = None,
+        *,
+        scores: Scores = "label",
+        errors: Errors = "raise",
+        **options: Unpack[ClassifyKeywords],
+    ) -> pl.Expr:
+        """Return a struct of `label` and `p` for each text."""
+        return self._mapped(
+            lambda frame: llm.classify(frame, labels, text=_INPUT, scores=scores, errors=errors, **options)
+        )
+
+    def decide(
+        self,
+        llm: LLM,
+        questions: Questions,
+        *,
+        scores: Scores = "label",
+        errors: Errors = "raise",
+        **options: Unpack[DecideKeywords],
+    ) -> pl.Expr:
+        """Return a struct of the answers to the questions about each state, which is a text or a struct."""
+        return self._mapped(
+            lambda frame: llm.decide(frame, questions, state=_INPUT, scores=scores, errors=errors, **options)
+        )
+
+    def score(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[ScoreKeywords]) -> pl.Expr:
+        """Return a struct of `logprob` and `greedy` of each text as a whole."""
+        return self._mapped(lambda frame: llm.score(frame, prompt=_INPUT, errors=errors, **options))
+
+    def generate(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[CallKeywords]) -> pl.Expr:
+        """Return a struct of `text`, `finish_reason` and `num_generated`: what follows each prompt."""
+        return self._mapped(lambda frame: llm.generate(frame, prompt=_INPUT, errors=errors, **options))
+
+    def chat(self, llm: LLM, *, errors: Errors = "raise", **options: Unpack[CallKeywords]) -> pl.Expr:
+        """Return a struct of `text`, `finish_reason` and `num_generated`: the answer to what a user says."""
+        return self._mapped(lambda frame: llm.chat(frame, prompt=_INPUT, errors=errors, **options))
+
+    def _mapped(self, call: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.Expr:
+        def compute(values: pl.Series) -> pl.Series:
+            is_there = values.is_not_null()
+            found = call(values.filter(is_there).to_frame(_INPUT)).drop(_INPUT)
+            column = found.to_series() if found.width == 1 else found.to_struct()
+            # The place of each row among those with a value; null for the others.
+            places = pl.select(pl.when(is_there).then(is_there.cum_sum() - 1)).to_series()
+            return column.gather(places.cast(pl.UInt32)).alias(values.name)
+
+        # What is wrong with the options is known before a row is read, and what type the result has.
+        kind = compute(pl.Series(_INPUT, [], pl.String)).dtype
+        return self._expr.map_batches(compute, return_dtype=kind, is_elementwise=True)
