@@ -264,7 +264,7 @@ class Reader:
             self._counts.read_all = not self.stopping
             for task, feed in self._feeds.items():
                 if task in self._spools:
-                    self._spools[task].order()  # sorted here, while engines have work
+                    self._spools[task].order(joins=True)  # sorted here, while engines have work
                     del self._spools[task]
                 feed.end()
             self.has_ended.set()
@@ -374,8 +374,9 @@ class Reader:
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
                 continue
-            for (request, _), is_new in zip(requests, self._pass_on(task, requests), strict=True):
-                if is_new:
+            for part, is_new in enumerate(self._pass_on(task, requests)):
+                if is_new or part == 0:  # a record may repeat the one before
+                    request, _ = requests[part]
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
             self.has_requests = True
@@ -386,7 +387,7 @@ class Reader:
         feed = self._feeds.get(task)
         if self._live:
             if feed is None:
-                feed = self._feeds[task] = Feed(is_urgent=partial(self._others_wait, task))
+                feed = self._feeds[task] = Feed(is_urgent=partial(self._others_wait, task), joins=True)
             while not feed.has_room and not self.stopping:
                 time.sleep(_POLL)
             return feed.put(requests)
@@ -394,7 +395,7 @@ class Reader:
         if spool is None:
             spool = self._spools[task] = self._job.make_spool()
             if self._early and not self._feeds:
-                feed = self._feeds[task] = Feed(0)
+                feed = self._feeds[task] = Feed(0, joins=True)
                 self._put(ReadyBatch(task, spool, feed))
         if feed is not None and feed.has_room:
             return feed.put(requests)

@@ -44,6 +44,7 @@ class Flow:
         self.job = job
         self.gather = Gather()
         self.reader = Reader(job, counts)
+        self._counts = counts
 
     def compute(
         self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
@@ -66,9 +67,10 @@ class Flow:
 
     def _results(self, engine: Engine, task: Any, batch: ReadyBatch, see: See | None, **run: Any) -> Any:
         window, spool = self.job.window, batch.spool
+        run["on_repeat"] = self._count_repeat
         if batch.feed is None:
             assert spool is not None
-            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
+            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full", joins=True)
             return results_of(engine, task, windows if engine.facts.divides else watched(windows, see), **run)
 
         def rest() -> Windows:
@@ -76,11 +78,15 @@ class Flow:
             assert spool is not None
             if self.reader.error is not None:
                 raise self.reader.error
-            return spool.windows(max_tokens=window)
+            return spool.windows(max_tokens=window, joins=True)
 
         asked = task.sampling if task.readout.kind == "tokens" else task.readout
         source = LiveInput(batch.feed, window, None if spool is None else rest, see, asked=asked)
         return results_of(engine, task, source, **run)
+
+    def _count_repeat(self, tokens: int) -> None:
+        self._counts.tokens_done += tokens
+        self._counts.requests_done += 1
 
     def check(self) -> None:
         """Raises AssertionError if a record has no line after everything was computed."""

@@ -7,12 +7,14 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ..engine.protocol import Engine
+from ..engine.requests import Answer as EngineAnswer
 from ..errors import InputError
-from ..spec.requests import Request
-from ..trie import LiveInput, Spool, Window
+from ..spec.requests import Request, Result
+from ..trie import LiveInput, Spool, Window, read_tags
 from .base import attempt
 from .results import Answer, all_finite
 from .sampling import seed_at
@@ -21,11 +23,50 @@ _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
 def results_of(
-    engine: Engine, task: Any, windows: Iterable[Window | None] | LiveInput, **run: Any
+    engine: Engine,
+    task: Any,
+    windows: Iterable[Window | None] | LiveInput,
+    *,
+    on_repeat: Callable[[int], object] | None = None,
+    **run: Any,
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come. A result is a Result, a list of Generated where text
-    is generated, or the InputError of a request that cannot be run. run: keywords of `Engine.run`"""
-    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
+    is generated, or the InputError of a request that cannot be run. Equal requests are computed once.
+
+    windows    of a spool with joins=True, or a LiveInput whose feed joins
+    on_repeat  called with the tokens of each prompt that got the answer of an equal one
+    run        keywords of `Engine.run`
+    """
+    feed = windows.feed if isinstance(windows, LiveInput) else None
+    with closing(engine.run(windows, task.readout, task.inputs.tokenizer, **run)) as answers:  # type: ignore[type-var]
+        for packed, answer in answers:
+            num_tokens, ((tag, _), *repeats) = read_tags(packed)
+            yield tag, answer
+            for again, tokens in chain(repeats, () if feed is None else feed.answered(packed)):
+                if tokens:
+                    asked = _tokens_of(answer, tokens)
+                    engine.count(requests=1, tokens=asked, repeats=1)
+                    if on_repeat is not None:
+                        on_repeat(asked)
+                yield again, as_known(answer, num_tokens)
+
+
+def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
+    """Returns an answer as that of an equal request, for which nothing was computed. num_tokens: of the prompt"""
+    if isinstance(answer, Result):
+        cached = answer.cached_tokens if answer.cached_tokens is None else num_tokens
+        return replace(answer, values=answer.values.copy(), cached_tokens=cached)
+    if isinstance(answer, list):
+        return [
+            sample if sample.cached_tokens is None else replace(sample, cached_tokens=num_tokens) for sample in answer
+        ]
+    return answer
+
+
+def _tokens_of(answer: EngineAnswer, num_tokens: int) -> int:
+    """Returns how many tokens a request counts in Stats. num_tokens: of its prompt"""
+    samples = answer if isinstance(answer, list) else ()
+    return sum(num_tokens + max(0, len(sample.tokens) - 1) for sample in samples) or num_tokens
 
 
 def run_works(
@@ -50,7 +91,8 @@ def run_works(
         for number, work in enumerate(works):
             for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
                 spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
-        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.facts.sharing) == "full")
+        share = run.get("sharing", engine.facts.sharing) == "full"
+        windows = spool.windows(max_tokens=window, share=share, joins=True)
         with closing(results_of(engine, task, windows, **run)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 number, part = _TAG.unpack(tag)
