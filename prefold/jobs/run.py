@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.protocol import Engine
+from ..engine.requests import Answer
 from ..errors import InputError, JobError
 from ..spec.requests import Owner, Stats
-from ..tasks.base import attempt
+from ..tasks.base import Task, attempt
 from ..tasks.run import finish, results_of
 from ..trie import LiveInput, Windows
 from ..trie.live_windows import See, watched
@@ -43,8 +44,9 @@ class Flow:
     def __init__(self, job: Job, counts: Counts):
         self.job = job
         self.gather = Gather()
-        self.reader = Reader(job, counts)
+        self.reader = Reader(job, counts, self._deliver)
         self._counts = counts
+        self._lock = threading.Lock()  # of the gather: the reader delivers known answers
 
     def compute(
         self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
@@ -58,16 +60,25 @@ class Flow:
         task = self.job.tasks[batch.task]
         with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
-                record = self.gather.add(tag, result)
-                if record is not None:
-                    self._write(task, record)
+                self._take(task, tag, result)
                 if stopping():
                     return False
         return not stopping()  # the engine may have stopped for it
 
+    def _take(self, task: Task, tag: bytes, result: Answer) -> None:
+        """Takes the result of a request, and writes its record's line if all results are there."""
+        with self._lock:
+            record = self.gather.add(tag, result)
+            if record is not None:
+                self._write(task, record)
+
+    def _deliver(self, task: str, tag: bytes, answer: Answer) -> None:
+        self._take(self.job.tasks[task], tag, answer)
+
     def _results(self, engine: Engine, task: Any, batch: ReadyBatch, see: See | None, **run: Any) -> Any:
         window, spool = self.job.window, batch.spool
         run["on_repeat"] = self._count_repeat
+        run["kept"] = None if self.job.kept is None else self.job.kept.of(task.readout)
         if batch.feed is None:
             assert spool is not None
             windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full", joins=True)
@@ -93,7 +104,7 @@ class Flow:
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
-    def _write(self, task: Any, record: DoneRecord) -> None:
+    def _write(self, task: Task, record: DoneRecord) -> None:
         adapter, answer = self.job.adapter, attempt(self._line, task, record)
         if isinstance(answer, InputError):
             line = error_text(adapter, record.number, record.meta, answer)
@@ -101,7 +112,7 @@ class Flow:
         else:
             self.job.output.write(record.number, answer, failed=False)
 
-    def _line(self, task: Any, record: DoneRecord) -> str:
+    def _line(self, task: Task, record: DoneRecord) -> str:
         """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
         answers = [finish(task, note, values) for note, values in record.items]
         return dumps(self.job.adapter.line(record.number, record.meta, answers))
@@ -123,7 +134,8 @@ def run_beside(
     try:
         flow.reader.start()
         engine = job.load().engine
-        with _committing(job.output):
+        flow.reader.is_loaded.set()
+        with _committing(job):
             for batch in flow.reader.batches():
                 with batch.spool or nullcontext():
                     if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
@@ -132,7 +144,7 @@ def run_beside(
         return not stopping()
     finally:
         flow.reader.close()
-        job.output.commit()
+        _commit(job)
 
 
 def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
@@ -149,8 +161,15 @@ def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: 
 TICK_SECONDS = 0.25
 
 
+def _commit(job: Job, *, due_only: bool = False) -> None:
+    """Makes durable what the job has written, and the answers that it keeps."""
+    if job.kept is not None:
+        job.kept.file.commit(due_only=due_only)
+    job.output.commit(due_only=due_only)
+
+
 @contextmanager
-def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _committing(job: Job, show: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Calls `show` and commits lines a few times a second, in a thread of its own."""
     stop = threading.Event()
 
@@ -159,7 +178,7 @@ def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iter
             with contextlib.suppress(OSError):  # a terminal that is gone
                 show()
             try:
-                output.commit(due_only=True)
+                _commit(job, due_only=True)
             except (JobError, OSError):
                 return  # the next write raises it where it can be handled
 
@@ -251,7 +270,7 @@ class _Run:
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
             return self.summary
         try:
-            with self._signals(), _committing(self.output, lambda: self.progress.tick(self._count())):
+            with self._signals(), _committing(self.job, lambda: self.progress.tick(self._count())):
                 self.output.hold()
                 self.reader.start()
                 self._work(started_at)
@@ -263,10 +282,10 @@ class _Run:
             # What the handler of a signal raises within compiled code may come out as any other exception.
             if self.ending is not None or isinstance(error, KeyboardInterrupt):
                 if not self.hard:
-                    self.output.commit()
+                    _commit(self.job)
                 raise Interrupted(self.signal or signal.SIGINT) from None
             with contextlib.suppress(JobError):
-                self.output.commit()  # what came before the failure is done
+                _commit(self.job)  # what came before the failure is done
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 place = tempfile.gettempdir()
                 message = f"no room for temporary files in {place} ({error.strerror}); what is done is kept: "
@@ -275,6 +294,8 @@ class _Run:
         finally:
             self.reader.close()
             self.output.close()
+            if self.job.kept is not None:
+                self.job.kept.close()
             if hasattr(self._llm, "close"):
                 self._llm.close()
             with contextlib.suppress(OSError):
@@ -293,8 +314,10 @@ class _Run:
             self.summary.streams += batch.spool is not None or not self.summary.streams
             with batch.spool or contextlib.nullcontext():
                 self._compute(batch)
+        known = Stats(requests=self.counts.kept, tokens=self.counts.kept_tokens, kept=self.counts.kept)
+        self.summary.stats = known
         if engine is not None:
-            self.summary.stats = engine.stats
+            self.summary.stats = known + engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
             self.summary.passes = getattr(self._llm, "passes", "")
             self.summary.replicas = engine.snapshot().replicas
@@ -307,6 +330,7 @@ class _Run:
         self._engine = engine = llm.engine
         engine.reset_stats()
         self.summary.sharing = engine.facts.sharing
+        self.reader.is_loaded.set()
         self.summary.load_seconds = time.perf_counter() - started_at
         self.counts.phase = "reading"
         return engine
