@@ -47,6 +47,8 @@ class Flow:
         self.reader = Reader(job, counts, self._deliver)
         self._counts = counts
         self._lock = threading.Lock()  # of the gather: the reader delivers known answers
+        if job.kept is not None:
+            job.output.before_commit = job.kept.file.commit  # an answer is kept before its line is durable
 
     def compute(
         self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
@@ -135,7 +137,7 @@ def run_beside(
         flow.reader.start()
         engine = job.load().engine
         flow.reader.is_loaded.set()
-        with _committing(job):
+        with _committing(job.output):
             for batch in flow.reader.batches():
                 with batch.spool or nullcontext():
                     if not flow.compute(engine, batch, owner=owner, on_failure=on_failure, stopping=stopping):
@@ -144,7 +146,7 @@ def run_beside(
         return not stopping()
     finally:
         flow.reader.close()
-        _commit(job)
+        job.output.commit()
 
 
 def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
@@ -161,15 +163,8 @@ def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: 
 TICK_SECONDS = 0.25
 
 
-def _commit(job: Job, *, due_only: bool = False) -> None:
-    """Makes durable what the job has written, and the answers that it keeps."""
-    if job.kept is not None:
-        job.kept.file.commit(due_only=due_only)
-    job.output.commit(due_only=due_only)
-
-
 @contextmanager
-def _committing(job: Job, show: Callable[[], None] = lambda: None) -> Iterator[None]:
+def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Calls `show` and commits lines a few times a second, in a thread of its own."""
     stop = threading.Event()
 
@@ -178,7 +173,7 @@ def _committing(job: Job, show: Callable[[], None] = lambda: None) -> Iterator[N
             with contextlib.suppress(OSError):  # a terminal that is gone
                 show()
             try:
-                _commit(job, due_only=True)
+                output.commit(due_only=True)
             except (JobError, OSError):
                 return  # the next write raises it where it can be handled
 
@@ -270,7 +265,7 @@ class _Run:
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
             return self.summary
         try:
-            with self._signals(), _committing(self.job, lambda: self.progress.tick(self._count())):
+            with self._signals(), _committing(self.output, lambda: self.progress.tick(self._count())):
                 self.output.hold()
                 self.reader.start()
                 self._work(started_at)
@@ -282,10 +277,10 @@ class _Run:
             # What the handler of a signal raises within compiled code may come out as any other exception.
             if self.ending is not None or isinstance(error, KeyboardInterrupt):
                 if not self.hard:
-                    _commit(self.job)
+                    self.output.commit()
                 raise Interrupted(self.signal or signal.SIGINT) from None
             with contextlib.suppress(JobError):
-                _commit(self.job)  # what came before the failure is done
+                self.output.commit()  # what came before the failure is done
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 place = tempfile.gettempdir()
                 message = f"no room for temporary files in {place} ({error.strerror}); what is done is kept: "

@@ -222,6 +222,8 @@ def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[st
         drawn = [(*read_request(asked), read_answer(answer)) for _, asked, answer in rows]
         if drawn:
             break
+    if not drawn and wrong:
+        return Recomputed(wrong, 0, 0.0, 0)
     if not drawn:
         remedy = "`prefold answers DIR` shows the models and options that have some"
         raise InputError(f"no answer of {spec.model_name} with these options can be computed again", remedy=remedy)

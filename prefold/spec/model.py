@@ -250,7 +250,7 @@ class ModelSpec(StepOptions, SlotOptions):
     )  # fmt: skip
     answers_bytes: int = option(
         4 << 30, "Size of the answers in that folder; those not used for longest go first.",
-        least=0, on="answers",
+        least=1, on="answers",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

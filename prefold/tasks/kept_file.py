@@ -40,11 +40,16 @@ INSERT INTO total VALUES(0);
 CREATE TRIGGER answer_added AFTER INSERT ON answers BEGIN UPDATE total SET bytes = bytes + new.size; END;
 CREATE TRIGGER answer_deleted AFTER DELETE ON answers BEGIN
     UPDATE total SET bytes = bytes - old.size; DELETE FROM requests WHERE key = old.key; END;
+CREATE TRIGGER answer_changed AFTER UPDATE OF size ON answers BEGIN
+    UPDATE total SET bytes = bytes - old.size + new.size; END;
 CREATE TRIGGER request_added AFTER INSERT ON requests BEGIN
     UPDATE total SET bytes = bytes + length(new.request); END;
 CREATE TRIGGER request_deleted AFTER DELETE ON requests BEGIN
     UPDATE total SET bytes = bytes - length(old.request); END;
 """
+# The answer may be there already: from another process, or with a checksum that does not hold.
+_KEEP = """INSERT INTO answers(key, model, used, size, answer) VALUES(?, ?, ?, ?, ?)
+    ON CONFLICT(key) DO UPDATE SET used = excluded.used, size = excluded.size, answer = excluded.answer"""
 
 
 class ModelRows(NamedTuple):
@@ -206,10 +211,8 @@ class AnswersFile:
         kept = [(key, request) for key, request in self._requests.items() if key in self._new]
         used = [(now, key) for key in self._used.difference(self._new)]
         with _transaction(self._db):
-            # An answer that another process has kept meanwhile stays.
-            self._db.executemany("DELETE FROM answers WHERE key = ?", [(key,) for key in self._new])
-            self._db.executemany("INSERT INTO answers(key, model, used, size, answer) VALUES(?, ?, ?, ?, ?)", rows)
-            self._db.executemany("INSERT OR REPLACE INTO requests VALUES(?, ?)", kept)
+            self._db.executemany(_KEEP, rows)
+            self._db.executemany("INSERT OR IGNORE INTO requests VALUES(?, ?)", kept)
             self._db.executemany("UPDATE answers SET used = ? WHERE key = ?", used)
             self._evict(self._most_bytes)
         for key, _ in kept:
