@@ -68,11 +68,20 @@ class AnswersFile:
 
     most_bytes  of answers that are kept
     notify      called with a line for the user, once, if the file is damaged or cannot be written
+    clock       returns the time in seconds since 1970
 
     Raises JobError for a folder or file that cannot be used.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, notify: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        notify: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._clock = clock
         self.path, self._most_bytes, self._notify = folder / NAME, most_bytes, notify
         self._lock = threading.Lock()
         self._new: dict[bytes, tuple[int, bytes]] = {}
@@ -203,7 +212,7 @@ class AnswersFile:
                 self._write()
 
     def _write(self) -> None:
-        now = int(time.time())
+        now = int(self._clock())
         rows = [
             (key, model, now, len(answer) + _ROW, _checksum(key, answer) + answer)
             for key, (model, answer) in self._new.items()

@@ -180,10 +180,9 @@ def test_what_is_no_answer_is_not_kept():
     assert answer_bytes([Generated((1,), "a", "cancelled")]) is None
 
 
-def test_the_answers_not_used_for_longest_go_first(tmp_path, monkeypatch):
+def test_the_answers_not_used_for_longest_go_first(tmp_path):
     now = 1_000_000
-    monkeypatch.setattr("prefold.tasks.kept_file.time.time", lambda: now)
-    file = opened(tmp_path, most=10_000)
+    file = AnswersFile(tmp_path, 10_000, pytest.fail, clock=lambda: now)
     model = file.model(b"digest", "{}")
     for number in range(8):
         now += 10
