@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -119,6 +121,30 @@ def test_reads_of_a_prompt_stay_together_when_some_wait_for_others():
     assert [read_tags(read.tag)[1][0].tag for read in second[0]] == [b"3", b"4"]
     assert [*feed.answered(first[0][0].tag)] == [(b"1", 2), (b"1", 2)]
     assert [*feed.answered(first[0][1].tag)] == [(b"2", 0), (b"2", 0)]
+
+
+def test_threads_that_put_and_answer_lose_and_double_no_tag():
+    """An answer may come while an equal request is put: it gets this answer, or is sent itself."""
+    feed, total = Feed(joins=True), 20_000
+
+    def put():
+        for number in range(total):
+            while not feed.has_room:
+                pass
+            feed.put([(Request(np.array([number % 3])), b"%d" % number)])
+        feed.end()
+
+    thread = threading.Thread(target=put)
+    thread.start()
+    found, sent = [], 0
+    while not feed.is_over:
+        for reads in feed.take(1) or ():
+            for read in reads:
+                sent += 1
+                found += [tag for tag, _ in read_tags(read.tag)[1]]
+                found += [tag for tag, _ in feed.answered(read.tag)]
+    thread.join()
+    assert sorted(map(int, found)) == list(range(total)) and sent <= total
 
 
 def test_tags_come_back():
