@@ -22,7 +22,7 @@ from .checkpoint.identity import folder_digest, model_identity
 from .engine import EngineOptions, ModelEngine
 from .engine.cache import RadixCache
 from .engine.schedule.parts import settle_options
-from .errors import InputError
+from .errors import InputError, warn_caller
 from .model import config_from, load_adapter, load_model
 from .model.device import check_kv_dtype, choose_device, choose_dtype, settle_threads
 from .model.int8 import probe_tokens
@@ -30,6 +30,7 @@ from .model.parallel import ALONE, CollectiveError
 from .spec.fields import described
 from .spec.model import GROUPS, ModelSpec, model_options
 from .spec.requests import Stats
+from .tasks.kept import open_kept
 from .tasks.make import end_ids
 from .text import Tokenizer, tokenizer_or_none
 from .worker.local import LocalWorker
@@ -114,6 +115,7 @@ class LLM(NumericTasks, Texts):
         resources = () if table is None else (table,)
         self.worker = self._team or worker
         self.engine = ModelEngine(self.worker, EngineOptions.of(o, eos_ids), resources=resources)
+        self.kept = open_kept(o, self.checkpoint, self.dtype, self.device, warn_caller)
 
     def _start_ranks(self) -> TensorParallelWorker | None:
         """Starts the processes of the other ranks, and returns them as one worker; None without others."""
@@ -154,6 +156,8 @@ class LLM(NumericTasks, Texts):
         `with LLM(...) as llm:` closes the LLM at its end.
         """
         self.engine.close()
+        if self.kept is not None:
+            self.kept.close()
         if self.images is not None:
             self.images.reader.decoder.close()
 

@@ -145,7 +145,7 @@ def test_nobody_uses_of_an_engine_what_is_not_in_its_protocol():
     }
     assert not reaches
     assert door == {
-        "cache", "cancel", "close", "facts", "reset_stats", "run", "snapshot", "stats", "submit", "watching"
+        "cache", "cancel", "close", "count", "facts", "reset_stats", "run", "snapshot", "stats", "submit", "watching"
     }  # fmt: skip
 
 

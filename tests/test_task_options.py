@@ -93,7 +93,7 @@ def test_every_option_of_a_server_is_on_the_command_line_with_its_default():
 
 def test_every_option_of_a_model_is_on_the_commands_that_it_names():
     commands = {"model": "demo", "machine": "bench", "engine": "embed", "threshold": "run", "text": "generate"}
-    commands |= {"media": "plan", "serve": "serve"}
+    commands |= {"media": "plan", "serve": "serve", "answers": "decide"}
     for name, option in model_fields().items():
         kind = {p.name: p for p in main.commands[commands[option.metadata["on"]]].params}[name]
         assert kind.help == option.metadata["doc"] and kind.opts == [f"--{name.replace('_', '-')}"]

@@ -152,6 +152,8 @@ class ModelKeywords(TypedDict, total=False):
     tensor_parallel: int
     adapters: Mapping[str, str] | None
     cache: CacheOptions | Literal["off", "lru", "lfu", "priority"]
+    answers: str | None
+    answers_bytes: int
     kv_memory: int | None
     state_memory: int | None
     max_running: int

@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..errors import ForkedError, InputError, warn_caller
 from ..model import ModelConfig
 from ..tasks import Task, Work, make_task
+from ..tasks.kept import KeptAnswers
 from ..tasks.run import calibrated, finish_items, run_works
 from ..text import Tokenizer
 from .arguments import check_errors, first_error, items_of, take_adapters
@@ -76,6 +77,7 @@ class TaskRunner:
     tokenizer   None for a model of token ids
     config      the model's shapes and settings
     images      the reader of images (`ImageInputs`); None for a model that takes only text
+    kept        keeps answers for later calls; None: nothing is kept
     """
 
     engine: ModelEngine
@@ -83,6 +85,7 @@ class TaskRunner:
     tokenizer: Tokenizer | None
     config: ModelConfig
     images: Any
+    kept: KeptAnswers | None = None
 
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}
@@ -135,7 +138,7 @@ class TaskRunner:
         warn_of_images(works)
         total = sum(len(work.requests) for work in works if not isinstance(work, InputError))
         with _bar(task.name, total if call.progress else 0) as advance:
-            return run_works(self.engine, task, works, on_done=advance)
+            return run_works(self.engine, task, works, on_done=advance, kept=self.kept)
 
 
 def warn_of_images(works: Iterable[Work | InputError]) -> None:

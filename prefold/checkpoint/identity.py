@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,26 @@ _BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of a file are read, also where it lies on
 # chat templates. The former count by their bare names, as they always did, so that a job which was begun by an earlier
 # version can be resumed; the latter by their names in the folder, as a template may have any name.
 _BARE = ("*", "*/config.json")
+_READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".gguf")
 _PLACED = ("additional_chat_templates/*.jinja",)
 
 
-def model_identity(checkpoint: Any) -> dict[str, Any]:
-    """Returns a model's name, format, and a digest of its files."""
-    files = "" if checkpoint.path is None else folder_digest(checkpoint.path)
+def model_identity(checkpoint: Any, read: Callable[[Path], str] | None = None) -> dict[str, Any]:
+    """Returns a model's name, format, and a digest of its files. read: as of `folder_digest`"""
+    files = "" if checkpoint.path is None else folder_digest(checkpoint.path, read)
     if getattr(checkpoint, "mmproj", None) is not None:
-        files += folder_digest(checkpoint.mmproj.path)
+        files += folder_digest(checkpoint.mmproj.path, read)
     content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
 
 
-def folder_digest(path: Path) -> str:
+def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
     """Returns a digest of a checkpoint's files: of their names and sizes, of the contents of small files, and of blocks
-    of the weights all over each file, so that another training of the same model is another one."""
+    of the weights all over each file, so that another training of the same model is another one.
+
+    read  returns a digest of a whole file, to be used for each file that a model is made of; None: blocks will do
+    """
     files = {path: path.name}
     if path.is_dir():
         files = {file: file.name for pattern in _BARE for file in path.glob(pattern)}
@@ -43,7 +48,9 @@ def folder_digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{files[file]} {file.stat().st_size}\n".encode())
-        if file.suffix in (".json", ".jinja"):
+        if read is not None and file.suffix in _READ:
+            digest.update(read(file).encode())
+        elif file.suffix in (".json", ".jinja"):
             digest.update(file.read_bytes())
         elif file.suffix in (".safetensors", ".gguf"):
             digest.update(sampled_digest(file, file.stat().st_size, _BLOCKS, _WHOLE).encode())

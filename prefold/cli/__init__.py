@@ -12,6 +12,7 @@ from .. import __version__
 from ..errors import PrefoldError
 from ..spec.fields import near
 from .bench import bench, demo
+from .kept import answers
 from .options import plugin_option
 from .plan import plan
 from .process import StoppedBySignal, guarded, say
@@ -138,5 +139,6 @@ def sections() -> list[tuple[str, list[str]]]:
     ]
 
 
-for _command in (run, plan, generate, rerank, embed, classify, decide, score, serve, verify, models, demo, bench):
+_TASKS = (generate, rerank, embed, classify, decide, score)
+for _command in (run, plan, *_TASKS, serve, verify, answers, models, demo, bench):
     main.add_command(_command)

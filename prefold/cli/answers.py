@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "state", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "scores", "ray", "url", "replicas",
-             "tokenizer", "backend", "backend_option")  # fmt: skip
+             "tokenizer", "backend", "backend_option", "answers", "answers_bytes")  # fmt: skip
 
 
 _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)

@@ -106,7 +106,8 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
         saved = f" ({stats.saved:.1%} saved)" if stats.rows_computed and not in_bytes else ""
         lines.append(f"  {name}    {stats.tokens:,} in {_count(stats.requests, 'prompt')}{outputs}{of}")
         lines[-1] += ", as the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
-        rows = f"  rows      {stats.rows_computed:,} computed{saved}, sharing {summary.sharing}"
+        rows = f"  rows      {stats.rows_computed:,} computed{saved}"
+        rows += f", sharing {summary.sharing}" if summary.sharing else ""  # else no model was loaded
         if stats.unique_tokens:  # servers and vLLM do not count them
             rows += f"; {stats.unique_tokens:,} unique tokens"
             rows += f", {summary.excess:,} rows more than those" if summary.excess else ""

@@ -186,6 +186,7 @@ generation_options = model_group("text")
 media_options = all_of(model_group("media"), job_group("media_bytes", "media_pixels"))
 fleet_options = job_group("ray", "url", "tokenizer", "backend", "backend_option", "replicas", "patience")
 limit_options = job_group("limit", "window")
+answers_options = model_group("answers")
 output_options = job_group("output", "keep_order", "overwrite", "resume", "grown", "report", "stream", "quiet")
 
 
@@ -207,6 +208,7 @@ def task_options(*tasks: str) -> Decorator:
     return all_of(job_group(*beside), *_declared_by(tasks).values())
 
 
+adapter_option = _declared_by(["generate"])["adapter"]
 # What commands that compare runs need to generate text.
 text_options = all_of(job_group("chat"), *map(_declared_by(["generate"]).__getitem__, ("max_tokens", "ignore_eos")))
 
@@ -223,6 +225,7 @@ def job_options(*tasks: str) -> Decorator:
         column_options(*tasks),
         task_options(*tasks),
         output_options,
+        answers_options,
         limit_options,
         engine_options,
         fleet_options,

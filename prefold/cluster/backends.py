@@ -112,9 +112,11 @@ def backend_for(spec: JobSpec) -> Backend:
         raise SpecError(f"--ray and {_asking_for(fleet.backend_name)} exclude each other", field="ray")
     if fleet.backend and fleet.urls:
         raise SpecError("--backend and --url exclude each other: a server computes as it likes", field="backend")
-    if (on_ray or backend.where) and "cache_reuse_shifted" in spec.given:
-        message = "--cache-reuse-shifted is for one process; leave it out, or --ray, --url and --backend"
-        raise SpecError(message, field="cache_reuse_shifted")
+    for option in ("cache_reuse_shifted", "answers"):
+        if (on_ray or backend.where) and option in spec.given:
+            flag = option.replace("_", "-")
+            message = f"--{flag} is for one process; leave it out, or --ray, --url and --backend"
+            raise SpecError(message, field=option)
     for option in ("backend_option", "tokenizer"):
         if getattr(fleet, option) and option not in backend.takes:
             takes = [_asking_for(name) for name in backend_names() if option in backend_named(name).takes]

@@ -105,6 +105,11 @@ class Fleet:
         words += f"; events of caches were missing {self.re_reported:,} times" if self.re_reported else ""
         return words
 
+    def count(self, **counts: int) -> None:
+        """Adds to counters, by field of Stats, for requests that a caller answers without a run. For the thread that
+        takes the answers of a run."""
+        self.stats += Stats(**counts)
+
     def reset_stats(self) -> Stats:
         """Sets the counters to zero, and returns what they were."""
         self.stats, before = Stats(), self.stats

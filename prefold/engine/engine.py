@@ -88,6 +88,10 @@ class ModelEngine(EngineLoop):
         """Returns the counters since the engine was made, or since `reset_stats`."""
         return self.meter.stats
 
+    def count(self, **counts: int) -> None:
+        """Adds to counters, by field of Stats, for requests that a caller answers without a run."""
+        self.meter.add(**counts)
+
     def reset_stats(self) -> Stats:
         """Sets the counters to zero, and returns what they were."""
         return self.meter.reset()

@@ -223,6 +223,9 @@ class Engine(Protocol):
         on_cache  called with what reports the events of the cache
         """
 
+    def count(self, **counts: int) -> None:
+        """Adds to counters, by field of Stats, for requests that a caller answers without a run."""
+
     def reset_stats(self) -> Stats:
         """Sets the counters to zero, and returns what they were."""
 

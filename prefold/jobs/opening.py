@@ -22,6 +22,7 @@ from ..spec.files import read_bytes, same_file
 from ..spec.job import COLUMNS, JobSpec
 from ..spec.job import TASKS as JOB_TASKS
 from ..spec.model import ModelSpec
+from ..tasks.kept import KeptAnswers, open_kept
 from .columns import TableForm
 from .journal import journal_path, recorded_job
 from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_fleet, load_llm, open_model, uses_chat
@@ -234,11 +235,12 @@ def open_job(input: Input, notify: Notify) -> Job:
         if input.is_fleet:
             llm: Any = load_fleet(spec, input.backend, input.checkpoint, input.tokenizer, notify, tasks.media)
         else:
-            llm = input.load()
+            llm = input.load(replace(spec.model, answers=None))  # the job itself keeps them
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm
 
+    kept = None if spec.model.answers is None else _kept_answers(input, notify)
     output = open_output(
         OutputOptions(
             path,
@@ -254,7 +256,17 @@ def open_job(input: Input, notify: Notify) -> Job:
     return Job(
         input.source, input.adapter, tasks, load, output, limit=spec.input.limit, window=spec.input.window,
         streaming=spec.input.stream, early=input.is_fleet, collect=bool(spec.output.report), seed=seed or 0,
+        has_seed=spec.seed is not None, kept=kept,
     )  # fmt: skip
+
+
+def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
+    """Return the answers that --answers names. Imports torch."""
+    from ..model.device import choose_device, choose_dtype
+
+    model, config = input.spec.model.for_job(), input.checkpoint.config
+    device = choose_device(model.device)
+    return open_kept(model, input.checkpoint, choose_dtype(model.dtype, config, device), device, notify)
 
 
 def _seed(path: Path | None, input: Input) -> int:

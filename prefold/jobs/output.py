@@ -67,9 +67,11 @@ class Output:
     begun    whether something of this run is written
     notes    what the user should know of the file that was made
     first_error  the line of the first record that failed in this run
+    before_commit  called before written lines are made durable
     """
 
     def __init__(self) -> None:
+        self.before_commit: Callable[[], None] = lambda: None
         self.done = RecordSet()
         self.count = self.errors = self.resumed = 0
         self.ended = self.begun = False
@@ -132,6 +134,7 @@ class StreamOutput(Output):
 
     def commit(self, *, due_only: bool = False) -> None:
         with self._lock, writing("standard output"):
+            self.before_commit()
             self._stream.flush()
 
 
@@ -265,6 +268,7 @@ class FileOutput(Output):
         self._last = time.monotonic()
         if not self._pending:
             return
+        self.before_commit()
         data = b"".join(line for _, line in self._pending)
         try:
             with writing(self.lines_path, "what is written is kept", RESUME):

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..engine.requests import Answer
 from ..errors import InputError, UnsupportedModelError
 from ..spec.requests import Request
 from ..tasks.base import attempt
-from ..tasks.run import with_seed
+from ..tasks.kept import KeptAnswers
+from ..tasks.run import as_known, same_prompt, tokens_of, with_seed
 from ..trie import Feed, Spool
 from .output import Output
 from .record import ParsedRecord, Record, RecordAdapter, Source, error_text
@@ -138,6 +140,8 @@ class Job:
     early     whether the engine takes requests before the input is read to its end, where it is one stream
     collect   whether to keep the shape of the stream and the steps, for the report
     seed      what the seeds of records that sample without a seed of their own are made of
+    has_seed  whether the user gave that seed; answers that were drawn with another one are not kept
+    kept      has answers of earlier jobs, and keeps those of this one; None: nothing is kept
     """
 
     source: Source
@@ -151,6 +155,8 @@ class Job:
     early: bool = False
     collect: bool = False
     seed: int = 0
+    has_seed: bool = False
+    kept: KeptAnswers | None = None
     make_spool: Callable[[], Spool] = Spool
 
 
@@ -194,13 +200,16 @@ class Reader:
     has_work  is set at the first request, or when it is known that there is none; `has_requests` then says which. The
               owner waits for it before it loads a model
     has_ended is set when everything is read (live: so that no feed will get more), or the reading failed
+    is_loaded set by the owner when the job's model is loaded
+
+    Known answers (`Job.kept`) reach `deliver`, called with the task, the tag and the answer.
 
     The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
     a lock, and a second signal that comes while the handler holds it would wait for it for ever.
     """
 
-    def __init__(self, job: Job, counts: Counts):
-        self._job, self._counts = job, counts
+    def __init__(self, job: Job, counts: Counts, deliver: Callable[[str, bytes, Answer], None] | None = None):
+        self._job, self._counts, self._deliver = job, counts, deliver
         self._live, self._early = job.streaming, job.early and not job.streaming
         self._spools: dict[str, Spool] = {}
         self._feeds: dict[str, Feed] = {}
@@ -213,6 +222,7 @@ class Reader:
         self.has_requests = False
         self.has_ended = threading.Event()
         self.has_work = threading.Event()
+        self.is_loaded = threading.Event()
 
     def start(self) -> None:
         self._thread.start()
@@ -264,7 +274,7 @@ class Reader:
             self._counts.read_all = not self.stopping
             for task, feed in self._feeds.items():
                 if task in self._spools:
-                    self._spools[task].order()  # sorted here, while engines have work
+                    self._spools[task].order(joins=True)  # sorted here, while engines have work
                     del self._spools[task]
                 feed.end()
             self.has_ended.set()
@@ -374,19 +384,51 @@ class Reader:
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
                 continue
-            for (request, _), is_new in zip(requests, self._pass_on(task, requests), strict=True):
-                if is_new:
+            if self._job.kept is not None:
+                requests = self._unknown(task, requests, [request for work in parts for request in work.requests])
+                if not requests:
+                    continue
+            for part, is_new in enumerate(self._pass_on(task, requests)):
+                if is_new or part == 0:  # a record may repeat the one before
+                    request, _ = requests[part]
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
             self.has_requests = True
             self.has_work.set()
+
+    def _unknown(
+        self, task: str, requests: list[tuple[Request, bytes]], asked: list[Request]
+    ) -> list[tuple[Request, bytes]]:
+        """Delivers the known answers of a record's requests. Returns the other requests, with the keys of their answers
+        before their tags. asked: the requests without seeds that were made of the job's"""
+        job = self._job
+        assert job.kept is not None and self._deliver is not None
+        reads = job.kept.of(job.tasks[task].readout)
+        found = reads.find([request for request, _ in requests], asked, job.has_seed)
+        unknown = []
+        for part, (keyed, (request, tag)) in enumerate(zip(found, requests, strict=True)):
+            if keyed.answer is None:
+                unknown.append((request, keyed.key + tag))
+                continue
+            if job.tasks[task].calibration_items() and not self.is_loaded.is_set():
+                self.has_requests = True
+                self.has_work.set()
+                while not (self.is_loaded.wait(0.1) or self.stopping):
+                    pass
+                if self.stopping:
+                    return []
+            if part == 0 or request.sampling is not None or not same_prompt(request, requests[part - 1][0]):
+                self._counts.kept += 1
+                self._counts.kept_tokens += tokens_of(keyed.answer, request.tokens.size)
+            self._deliver(task, tag, as_known(keyed.answer, request.tokens.size))
+        return unknown
 
     def _pass_on(self, task: str, requests: list[tuple[Any, bytes]]) -> list[bool]:
         """Puts a record's requests into the task's feed or spool. Returns for each whether it is a new prompt."""
         feed = self._feeds.get(task)
         if self._live:
             if feed is None:
-                feed = self._feeds[task] = Feed(is_urgent=partial(self._others_wait, task))
+                feed = self._feeds[task] = Feed(is_urgent=partial(self._others_wait, task), joins=True)
             while not feed.has_room and not self.stopping:
                 time.sleep(_POLL)
             return feed.put(requests)
@@ -394,7 +436,7 @@ class Reader:
         if spool is None:
             spool = self._spools[task] = self._job.make_spool()
             if self._early and not self._feeds:
-                feed = self._feeds[task] = Feed(0)
+                feed = self._feeds[task] = Feed(0, joins=True)
                 self._put(ReadyBatch(task, spool, feed))
         if feed is not None and feed.has_room:
             return feed.put(requests)

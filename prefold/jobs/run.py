@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.protocol import Engine
+from ..engine.requests import Answer
 from ..errors import InputError, JobError
 from ..spec.requests import Owner, Stats
-from ..tasks.base import attempt
+from ..tasks.base import Task, attempt
 from ..tasks.run import finish, results_of
 from ..trie import LiveInput, Windows
 from ..trie.live_windows import See, watched
@@ -43,7 +44,11 @@ class Flow:
     def __init__(self, job: Job, counts: Counts):
         self.job = job
         self.gather = Gather()
-        self.reader = Reader(job, counts)
+        self.reader = Reader(job, counts, self._deliver)
+        self._counts = counts
+        self._lock = threading.Lock()  # of the gather: the reader delivers known answers
+        if job.kept is not None:
+            job.output.before_commit = job.kept.file.commit  # an answer is kept before its line is durable
 
     def compute(
         self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
@@ -57,18 +62,28 @@ class Flow:
         task = self.job.tasks[batch.task]
         with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
             for tag, result in results:
-                record = self.gather.add(tag, result)
-                if record is not None:
-                    self._write(task, record)
+                self._take(task, tag, result)
                 if stopping():
                     return False
         return not stopping()  # the engine may have stopped for it
 
+    def _take(self, task: Task, tag: bytes, result: Answer) -> None:
+        """Takes the result of a request, and writes its record's line if all results are there."""
+        with self._lock:
+            record = self.gather.add(tag, result)
+            if record is not None:
+                self._write(task, record)
+
+    def _deliver(self, task: str, tag: bytes, answer: Answer) -> None:
+        self._take(self.job.tasks[task], tag, answer)
+
     def _results(self, engine: Engine, task: Any, batch: ReadyBatch, see: See | None, **run: Any) -> Any:
         window, spool = self.job.window, batch.spool
+        run["on_repeat"] = self._count_repeat
+        run["kept"] = None if self.job.kept is None else self.job.kept.of(task.readout)
         if batch.feed is None:
             assert spool is not None
-            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full")
+            windows = spool.windows(max_tokens=window, share=engine.facts.sharing == "full", joins=True)
             return results_of(engine, task, windows if engine.facts.divides else watched(windows, see), **run)
 
         def rest() -> Windows:
@@ -76,18 +91,22 @@ class Flow:
             assert spool is not None
             if self.reader.error is not None:
                 raise self.reader.error
-            return spool.windows(max_tokens=window)
+            return spool.windows(max_tokens=window, joins=True)
 
         asked = task.sampling if task.readout.kind == "tokens" else task.readout
         source = LiveInput(batch.feed, window, None if spool is None else rest, see, asked=asked)
         return results_of(engine, task, source, **run)
+
+    def _count_repeat(self, tokens: int) -> None:
+        self._counts.tokens_done += tokens
+        self._counts.requests_done += 1
 
     def check(self) -> None:
         """Raises AssertionError if a record has no line after everything was computed."""
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
-    def _write(self, task: Any, record: DoneRecord) -> None:
+    def _write(self, task: Task, record: DoneRecord) -> None:
         adapter, answer = self.job.adapter, attempt(self._line, task, record)
         if isinstance(answer, InputError):
             line = error_text(adapter, record.number, record.meta, answer)
@@ -95,7 +114,7 @@ class Flow:
         else:
             self.job.output.write(record.number, answer, failed=False)
 
-    def _line(self, task: Any, record: DoneRecord) -> str:
+    def _line(self, task: Task, record: DoneRecord) -> str:
         """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
         answers = [finish(task, note, values) for note, values in record.items]
         return dumps(self.job.adapter.line(record.number, record.meta, answers))
@@ -117,6 +136,7 @@ def run_beside(
     try:
         flow.reader.start()
         engine = job.load().engine
+        flow.reader.is_loaded.set()
         with _committing(job.output):
             for batch in flow.reader.batches():
                 with batch.spool or nullcontext():
@@ -269,6 +289,8 @@ class _Run:
         finally:
             self.reader.close()
             self.output.close()
+            if self.job.kept is not None:
+                self.job.kept.close()
             if hasattr(self._llm, "close"):
                 self._llm.close()
             with contextlib.suppress(OSError):
@@ -287,8 +309,10 @@ class _Run:
             self.summary.streams += batch.spool is not None or not self.summary.streams
             with batch.spool or contextlib.nullcontext():
                 self._compute(batch)
+        known = Stats(requests=self.counts.kept, tokens=self.counts.kept_tokens, kept=self.counts.kept)
+        self.summary.stats = known
         if engine is not None:
-            self.summary.stats = engine.stats
+            self.summary.stats = known + engine.stats
             self.summary.dtype = str(getattr(self._llm, "dtype", "")).removeprefix("torch.") or None
             self.summary.passes = getattr(self._llm, "passes", "")
             self.summary.replicas = engine.snapshot().replicas
@@ -301,6 +325,7 @@ class _Run:
         self._engine = engine = llm.engine
         engine.reset_stats()
         self.summary.sharing = engine.facts.sharing
+        self.reader.is_loaded.set()
         self.summary.load_seconds = time.perf_counter() - started_at
         self.counts.phase = "reading"
         return engine

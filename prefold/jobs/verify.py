@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import islice, zip_longest
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
+from ..spec.job import JobSpec
+from ..spec.requests import Readout, Result
+from ..tasks.base import Inputs, Work
+from ..tasks.kept import open_kept, read_answer, read_request
+from ..tasks.kept_file import AnswersFile
 from ..tasks.results import Answer, Classification, Decision, Embedding, EmbeddingList, Ranking, Relevance, Score
+from ..tasks.run import run_works
+from ..text import tokenizer_or_none
+from .models import find_model, load_llm
 from .record import Record, RecordAdapter
 
 NEIGHBOURS = 64
@@ -176,3 +184,73 @@ def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:
 def _key(item: Any, field: str, number: int) -> Any:
     value = item.get(field) if isinstance(item, dict) else None
     return (field, value) if isinstance(value, str) else number
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A Recomputed says what `prefold answers --verify` has found.
+
+    wrong          what is wrong with the file, a line for each
+    computed       how many answers were computed again
+    difference     largest difference of their numbers
+    texts_changed  how many of them are other texts now
+    """
+
+    wrong: list[str]
+    computed: int
+    difference: float
+    texts_changed: int
+
+
+def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[str], None]) -> Recomputed:
+    """Checks a file of kept answers, and computes at most `count` of them again with the model of a spec.
+
+    Raises InputError if the file has no such answers of this model.
+    """
+    from ..model.device import choose_device, choose_dtype
+
+    wrong = file.check()
+    checkpoint = find_model(spec.model_name, spec.model, notify)
+    device = choose_device(spec.model.device)
+    dtype = choose_dtype(spec.model.dtype, checkpoint.config, device)
+    drawn, model = [], spec.model
+    for model in (spec.model.for_job(), spec.model):  # as a job runs it, and as LLM does
+        kept = open_kept(replace(model, answers=str(file.path.parent)), checkpoint, dtype, device, notify)
+        assert kept is not None
+        kept.close()
+        rows = file.with_requests(kept.model, count)
+        drawn = [(*read_request(asked), read_answer(answer)) for _, asked, answer in rows]
+        if drawn:
+            break
+    if not drawn and wrong:
+        return Recomputed(wrong, 0, 0.0, 0)
+    if not drawn:
+        remedy = "`prefold answers DIR` shows the models and options that have some"
+        raise InputError(f"no answer of {spec.model_name} with these options can be computed again", remedy=remedy)
+    tokenizer = tokenizer_or_none(checkpoint)
+    llm = load_llm(model, checkpoint, tokenizer, is_job=False)
+    differences, changed = [], 0
+    for readout in dict.fromkeys(readout for readout, *_ in drawn):
+        pairs = [(request, answer) for asked, request, answer in drawn if asked == readout]
+        works = [Work([request]) for request, _ in pairs]
+        results = run_works(llm.engine, _Again(readout, Inputs(tokenizer)), works)
+        for (_, before), of_work in zip(pairs, results, strict=True):
+            (now,) = of_work or (None,)
+            if isinstance(before, Result) and isinstance(now, Result):
+                differences.append(before.values - now.values)
+            else:
+                changed += _texts(now) != _texts(before)
+    llm.close()
+    return Recomputed(wrong, len(drawn), _largest(differences), changed)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """The task of requests that are computed again: all that `run_works` reads of a task."""
+
+    readout: Readout
+    inputs: Inputs
+
+
+def _texts(answer: object) -> list[tuple[int, ...]] | None:
+    return [one.tokens for one in answer] if isinstance(answer, list) else None

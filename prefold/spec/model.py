@@ -248,6 +248,17 @@ class ModelSpec(StepOptions, SlotOptions):
         on="text",
     )  # fmt: skip
 
+    answers: str | None = option(
+        None,
+        "Keep answers in this folder, and compute only those that it does not hold. Answers drawn without a seed are"
+        " not kept.",
+        on="answers", metavar="DIR",
+    )  # fmt: skip
+    answers_bytes: int = option(
+        4 << 30, "Size of the answers in that folder; those not used for longest go first.",
+        least=1, on="answers",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights == "int8" and self.arithmetic != "int8":

@@ -103,6 +103,8 @@ class Stats(Jsonable):
     path_rows_peak  most rows whose K/V was held between two steps
     state_bytes_peak  most bytes of states that were held between two steps, of a model with layers of states
     tower_runs      images that were encoded
+    repeats         prompts that were not run, as they got the answer of an equal prompt
+    kept            prompts that were not run, as an earlier run had kept their answers
     seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
     generation      what generation did, None without any
     """
@@ -115,6 +117,8 @@ class Stats(Jsonable):
     path_rows_peak: int = 0
     state_bytes_peak: int = 0
     tower_runs: int = 0
+    repeats: int = 0
+    kept: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     generation: GenerationStats | None = None
 
@@ -178,9 +182,21 @@ class FeatureCounter:
 _COUNTERS: dict[str, FeatureCounter] = {}
 
 
+def _repeats(count: int) -> str:
+    return f"{count:,} prompts repeat another one, which was computed once for all of them"
+
+
+def _kept(count: int) -> str:
+    return f"{count:,} prompts were not run, as an earlier run had kept their answers"
+
+
 def add_counter(counter: FeatureCounter) -> None:
     """Has summaries, reports and metrics show a counter of a feature."""
     _COUNTERS[counter.name] = counter
+
+
+add_counter(FeatureCounter("repeats", "repeats", _repeats))
+add_counter(FeatureCounter("kept", "kept", _kept))
 
 
 def shown(stats: Stats | GenerationStats) -> list[tuple[FeatureCounter, int]]:

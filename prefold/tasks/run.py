@@ -7,13 +7,18 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from ..engine.protocol import Engine
+from ..engine.requests import Answer as EngineAnswer
 from ..errors import InputError
-from ..spec.requests import Request
-from ..trie import LiveInput, Spool, Window
+from ..spec.requests import Request, Result
+from ..trie import LiveInput, Spool, Window, read_tags
 from .base import attempt
+from .kept import KEY_BYTES, KeptAnswers, KeptReads
 from .results import Answer, all_finite
 from .sampling import seed_at
 
@@ -21,11 +26,60 @@ _TAG = struct.Struct("<qq")  # number of the work, part of the work
 
 
 def results_of(
-    engine: Engine, task: Any, windows: Iterable[Window | None] | LiveInput, **run: Any
+    engine: Engine,
+    task: Any,
+    windows: Iterable[Window | None] | LiveInput,
+    *,
+    on_repeat: Callable[[int], object] | None = None,
+    kept: KeptReads | None = None,
+    **run: Any,
 ) -> Iterator[tuple[bytes, Any]]:
     """Yields (tag, result) of every request, as the results come. A result is a Result, a list of Generated where text
-    is generated, or the InputError of a request that cannot be run. run: keywords of `Engine.run`"""
-    return engine.run(windows, task.readout, task.inputs.tokenizer, **run)
+    is generated, or the InputError of a request that cannot be run. Equal requests are computed once.
+
+    windows    of a spool with joins=True, or a LiveInput whose feed joins
+    on_repeat  called with the tokens of each prompt that got the answer of an equal one
+    kept       keeps the answers; each tag then begins with the key of its request's answer
+    run        keywords of `Engine.run`
+    """
+    feed = windows.feed if isinstance(windows, LiveInput) else None
+    skipped = 0 if kept is None else KEY_BYTES
+    with closing(engine.run(windows, task.readout, task.inputs.tokenizer, **run)) as answers:  # type: ignore[type-var]
+        for packed, answer in answers:
+            num_tokens, ((tag, _), *repeats) = read_tags(packed)
+            if kept is not None:
+                kept.keep(tag[:KEY_BYTES], answer)
+            yield tag[skipped:], answer
+            for again, tokens in chain(repeats, () if feed is None else feed.answered(packed)):
+                if tokens:
+                    asked = tokens_of(answer, tokens)
+                    engine.count(requests=1, tokens=asked, repeats=1)
+                    if on_repeat is not None:
+                        on_repeat(asked)
+                yield again[skipped:], as_known(answer, num_tokens)
+
+
+def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
+    """Returns an answer as that of an equal request, for which nothing was computed. num_tokens: of the prompt"""
+    if isinstance(answer, Result):
+        cached = answer.cached_tokens if answer.cached_tokens is None else num_tokens
+        return replace(answer, values=answer.values.copy(), cached_tokens=cached)
+    if isinstance(answer, list):
+        return [
+            sample if sample.cached_tokens is None else replace(sample, cached_tokens=num_tokens) for sample in answer
+        ]
+    return answer
+
+
+def same_prompt(one: Request, other: Request) -> bool:
+    """Returns whether two requests read one prompt."""
+    return one.namespace == other.namespace and np.array_equal(one.tokens, other.tokens)
+
+
+def tokens_of(answer: EngineAnswer, num_tokens: int) -> int:
+    """Returns how many tokens a request counts in Stats. num_tokens: of its prompt"""
+    samples = answer if isinstance(answer, list) else ()
+    return sum(num_tokens + max(0, len(sample.tokens) - 1) for sample in samples) or num_tokens
 
 
 def run_works(
@@ -36,27 +90,45 @@ def run_works(
     window: int = 1 << 20,
     seed: int | None = None,
     on_done: Callable[[], object] | None = None,
+    kept: KeptAnswers | None = None,
     **run: Any,
 ) -> list[list[Any] | None]:
     """Returns the results of each Work's requests, in order; None where `works` holds an InputError.
 
     seed     the job's seed (see `with_seed`); None: the task's, or a new one
     on_done  called for each result as it comes
+    kept     has answers of earlier calls, and keeps those of this one; None: nothing is kept
     run      as in `results_of`
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
+    has_seed = seed is not None or getattr(task, "seed", None) is not None
     seed = seed_of(task) if seed is None else seed
+    reads = None if kept is None else kept.of(task.readout)
     with Spool() as spool:
         for number, work in enumerate(works):
-            for part, request in enumerate([] if isinstance(work, InputError) else work.requests):
-                spool.add(with_seed(request, seed, number, part), _TAG.pack(number, part))
-        windows = spool.windows(max_tokens=window, share=run.get("sharing", engine.facts.sharing) == "full")
-        with closing(results_of(engine, task, windows, **run)) as results:  # type: ignore[type-var]
+            asked = [] if isinstance(work, InputError) else work.requests
+            requests = [with_seed(request, seed, number, part) for part, request in enumerate(asked)]
+            keyed = [] if reads is None else reads.find(requests, asked, has_seed)
+            for part, request in enumerate(requests):
+                tag = _TAG.pack(number, part)
+                if keyed and (answer := keyed[part].answer) is not None:
+                    if part == 0 or request.sampling is not None or not same_prompt(request, requests[part - 1]):
+                        engine.count(requests=1, tokens=tokens_of(answer, request.tokens.size), kept=1)
+                    out[number][part] = as_known(answer, request.tokens.size)  # type: ignore[index]
+                    if on_done is not None:
+                        on_done()
+                    continue
+                spool.add(request, (keyed[part].key if keyed else b"") + tag)
+        share = run.get("sharing", engine.facts.sharing) == "full"
+        windows = spool.windows(max_tokens=window, share=share, joins=True)
+        with closing(results_of(engine, task, windows, kept=reads, **run)) as results:  # type: ignore[type-var]
             for tag, result in results:
                 number, part = _TAG.unpack(tag)
                 out[number][part] = result  # type: ignore[index]
                 if on_done is not None:
                     on_done()
+    if kept is not None:
+        kept.file.commit()
     return out
 
 

@@ -12,6 +12,7 @@ from .live_windows import Feed, LiveInput, LiveWindows
 from .order import Order
 from .radix import RadixNode, RadixTrie, shared_by, token_bytes
 from .ragged import check_ragged, common_prefix_lengths, lexsort_sequences
+from .repeats import read_tags
 from .segments import RowCost, Segment, StreamCost
 from .spool import Spool
 from .trie import MEDIA_BASE, SPAN_BASE, Trie, clear_of_span, longest_span, span_starts
@@ -39,6 +40,7 @@ __all__ = [
     "common_prefix_lengths",
     "lexsort_sequences",
     "longest_span",
+    "read_tags",
     "shared_by",
     "span_starts",
     "token_bytes",

@@ -15,6 +15,7 @@ from ..spec.requests import Asked, Namespace, Request
 from .live import Bucket, LiveWindow
 from .order import SpooledRequest, encode
 from .radix import shared_by
+from .repeats import CountedTag, is_repeatable, pack_tags
 from .window import Window, Windows, cut_into_windows
 
 See = Callable[[Window], None]
@@ -48,11 +49,13 @@ class Feed:
     bound      the most tokens in it. The putting thread checks `has_room` first; a longer record is taken whole
     is_hungry  set by the taking thread: engines have room, and no request waits. The reader then passes on all it has
     is_urgent  returns whether other requests wait for the engines, so that the taking thread should stop
+    joins      whether a request that equals one without an answer waits for that answer, which `answered` then gives it
+               too, and all tags are packed (see `repeats`)
 
     Neither side holds a lock: a signal may interrupt either anywhere.
     """
 
-    def __init__(self, bound: int = _BOUND, *, is_urgent: Callable[[], bool] = lambda: False):
+    def __init__(self, bound: int = _BOUND, *, is_urgent: Callable[[], bool] = lambda: False, joins: bool = False):
         self.bound = bound
         self.is_hungry = False
         self.has_ended = False
@@ -60,6 +63,9 @@ class Feed:
         self._records: deque[tuple[float, Sequence[Sequence[SpooledRequest]]]] = deque()
         self._tokens_put = self._tokens_taken = 0  # tokens, each counted by one side
         self._number = 0
+        self._joins = joins
+        self._open: dict[SpooledRequest, deque[CountedTag]] = {}  # the requests without an answer, and their repeats
+        self._sent: dict[bytes, SpooledRequest] = {}  # the same requests, by tag
 
     @property
     def has_room(self) -> bool:
@@ -72,15 +78,54 @@ class Feed:
         prompts: list[Sequence[SpooledRequest]] = []
         is_new = []
         last: tuple[Namespace, bytes] | None = None
+        joined = False  # whether the first read of the prompt waits for an equal request
         for request, tag in requests:
             encoded = encode(request, tag, self._number)
             is_new.append(request.sampling is not None or encoded[:2] != last)
-            last, self._number = encoded[:2], self._number + 1
-            prompts.append((encoded,) if is_new[-1] else (*prompts.pop(), encoded))
-            self._tokens_put += encoded.num_tokens if is_new[-1] else 0
+            last, joined = encoded[:2], joined and not is_new[-1]
+            if self._joins:
+                counted = CountedTag(tag, encoded.num_tokens if is_new[-1] else 0)
+                encoded = encoded._replace(tag=pack_tags(encoded.num_tokens, [counted]))
+                if is_repeatable(encoded.options) and self._join(encoded, counted):
+                    joined = joined or is_new[-1]
+                    continue
+            self._number += 1
+            begins = is_new[-1] or joined
+            prompts.append((encoded,) if begins else (*prompts.pop(), encoded))
+            self._tokens_put += encoded.num_tokens if begins else 0
+            joined = False
         self.is_hungry = False
-        self._records.append((time.monotonic(), prompts))
+        if prompts:
+            self._records.append((time.monotonic(), prompts))
         return is_new
+
+    def _join(self, request: SpooledRequest, counted: CountedTag) -> bool:
+        """Returns whether a request waits for the answer of an equal one. Otherwise it is one that others may wait
+        for."""
+        key = request._replace(tag=b"", number=0, media=())
+        waiting = self._open.get(key)
+        if waiting is not None:
+            waiting.append(counted)
+            if self._open.get(key) is waiting:
+                return True
+            try:  # the answer has come meanwhile, and `answered` may have seen this tag or not
+                waiting.remove(counted)
+            except ValueError:
+                return True
+        self._open[key], self._sent[request.tag] = deque(), key
+        return False
+
+    def answered(self, packed: bytes) -> Iterator[CountedTag]:
+        """Yields the tags of the requests that wait for the answer of the request with this tag. For the taking
+        thread."""
+        key = self._sent.pop(packed, None)
+        waiting = None if key is None else self._open.pop(key, None)
+        while waiting:
+            try:
+                counted = waiting.popleft()
+            except IndexError:  # taken back
+                return
+            yield counted
 
     def end(self) -> None:
         """Declares that no more requests come."""

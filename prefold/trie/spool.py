@@ -10,6 +10,7 @@ import heapq
 import os
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from types import TracebackType
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from ..errors import InputError
 from ..spec.requests import NO_NAMESPACE, Medium, Namespace, Request
 from .order import FileOrder, MemoryOrder, Order, SpooledRequest, encode, read_requests, request_bytes
+from .repeats import join_repeats, pack_each
 from .tempfiles import TempFile
 from .window import Windows, cut_into_windows
 
@@ -54,7 +56,7 @@ class Spool:
         self._file: TempFile | None = None  # of all runs
         self._runs: list[_Run] = []  # sorted; each holds a consecutive range of arrivals
         self._merged: list[_Run] | None = None  # the same requests in at most `fan_in` runs
-        self._order: Order | None = None
+        self._orders: dict[bool, Order] = {}  # by whether equal requests are joined
         self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the request that was added last
         self._state = "adding"
         self._lock = threading.Lock()
@@ -71,7 +73,7 @@ class Spool:
         """Drops all requests and their files. Closing twice is harmless."""
         with self._lock:
             self._state = "closed"
-            self._requests, self._runs, self._merged, self._order, self._media = [], [], None, None, {}
+            self._requests, self._runs, self._merged, self._orders, self._media = [], [], None, {}, {}
             self._file = None
 
     def add(self, request: Request, tag: bytes = b"") -> bool:
@@ -108,31 +110,37 @@ class Spool:
                 else:
                     self._sort()
 
-    def windows(self, *, max_tokens: int, share: bool = True) -> Windows:
+    def windows(self, *, max_tokens: int, share: bool = True, joins: bool = False) -> Windows:
         """Returns the job as windows of at most `max_tokens` tokens each (a longer request has a window of its own).
 
         The requests of one namespace come together, and no window holds requests of two. With share=True
         requests come in lexicographic order over the whole job, equal ones in order of arrival, and each window ends
-        where little is shared with the next. With share=False they come in order of arrival. Raises InputError when
+        where little is shared with the next. With share=False they come in order of arrival. With joins=True equal
+        requests become one, if requests are sorted, and all tags are packed (see `repeats`). Raises InputError when
         max_tokens is below 1.
         """
         if max_tokens < 1:
             raise InputError(f"max_tokens is {max_tokens}", field="max_tokens", remedy="give 1 or more")
         self.finish_adding()
-        requests = self._sorted_requests() if share else self._arrived_requests()
+        if share:
+            requests = self._sorted_requests(joins)
+        else:
+            requests = pack_each(self._arrived_requests()) if joins else self._arrived_requests()
         windows = cut_into_windows(requests, max_tokens=max_tokens, is_sorted=share)
-        return Windows(windows, max_tokens, self.order)
+        return Windows(windows, max_tokens, partial(self.order, joins=joins))
 
-    def order(self) -> Order:
-        """Returns the sorted requests, for readers of ranges. Runs on disk are merged at the first call."""
+    def order(self, *, joins: bool = False) -> Order:
+        """Returns the sorted requests, for readers of ranges. Runs on disk are merged at the first call.
+
+        joins: whether equal requests become one, and all tags are packed
+        """
         self.finish_adding()
         with self._lock:
-            if self._order is None:
-                if self._runs:
-                    self._order = FileOrder(self._sorted_requests(), self._directory)
-                else:
-                    self._order = MemoryOrder(self._requests)
-            return self._order
+            if joins not in self._orders:
+                requests = self._sorted_requests(joins)
+                memory = [*requests] if joins and not self._runs else self._requests
+                self._orders[joins] = FileOrder(requests, self._directory) if self._runs else MemoryOrder(memory)
+            return self._orders[joins]
 
     def unique_tokens(self) -> int:
         """Returns the number of rows of the job's stream: its tokens, each shared prefix counted once. Reads the job
@@ -151,12 +159,14 @@ class Spool:
         self._runs.append(_Run.of(self._requests, self._file))
         self._requests, self._request_bytes = [], 0
 
-    def _sorted_requests(self) -> Iterator[SpooledRequest]:
+    def _sorted_requests(self, joins: bool = False) -> Iterator[SpooledRequest]:
+        if self._runs and (order := self._orders.get(joins)) is not None:
+            return order.read(0, len(order))
+        return join_repeats(self._arranged()) if joins else self._arranged()
+
+    def _arranged(self) -> Iterator[SpooledRequest]:
         if not self._runs:
             yield from self._requests
-            return
-        if self._order is not None:
-            yield from self._order.read(0, len(self._order))
             return
         if self._merged is None:
             self._merged = self._merge_runs(self._runs)

@@ -25,6 +25,18 @@ def test_other_weights_of_the_same_size_are_another_model(tmp_path, size):
     assert len(found) == 3
 
 
+def test_read_whole_one_weight_makes_another_model(tmp_path):
+    """Blocks would not show it."""
+    weights = np.zeros(9 * MB, np.uint8)
+    blocks, whole = set(), set()
+    for number in (0, 1):
+        weights[100_000] = number
+        (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+        blocks.add(folder_digest(tmp_path))
+        whole.add(folder_digest(tmp_path, lambda path: hashlib.blake2b(path.read_bytes()).hexdigest()))
+    assert len(blocks) == 1 and len(whole) == 2
+
+
 def test_settings_and_single_files(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"a" * 100)
     whole, alone = folder_digest(tmp_path), folder_digest(tmp_path / "model.gguf")

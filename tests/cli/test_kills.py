@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from prefold.tasks.kept_file import AnswersFile
 
 fork = pytest.importorskip("posix").fork
 
@@ -64,6 +67,8 @@ JOBS = {
     "stream.jsonl": [*EMBED, "--stream", "--window", "1500"],
     "texts.jsonl.gz": GENERATE,
     "samples.parquet": [*GENERATE, "--n", "2", "--kv-memory", "300KB", "--keep-order"],
+    "kept.jsonl": [*EMBED, "--answers", "answers"],
+    "kept.csv": [*GENERATE, "--answers", "answers", "--keep-order"],
     "windows.csv": [*GENERATE, "--stream", "--window", "1500", "--keep-order"],
 }
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -132,6 +137,11 @@ class Killed:
         assert self.read(name) == want
         left = sorted(path.name for path in self.folder.glob(f"{name}*"))
         assert left == [name, f"{name}.journal"]
+        if "--answers" in JOBS[name]:
+            file = AnswersFile(self.folder / "answers", 1 << 30, pytest.fail)
+            (model,) = file.models()
+            assert file.check() == [] and model.answers == sum(not line.get("error") for line in want)
+            file.close()
         if self.rng.random() < 0.3:
             before = (self.folder / name).read_bytes()
             assert self.run(name) == 3 and (self.folder / name).read_bytes() == before
@@ -139,6 +149,8 @@ class Killed:
     def clear(self, name):
         for path in self.folder.glob(f"{name}*"):
             path.unlink()
+        if self.rng.random() < 0.8:  # else the next job knows the answers
+            shutil.rmtree(self.folder / "answers", ignore_errors=True)
 
     def read(self, name):
         """The records, in input order; embeddings as nearly as another batch leaves them."""
@@ -195,7 +207,7 @@ def killed(model, tmp_path, environment):
 
 
 def test_a_few_kills(killed):
-    for name in ("plain.jsonl", "table.csv", "samples.parquet"):
+    for name in ("plain.jsonl", "table.csv", "samples.parquet", "kept.jsonl"):
         killed.torment(name, 1)
     assert killed.kills >= 3
 
@@ -234,3 +246,10 @@ cli.main()
     command = [sys.executable, "-c", program, "end", str(code)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (code, "ends\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kept.jsonl", "kept.csv"])
+def test_twenty_kills_lose_double_or_damage_no_kept_answer(killed, name):
+    killed.torment(name, 20)
+    assert killed.kills >= 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from contextlib import closing
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from fake_jobs import FakeEngine
 from fake_replicas import SlowEngine, ThreadReplicas, count_patience
+from job_tables import check_complete, table_job
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -21,6 +23,8 @@ from prefold.cluster.fleet import Fleet, FleetRun
 from prefold.cluster.native_host import ReplicaHost, facts_of
 from prefold.cluster.replicas import ReplicaFacts, ReplicaReady, ReplicaReport, Replicas, RunCall, requests_of
 from prefold.errors import FleetError, InputError
+from prefold.jobs.report.progress import Progress
+from prefold.jobs.run import run_job
 from prefold.spec.requests import GenerationStats, Namespace, Readout, Request, Sampling, Stats
 from prefold.trie import Feed, LiveInput, Spool
 from prefold.trie.order import encode
@@ -91,6 +95,21 @@ def in_truth(windows) -> list[int]:
         found.append(int(differ[0]) if len(differ) else length)
         last = window.request(window.num_requests - 1).tokens
     return found
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_job_on_a_fleet_computes_equal_records_once(tmp_path, early):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = [f"common part of all {i % 40}" for i in range(400)]
+    source.write_text("".join(json.dumps({"text": text, "k": str(i)}) + "\n" for i, text in enumerate(texts)))
+    replicas = ThreadReplicas("abc")
+    with closing(Fleet(replicas)) as fleet:
+        job = table_job(source, out, llm=SimpleNamespace(engine=fleet), early=early)
+        stats = run_job(job, Progress()).stats
+    check_complete(source, out)
+    computed = sum(replicas.given.values())
+    assert (stats.requests, stats.repeats) == (400, 400 - computed)
+    assert computed == 40 or (early and computed < 80)  # what the feed had answered before the spool is sent once more
 
 
 def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():

@@ -44,6 +44,9 @@ class AnyEngine:
     def snapshot(self):
         return Snapshot(self.stats)
 
+    def count(self, **counts):
+        self.stats += Stats(**counts)
+
     def run(self, windows, readout, tokenizer=None, **_):
         if readout.kind == "tokens":
             yield from self.generated(windows)

@@ -52,6 +52,20 @@ def lines_of(path) -> dict:
     return {line["id"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
+def test_equal_records_of_a_stream_wait_for_one_answer(tmp_path, folder):
+    source = tmp_path / "in.jsonl"
+    repeated = ["the yes", "no no", "the yes no"] * 20
+    source.write_text("".join(json.dumps({"text": text, "k": str(i)}) + "\n" for i, text in enumerate(repeated)))
+    job = live_job(folder, "generate", open_source(str(source)), tmp_path / "out.jsonl", max_tokens=20, ignore_eos=True)
+    stats = run_job(job, Progress()).stats
+    lines = lines_of(tmp_path / "out.jsonl")
+    assert len(lines) == 60 and len({line["text"] for line in lines.values()}) == 3
+    for i, text in enumerate(repeated):
+        assert lines[str(i)]["text"] == lines[str(repeated.index(text))]["text"]
+    # All records are read while the first ones run, 20 steps long.
+    assert stats.requests == 60 and stats.repeats == 57 and stats.generation.generated_tokens == 60
+
+
 @pytest.mark.parametrize(
     ("task", "options"),
     [

@@ -46,7 +46,7 @@ def test_every_record_has_its_line(tmp_path, options, sharing):
     assert (summary.records, summary.errors, summary.resumed) == (300, 3, 0)
     assert summary.stats.requests == 297 and summary.sharing == sharing
     assert summary.streams == 1
-    assert summary.shape.num_requests == 297 and len(summary.steps) == summary.stats.steps
+    assert summary.shape.num_requests == 297 - summary.stats.repeats and len(summary.steps) == summary.stats.steps
     again = run_job(table_job(source, out, load=lambda: pytest.fail("loaded a model for nothing")), Progress())
     assert again.records == 300 and again.errors == 3 and again.resumed == 300
 
@@ -282,9 +282,10 @@ def test_interrupted_it_writes_what_is_done_and_resumes(tmp_path):
         run_job(table_job(source, out, llm=llm, window=400), Progress())
     assert signal.getsignal(signal.SIGINT) is before
     assert llm.engine.closed == 1
-    assert 39 <= len(read_lines(out)) <= 41
+    assert 39 <= len(read_lines(out)) <= 45
     job = table_job(source, out)
-    assert run_job(job, Progress()).resumed == len(calls) == 100 - job.tasks["embed"].prepared
+    # Records that repeat one of these have its answer.
+    assert len(calls) <= run_job(job, Progress()).resumed == 100 - job.tasks["embed"].prepared <= len(calls) + 4
     check_complete(source, out)
 
 
@@ -300,8 +301,9 @@ def test_what_was_done_before_an_engine_fails_is_kept(tmp_path):
 
     with pytest.raises(RuntimeError, match="the device is gone"):
         run_job(table_job(source, out, llm=fake_llm(before=fail)), Progress())
-    assert len(read_lines(out)) == 39
-    assert run_job(table_job(source, out), Progress()).resumed == 39
+    done = len(read_lines(out))
+    assert 39 <= done <= 43  # records that repeat an answered one have its answer
+    assert run_job(table_job(source, out), Progress()).resumed == done
     check_complete(source, out)
 
 

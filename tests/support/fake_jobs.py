@@ -114,6 +114,9 @@ class FakeEngine:
     def snapshot(self) -> Snapshot:
         return Snapshot(self.stats, is_ready=self.is_ready)
 
+    def count(self, **counts: int) -> None:
+        self.stats += Stats(**counts)
+
     def reset_stats(self) -> Stats:
         self.stats, before = Stats(), self.stats
         return before

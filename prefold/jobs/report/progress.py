@@ -22,6 +22,7 @@ class Counts:
     requests          requests spooled; requests_done: those whose results are there
     rows              rows computed
     tokens_generated  tokens generated
+    kept              prompts whose answers were kept by an earlier job; kept_tokens: their tokens
     """
 
     phase: str = "reading"
@@ -36,6 +37,8 @@ class Counts:
     requests_done: int = 0
     rows: int = 0
     tokens_generated: int = 0
+    kept: int = 0
+    kept_tokens: int = 0
 
     @property
     def saved(self) -> float | None:

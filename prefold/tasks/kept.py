@@ -1,0 +1,235 @@
+"""Keeps the answers of requests for later jobs and calls: which answers, and under what key.
+
+A key is a digest of all that an answer depends on: the model's files, the arithmetic, and the request with its
+read-out. Answers that were drawn without a seed are not kept, nor are errors. Computed again beside other requests, a
+kept answer would differ by floating-point reordering.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from io import BytesIO
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..checkpoint.identity import folder_digest, model_identity
+from ..engine.requests import Answer
+from ..spec.model import ModelSpec
+from ..spec.requests import Generated, Readout, Request, Result
+from ..trie.order import decode_options, encode, encode_options, read_requests, request_bytes
+from .kept_file import AnswersFile
+from .results import all_finite
+
+KEY_BYTES = 16
+NO_KEY = bytes(KEY_BYTES)  # of a request whose answer is not kept
+# Options of a model that change no answer, or no more than the company of other requests does, or that the identity
+# holds in another form.
+NEUTRAL = {
+    "max_batch_rows", "cache_prefill", "kv_memory", "state_memory", "max_running", "reserve_output", "threads",
+    "revision", "dtype", "device", "adapters", "cache", "answers", "answers_bytes",
+}  # fmt: skip
+# One in so many answers keeps its request, so that it can be verified.
+_VERIFIABLE = 16
+
+
+class _Stored(msgspec.Struct, array_like=True, tag="numbers"):
+    """The form in which a Result is kept."""
+
+    values: bytes
+    shape: tuple[int, ...]
+    greedy: bytes | None
+
+
+class _Texts(msgspec.Struct, array_like=True, tag="texts"):
+    """The form in which the samples of a request are kept."""
+
+    samples: list[Generated]
+
+
+class _Asked(msgspec.Struct, array_like=True):
+    """The form in which a request is kept."""
+
+    readout: Readout
+    request: bytes
+
+
+_ANSWERS, _ASKED = msgspec.msgpack.Decoder(_Stored | _Texts), msgspec.msgpack.Decoder(_Asked)
+
+
+def answer_bytes(answer: Answer) -> bytes | None:
+    """Returns an answer as bytes; None for an answer that is not kept."""
+    if isinstance(answer, Result):
+        if not np.isfinite(answer.values).all():
+            return None
+        greedy = None if answer.greedy is None else answer.greedy.astype(bool).tobytes()
+        return msgspec.msgpack.encode(_Stored(answer.values.astype("<f4").tobytes(), answer.values.shape, greedy))
+    if not isinstance(answer, list):
+        return None
+    if any(one.finish_reason == "cancelled" for one in answer):
+        return None
+    return msgspec.msgpack.encode(_Texts(answer)) if all_finite([asdict(one) for one in answer]) else None
+
+
+def read_answer(data: bytes) -> Answer:
+    """Returns the answer that `answer_bytes` wrote."""
+    stored = _ANSWERS.decode(data)
+    if isinstance(stored, _Texts):
+        return stored.samples
+    values = np.frombuffer(stored.values, "<f4").reshape(stored.shape).astype(np.float32)
+    return Result(values, None if stored.greedy is None else np.frombuffer(stored.greedy, bool).copy())
+
+
+def is_kept(request: Request, *, has_seed: bool) -> bool:
+    """Returns whether the answer of a request may be kept. has_seed: whether the list or job has a seed that the user
+    gave"""
+    sampling = request.sampling
+    return sampling is None or not sampling.temperature or sampling.seed is not None or has_seed
+
+
+class KeptAnswers:
+    """A KeptAnswers holds the answers of one model in a file.
+
+    identity  what tells the model, as it is run, from others
+    adapters  {name: digest} of the LoRA adapters
+    """
+
+    def __init__(self, file: AnswersFile, identity: Mapping[str, object], adapters: Mapping[str, str]):
+        self.file, self._adapters = file, adapters
+        text = json.dumps(identity, sort_keys=True)
+        self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        self.model = file.model(self._digest, text)
+
+    def of(self, readout: Readout) -> KeptReads:
+        """Returns the answers with this read-out."""
+        return KeptReads(self, replace(readout, keeps=False))
+
+    def key(self, readout: Readout, request: Request) -> bytes:
+        """Returns the key of a request's answer."""
+        tokens, media = _without_ids(request)
+        name = request.namespace.adapter
+        options = encode_options(request.sampling, 0).decode()
+        parts = [repr(readout), self._adapters.get(name, name), request.namespace.salt, options, media, tokens.size]
+        digest = hashlib.blake2b(json.dumps(parts).encode("utf-8", "surrogatepass"), digest_size=16, key=self._digest)
+        digest.update(tokens.tobytes())
+        digest.update(b"" if request.targets is None else request.targets.astype("<i8").tobytes())
+        return digest.digest()
+
+    def close(self) -> None:
+        """Writes what is new, and closes the file."""
+        self.file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReads:
+    """A KeptReads holds the answers with one read-out."""
+
+    kept: KeptAnswers
+    readout: Readout
+
+    def find(self, requests: Sequence[Request], originals: Sequence[Request], has_seed: bool) -> list[KeyedRequest]:
+        """Returns the key of each request, and its answer if it is known.
+
+        originals  the same requests as the user asked for them: without a seed that was made of the list's
+        has_seed   whether the user gave the list or job a seed
+        """
+        keys = [
+            self.kept.key(self.readout, request) if is_kept(original, has_seed=has_seed) else NO_KEY
+            for request, original in zip(requests, originals, strict=True)
+        ]
+        found = self.kept.file.find(key for key in keys if key != NO_KEY)
+        keyed = []
+        for key, request in zip(keys, requests, strict=True):
+            answer = found.get(key)
+            keyed.append(KeyedRequest(key, request, None if answer is None else read_answer(answer)))
+            if answer is None and key != NO_KEY and not request.media and key[0] % _VERIFIABLE == 0:
+                asked = _Asked(self.readout, request_bytes(encode(request)))
+                self.kept.file.add_request(key, msgspec.msgpack.encode(asked))
+        return keyed
+
+    def keep(self, key: bytes, answer: Answer) -> None:
+        """Keeps an answer under its key."""
+        if key != NO_KEY and (data := answer_bytes(answer)) is not None:
+            self.kept.file.add(self.kept.model, key, data)
+            self.kept.file.commit(due_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRequest:
+    """A KeyedRequest is a request with the key of its answer, and the answer if it is known."""
+
+    key: bytes
+    request: Request
+    answer: Answer | None
+
+
+def read_request(data: bytes) -> tuple[Readout, Request]:
+    """Returns the read-out and the request that are kept beside some answers."""
+    asked = _ASKED.decode(data)
+    (spooled,) = read_requests(BytesIO(asked.request))
+    targets = None if spooled.targets is None else np.frombuffer(spooled.targets, np.int32)
+    sampling, _ = decode_options(spooled.options)
+    return asked.readout, Request(spooled.tokens, targets, sampling, spooled.namespace)
+
+
+def _without_ids(request: Request) -> tuple[np.ndarray, list[str]]:
+    """Returns the tokens of a request, int64 [n], and the keys of its media in the order of their first rows. The ids
+    of the images' rows, which differ from process to process, become negative numbers of image and row."""
+    tokens = request.tokens.astype("<i8")
+    places = []
+    for medium in request.media:
+        rows = np.flatnonzero(np.isin(request.tokens, medium.ids))
+        places.append((int(rows[0]) if rows.size else -1, rows, medium))
+    places.sort(key=lambda place: place[0])
+    for number, (_, rows, medium) in enumerate(places):
+        order = np.argsort(medium.ids)
+        at = order[np.searchsorted(medium.ids, request.tokens[rows], sorter=order)]
+        tokens[rows] = -1 - ((number << 32) + at)
+    return tokens, [medium.key.hex() for _, _, medium in places]
+
+
+# ------------------------------------------------------------------------------------------------ opening
+
+
+def open_kept(
+    spec: ModelSpec, checkpoint: Checkpoint, dtype: object, device: object, notify: Callable[[str], None]
+) -> KeptAnswers | None:
+    """Returns the kept answers of a model; None if its options name no folder for them.
+
+    dtype, device  that it computes in and on, of torch
+    notify         called with a line for the user if the file is damaged
+    """
+    if spec.answers is None:
+        return None
+    file = AnswersFile(Path(spec.answers), spec.answers_bytes, notify)
+    adapters = {name: folder_digest(Path(folder), file.file_digest) for name, folder in (spec.adapters or {}).items()}
+    words = str(dtype).removeprefix("torch."), str(device)
+    return KeptAnswers(file, answers_identity(spec, checkpoint, *words, file.file_digest), adapters)
+
+
+def answers_identity(
+    spec: ModelSpec, checkpoint: Checkpoint, dtype: str, device: str, read: Callable[[Path], str]
+) -> dict[str, object]:
+    """Returns all that answers depend on beside requests and adapters, as JSON: the version, the model's files, the
+    dtype, what computes, and the options. read: returns a digest of a whole file"""
+    from ..kernels import status
+
+    options: dict[str, object] = {}
+    for entry in fields(spec):
+        if entry.name not in NEUTRAL:
+            value = getattr(spec, entry.name)
+            options[entry.name] = repr(value) if value != entry.default else None
+    options["sharing"] = "full" if spec.sharing == "auto" else spec.sharing
+    cache = [] if spec.cache is None else [entry.name for entry in fields(spec.cache) if entry.metadata["journal"]]
+    options |= {name: repr(getattr(spec.cache, name)) for name in cache}
+    given = {name: value for name, value in options.items() if value not in (None, "None")}
+    computes = status() if device == "cpu" else device.partition(":")[0]
+    model = model_identity(checkpoint, read)
+    version = sys.modules["prefold"].__version__  # an import of it here would make a circle
+    return {"prefold": version, "model": model, "dtype": dtype, "computes": computes, "options": given}

@@ -1,0 +1,358 @@
+"""Keeps answers in an SQLite file, which any number of processes may use at once.
+
+A row is an answer under its key, a digest of all that the answer depends on. Rows are only written whole, in
+transactions of a write-ahead log: a process that is killed leaves all rows of its last transaction, or none. Each row
+has a checksum, and a row that does not match it counts as missing. Beyond a bound in bytes the rows that were not used
+for longest are deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import JobError
+from ..spec.files import sampled_digest
+
+NAME = "answers.sqlite"
+_APPLICATION, _VERSION = 0x70664B41, 1  # in the head of the file
+_BUSY_SECONDS = 60.0
+_AT_ONCE = 500  # keys of a query, and rows that are deleted together
+_BYTES, _SECONDS = 4 << 20, 1.0  # answers that wait to be written, and for how long they do
+_ROW = 96  # bytes that a row takes besides its answer, about
+_TABLES = """
+CREATE TABLE models(id INTEGER PRIMARY KEY, digest BLOB UNIQUE NOT NULL, identity TEXT NOT NULL);
+CREATE TABLE answers(id INTEGER PRIMARY KEY, key BLOB UNIQUE NOT NULL, model INTEGER NOT NULL, used INTEGER NOT NULL,
+    size INTEGER NOT NULL, answer BLOB NOT NULL);
+CREATE INDEX answers_used ON answers(used);
+CREATE TABLE requests(key BLOB PRIMARY KEY, request BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE files(path TEXT PRIMARY KEY, state TEXT NOT NULL, digest TEXT NOT NULL);
+CREATE TABLE total(bytes INTEGER NOT NULL);
+INSERT INTO total VALUES(0);
+CREATE TRIGGER answer_added AFTER INSERT ON answers BEGIN UPDATE total SET bytes = bytes + new.size; END;
+CREATE TRIGGER answer_deleted AFTER DELETE ON answers BEGIN
+    UPDATE total SET bytes = bytes - old.size; DELETE FROM requests WHERE key = old.key; END;
+CREATE TRIGGER answer_changed AFTER UPDATE OF size ON answers BEGIN
+    UPDATE total SET bytes = bytes - old.size + new.size; END;
+CREATE TRIGGER request_added AFTER INSERT ON requests BEGIN
+    UPDATE total SET bytes = bytes + length(new.request); END;
+CREATE TRIGGER request_deleted AFTER DELETE ON requests BEGIN
+    UPDATE total SET bytes = bytes - length(old.request); END;
+"""
+# The answer may be there already: from another process, or with a checksum that does not hold.
+_KEEP = """INSERT INTO answers(key, model, used, size, answer) VALUES(?, ?, ?, ?, ?)
+    ON CONFLICT(key) DO UPDATE SET used = excluded.used, size = excluded.size, answer = excluded.answer"""
+
+
+class ModelRows(NamedTuple):
+    """A ModelRows describes the answers of one model: what tells it from others, how many they are, their bytes, and
+    when one was used last, in seconds since 1970."""
+
+    number: int
+    identity: Mapping[str, object]
+    answers: int
+    bytes: int
+    used: int
+
+
+class AnswersFile:
+    """An AnswersFile is the SQLite file of a folder, opened. Any thread may call its methods.
+
+    most_bytes  of answers that are kept
+    notify      called with a line for the user, once, if the file is damaged or cannot be written
+    clock       returns the time in seconds since 1970
+
+    Raises JobError for a folder or file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int,
+        notify: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._clock = clock
+        self.path, self._most_bytes, self._notify = folder / NAME, most_bytes, notify
+        self._lock = threading.Lock()
+        self._new: dict[bytes, tuple[int, bytes]] = {}
+        self._used: set[bytes] = set()
+        self._requests: dict[bytes, bytes] = {}
+        self._waiting = 0  # bytes of what is new
+        self._written_at = time.monotonic()
+        self._is_damaged = self._is_off = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise JobError(f"cannot make the folder {folder}: {error.strerror}; give another --answers") from None
+        self._db = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        deadline, attempt = time.monotonic() + _BUSY_SECONDS, 0
+        while True:
+            before = self._inode()
+            try:
+                return self._connect()
+            except sqlite3.OperationalError as error:
+                if "locked" in str(error) and time.monotonic() < deadline:  # SQLite does not wait when it begins a log
+                    time.sleep(0.05)
+                    continue
+                raise JobError(f"cannot use {self.path}: {error}; give another --answers") from None
+            except sqlite3.DatabaseError as error:
+                if attempt or self._inode() != before:
+                    raise JobError(f"{self.path} is damaged ({error}); remove it") from None
+                self._set_aside(str(error))
+                attempt += 1
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            with _transaction(db):
+                (application,), (version,) = (db.execute(f"PRAGMA {name}").fetchone() for name in _HEAD)
+                (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                if not tables and not application:
+                    for statement in _statements(_TABLES):
+                        db.execute(statement)
+                    for name, value in zip(_HEAD, (_APPLICATION, _VERSION), strict=True):
+                        db.execute(f"PRAGMA {name} = {value}")
+                elif application != _APPLICATION:
+                    raise JobError(f"{self.path} is an SQLite file of another program; give another --answers")
+                elif version != _VERSION:
+                    raise JobError(f"{self.path} is of another version of prefold; remove it, or use another folder")
+                db.execute("SELECT bytes FROM total").fetchone()
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _inode(self) -> int | None:
+        try:
+            return os.stat(self.path).st_ino
+        except OSError:
+            return None
+
+    def _set_aside(self, reason: str) -> None:
+        """Renames a damaged file, and tells the user once."""
+        aside = self.path.with_name(f"{NAME}.damaged")
+        for suffix in ("-wal", "-shm"):
+            self.path.with_name(NAME + suffix).unlink(missing_ok=True)
+        self.path.replace(aside)
+        self._tell(f"{self.path} is damaged ({reason}): kept answers are computed again. It is now {aside.name}")
+
+    def _tell(self, line: str) -> None:
+        notify, self._notify = self._notify, lambda line: None
+        notify(line)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Returns a context in which an error of SQLite turns keeping off: the job goes on, and computes."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            self._is_off = True
+            self._is_damaged = not isinstance(error, sqlite3.OperationalError)
+            state = "is damaged" if self._is_damaged else "cannot be used"
+            self._tell(f"{self.path} {state} ({error}): from here on, no answers are kept or found")
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+        """Returns the answers that there are of these keys."""
+        wanted = list(dict.fromkeys(keys))
+        with self._lock, self._guarded():
+            found = {key: self._new[key][1] for key in wanted if key in self._new}
+            rest = [] if self._is_off else [key for key in wanted if key not in found]
+            for start in range(0, len(rest), _AT_ONCE):
+                part = rest[start : start + _AT_ONCE]
+                marks = ",".join("?" * len(part))
+                for key, answer in self._db.execute(f"SELECT key, answer FROM answers WHERE key IN ({marks})", part):
+                    if answer[:8] == _checksum(key, answer[8:]):
+                        found[key] = answer[8:]
+            self._used.update(found)
+            return found
+        return {}
+
+    def add(self, model: int, key: bytes, answer: bytes) -> None:
+        """Keeps an answer. It is written within about a second, or by `commit`."""
+        with self._lock:
+            if self._is_off:
+                return
+            self._new[key] = (model, answer)
+            self._waiting += len(answer)
+
+    def add_request(self, key: bytes, request: bytes) -> None:
+        """Keeps the request of an answer, which `verify` computes again."""
+        with self._lock:
+            if not self._is_off:
+                self._requests[key] = request
+                self._waiting += len(request)
+
+    def commit(self, *, due_only: bool = False) -> None:
+        """Writes what is new. due_only: only if it is much, or has waited for about a second"""
+        with self._lock:
+            is_due = self._waiting >= _BYTES or time.monotonic() - self._written_at >= _SECONDS
+            if self._is_off or (due_only and not is_due):
+                return
+            self._written_at = time.monotonic()
+            if not (self._new or self._used or self._requests):
+                return
+            with self._guarded():
+                self._write()
+
+    def _write(self) -> None:
+        now = int(self._clock())
+        rows = [
+            (key, model, now, len(answer) + _ROW, _checksum(key, answer) + answer)
+            for key, (model, answer) in self._new.items()
+        ]
+        kept = [(key, request) for key, request in self._requests.items() if key in self._new]
+        used = [(now, key) for key in self._used.difference(self._new)]
+        with _transaction(self._db):
+            self._db.executemany(_KEEP, rows)
+            self._db.executemany("INSERT OR IGNORE INTO requests VALUES(?, ?)", kept)
+            self._db.executemany("UPDATE answers SET used = ? WHERE key = ?", used)
+            self._evict(self._most_bytes)
+        for key, _ in kept:
+            del self._requests[key]
+        self._new, self._used, self._waiting = {}, set(), 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of all answers that are written."""
+        with self._lock:
+            return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
+
+    def _evict(self, most: int) -> int:
+        """Deletes the answers that were not used for longest until the rest has at most 9/10 of so many bytes, if all
+        have more. Returns how many it has deleted."""
+        (total,) = self._db.execute("SELECT bytes FROM total").fetchone()
+        deleted = 0
+        while total > most * (9 if deleted else 10) // 10:
+            rows = self._db.execute("SELECT id, size FROM answers ORDER BY used, id LIMIT ?", (_AT_ONCE,)).fetchall()
+            if not rows:
+                break
+            taken = 0
+            while taken < len(rows) and total > most * 9 // 10:
+                total -= rows[taken][1]
+                taken += 1
+            self._db.executemany("DELETE FROM answers WHERE id = ?", [row[:1] for row in rows[:taken]])
+            deleted += taken
+            (total,) = self._db.execute("SELECT bytes FROM total").fetchone()
+        if deleted:
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        return deleted
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    def model(self, digest: bytes, identity: str) -> int:
+        """Returns the number of a model. identity: what tells it from others, as JSON"""
+        with self._lock, _transaction(self._db):
+            self._db.execute("INSERT OR IGNORE INTO models(digest, identity) VALUES(?, ?)", (digest, identity))
+            return int(self._db.execute("SELECT id FROM models WHERE digest = ?", (digest,)).fetchone()[0])
+
+    def file_digest(self, path: Path) -> str:
+        """Returns a digest of a whole file, which is read again only if its size or time has changed."""
+        stat = path.stat()
+        name, state = str(path.resolve()), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+        with self._lock:
+            row = self._db.execute("SELECT digest FROM files WHERE path = ? AND state = ?", (name, state)).fetchone()
+        if row is not None:
+            return str(row[0])
+        digest = sampled_digest(path, stat.st_size, 1, stat.st_size)
+        with self._lock, _transaction(self._db):
+            self._db.execute("INSERT OR REPLACE INTO files VALUES(?, ?, ?)", (name, state, digest))
+        return digest
+
+    def models(self) -> list[ModelRows]:
+        """Returns the models that have answers, the one that was used last first."""
+        query = """SELECT m.id, m.identity, count(*), sum(a.size), max(a.used) FROM answers a JOIN models m
+            ON m.id = a.model GROUP BY m.id ORDER BY max(a.used) DESC"""
+        with self._lock:
+            rows = self._db.execute(query).fetchall()
+        return [ModelRows(number, json.loads(identity), *counts) for number, identity, *counts in rows]
+
+    def with_requests(self, model: int, count: int) -> list[tuple[bytes, bytes, bytes]]:
+        """Returns (key, request, answer) of at most `count` answers of a model that have their request, drawn anew in
+        each call."""
+        query = """SELECT r.key, r.request, a.answer FROM requests r JOIN answers a ON a.key = r.key
+            WHERE a.model = ? ORDER BY random() LIMIT ?"""
+        with self._lock:
+            rows = self._db.execute(query, (model, count)).fetchall()
+        return [(key, request, answer[8:]) for key, request, answer in rows if answer[:8] == _checksum(key, answer[8:])]
+
+    def prune(self, *, most_bytes: int | None = None, unused_since: int | None = None) -> int:
+        """Deletes answers, and returns how many.
+
+        most_bytes    those that were not used for longest, until the rest has at most so many bytes
+        unused_since  those that were not used since, in seconds since 1970
+        """
+        with self._lock, _transaction(self._db):
+            deleted = 0
+            if unused_since is not None:
+                deleted += self._db.execute("DELETE FROM answers WHERE used < ?", (unused_since,)).rowcount
+            if most_bytes is not None:
+                deleted += self._evict(most_bytes)
+            self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        return deleted
+
+    def check(self) -> list[str]:
+        """Returns what is wrong with the file, a line for each; nothing for a whole file."""
+        with self._lock:
+            wrong = [str(line) for (line,) in self._db.execute("PRAGMA integrity_check(20)") if line != "ok"]
+            broken = sum(
+                answer[:8] != _checksum(key, answer[8:])
+                for key, answer in self._db.execute("SELECT key, answer FROM answers")
+            )
+        return wrong + ([f"{broken:,} answers do not match their checksum"] if broken else [])
+
+    def close(self) -> None:
+        """Writes what is new, and closes the file. A file that was found to be damaged is set aside, so that the next
+        process begins another."""
+        self.commit()
+        with self._lock:
+            with suppress(sqlite3.Error):
+                self._db.close()
+            if self._is_damaged:
+                with suppress(OSError):
+                    self._set_aside("see above")
+
+
+_HEAD = ("application_id", "user_version")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Yields the statements of a script, as `executescript` would end the transaction."""
+    statement = ""
+    for line in script.strip().splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _checksum(key: bytes, answer: bytes) -> bytes:
+    return hashlib.blake2b(answer, digest_size=8, key=key).digest()
