@@ -72,6 +72,21 @@ class Checkpoint:
         path = self.path / name
         return path if path.is_file() else None
 
+    def folder(self, name: str, file: str) -> Path:
+        """Return the path of a folder in the checkpoint's folder, which the checkpoint's file `file` names.
+
+        Raise CheckpointError if there is no such folder, or if it lies elsewhere.
+        """
+        whole = Path() if self.path is None else self.path
+        path = whole / name
+        if not path.resolve().is_relative_to(whole.resolve()) or path.resolve() == whole.resolve():
+            raise CheckpointError(
+                f"{file} of {self.name} names the folder {name!r}, which is not inside of the model's"
+            )
+        if not path.is_dir():
+            raise CheckpointError(f"{file} of {self.name} names the folder {name!r}, and there is none in {whole}")
+        return path
+
     def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
         """Returns the content of the JSON file `name` in the checkpoint's folder, or None where there is none.
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import InputError
+from ..spec.plugins import load_plugins
 from ..spec.requests import Readout, Request, Result
 from ..spec.task import DecideOptions
 from ..text.decisions import (
+    VLLM_LABELS,
     DecisionEncoder,
     DecisionSettings,
     check_template,
@@ -32,8 +35,6 @@ from .results import Answer, Decision
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
-# vLLM's labels (0.32): a question of any kind has at most 26 options there.
-_VLLM_LABELS = {"noul": ("yes", "no"), "score": tuple("0123456789")}
 
 
 @dataclass(frozen=True)
@@ -50,33 +51,53 @@ class DecideItem:
     adapter: str | None = None
 
 
-class Reader(Protocol):
-    """What reads the scores of a question's options from a row."""
+class Reader:
+    """What reads the scores of a question's options from rows of its prompt.
+
+    Attributes:
+        readout: what is read of a row
+        settings: how the model is asked
+    """
 
     readout: Readout
+    settings: DecisionSettings
 
     def check(self, question: Question) -> object:
         """Raise InputError if the options of a question cannot be read."""
 
-    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float | None, bool | None]:
+    def marks(self, question: Question) -> int:
+        """Return how many rows are read for a question: its prompt has as many marks."""
+        return 1
+
+    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float | None, bool | None]:
         """Return (the score of each option, in the order of the prompt, float64 [options]; the probability of all
         labels over the vocabulary; whether the most likely token is a label). None: there are no labels.
 
-        values: float64, what the read-out gave
+        values: float64, what the read-out gave before each mark
         """
-        ...
+        raise NotImplementedError
 
 
-# {architecture: makes the Reader of its decision head}. A feature enters its heads here.
+# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head}. Features enter
+# their heads here.
 HEADS: dict[str, Callable[[Checkpoint], Reader]] = {}
 
 
-class LabelReader:
+def head_of(checkpoint: Checkpoint) -> Reader | None:
+    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels."""
+    load_plugins()
+    names = checkpoint.config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    make = HEADS.get(architecture) or next((HEADS[name] for name in HEADS if checkpoint.file(name) is not None), None)
+    return None if make is None else make(checkpoint)
+
+
+class LabelReader(Reader):
     """A LabelReader reads the logits of the options' labels, one token each."""
 
     def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
         """questions: those of the task, whose labels alone are read; empty: all labels are"""
-        self._settings = settings
+        self.settings = settings
         self._ids_of = cache(self._find_ids)
         every = [label for kind in KINDS for label in settings.labels_of(kind)]
         used = [label for one in questions for label in settings.labels_of(one.kind)[: len(one.options)]]
@@ -88,7 +109,7 @@ class LabelReader:
 
     def check(self, question: Question) -> list[int]:
         """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
-        labels, count = self._settings.labels_of(question.kind), len(question.options)
+        labels, count = self.settings.labels_of(question.kind), len(question.options)
         if len(labels) < count:
             raise too_many_options(question, len(labels))
         ids = self._ids_of(tuple(labels[:count]))
@@ -103,10 +124,10 @@ class LabelReader:
         ids = [self._label_ids.get(label) for label in labels]
         return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
 
-    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float, bool]:
-        labels = self.check(question)
-        scores = values[[self._column[id] for id in labels]]
-        return scores, min(1.0, float(np.exp(scores - values[-2]).sum())), int(values[-1]) in labels
+    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float, bool]:
+        labels, (read,) = self.check(question), values
+        scores = read[[self._column[id] for id in labels]]
+        return scores, min(1.0, float(np.exp(scores - read[-2]).sum())), int(read[-1]) in labels
 
 
 def too_many_options(question: Question, most: int) -> InputError:
@@ -139,8 +160,12 @@ class DecideTask(Task):
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
+        if options.prompt_style == "vllm" and reader is not None:
+            message = "the model reads its answers with a decision head, which vLLM's prompt is not made for"
+            raise InputError(message, field="prompt_style", remedy="leave it out")
         if options.prompt_style == "vllm":
-            settings = replace(settings, labels={**_VLLM_LABELS, **settings.labels}, template=None)
+            # vLLM reads no decision.json.
+            settings = DecisionSettings(labels=VLLM_LABELS, adapter=settings.adapter)
         if options.template is not None:
             check_template(options.template)
             settings = replace(settings, template=options.template)
@@ -180,11 +205,6 @@ class DecideTask(Task):
         if item.questions is not None and self.questions:
             message = "the item has questions of its own, and all items are asked the same"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
-        if self.settings.adapter is not None and item.adapter is None and self.inputs.adapter is None:
-            folder = self.settings.adapter
-            message = f"decision.json says that the model decides with the LoRA adapter in its folder {folder!r}"
-            remedy = "load that folder (--adapter NAME=FOLDER, adapters={name: folder}), and name it"
-            raise InputError(message, field="adapter", remedy=remedy, code="missing_option")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"
@@ -277,16 +297,19 @@ class DecideTask(Task):
 
     def _requests(self, group: list[Question], get: MarkedIds) -> list[Request]:
         ids, marks = get()
-        if len(marks) != len(group):
-            message = f"the template marks {len(marks)} places for {len(group)} questions"
-            raise InputError(message, field="template", remedy="write <|mark|> once for each question")
+        count = sum(map(self.reader.marks, group))
+        if len(marks) != count:
+            message = f"the template marks {len(marks)} places, and the model reads {count}"
+            remedy = "write <|mark|> once for each question"
+            raise InputError(message, field="template", remedy=remedy)
         return [self.inputs.request(ids[:mark], "state") for mark in marks]
 
     def finish(self, note: Any, results: Sequence[Result]) -> Decision:
         questions = [Question.from_note(one) for one in note["questions"]] if "questions" in note else self.questions
-        answers = {}
-        for question, result in zip(questions, results, strict=True):
-            values = np.asarray(result.values, dtype=np.float64)
+        answers, rows = {}, iter(results)
+        for question in questions:
+            read = islice(rows, self.reader.marks(question))
+            values = [np.asarray(result.values, dtype=np.float64) for result in read]
             scores, mass, is_label = self.reader.scores(question, values)
             p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
             if question.kind == "noul" and self.settings.noul_options[0] == "false":

@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 MARK, SPLIT = "<|mark|>", "<|split|>"
 CONFIG, TEMPLATE = "decision.json", "decision_template.jinja"
 LETTERS = tuple(string.ascii_uppercase)
+# vLLM's labels (0.32), by kind of question, and its last lines.
+VLLM_LABELS = {"noul": ("yes", "no"), "choice": LETTERS, "score": tuple(string.digits)}
+_VLLM_CLOSINGS = {
+    "noul": "Answer with yes or no only.",
+    "choice": "Answer with the letter of one option only.",
+    "score": "Answer with the number of one level only.",
+}
 # They stand around a control token that a request holds. A request's own letters of this kind are dropped.
 _BEGIN, _END = "\U000f0000", "\U000f0001"
 
@@ -85,6 +92,20 @@ class DecisionSettings:
         return self.labels.get(kind) or (("Yes", "No") if kind == "noul" else LETTERS)
 
 
+def check_labels(checkpoint: Checkpoint, tokenizer: Tokenizer, settings: DecisionSettings) -> None:
+    """Raise CheckpointError for labels of decision.json that are not distinct single tokens."""
+    encoder = DecisionEncoder(tokenizer, settings)
+    for kind, labels in settings.labels.items():
+        ids = [encoder.label_id(label) for label in labels]
+        wrong = [label for i, label in enumerate(labels) if ids[i] is None or ids[i] in ids[:i]]
+        if wrong:
+            used = ", ".join(map(repr, wrong[:5]))
+            raise CheckpointError(
+                f"{checkpoint.name}: labels of {CONFIG} has for {kind} questions {used}, which the tokenizer does not "
+                "encode as a token of its own; give each option a label that is one token"
+            )
+
+
 def is_temperature(value: object) -> bool:
     """Return whether a value is a number above 0."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
@@ -125,17 +146,23 @@ def vllm_prompt(
     state: object, kind: str, instructions: object, options: Sequence[str], labels: Sequence[str],
     descriptions: Sequence[object], first: str = "state",
 ) -> str:  # fmt: skip
-    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer."""
-    lines = []
+    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer.
+
+    vLLM writes instructions and descriptions that are not texts as Python does, not as JSON.
+    """
+    lines = [f"Question: {_as_vllm(instructions)}"] if _as_vllm(instructions) else []
     for label, option, description in zip(labels, options, descriptions, strict=True):
-        said = written(description)
-        name = said if kind == "score" else option
-        lines.append(f"{label}: {name}" + (f" - {said}" if said and kind != "score" else ""))
-    code = {"noul": "Answer yes or no only.", "score": "Answer with the digit of one level only."}
-    question = "\n".join(
-        [f"Question: {written(instructions)}", *lines, code.get(kind, "Answer with the letter of one option only.")]
-    )
+        said = _as_vllm(description)
+        if kind == "choice":
+            lines.append(f"{label}: {option} - {said}" if said else f"{label}: {option}")
+        else:  # a level is its description; yes and no stand alone without one
+            lines.append(f"{label}: {said}" if said or kind == "score" else label)
+    question = "\n".join([*lines, _VLLM_CLOSINGS[kind]])
     return f"{written(state)}\n\n{question}" if first == "state" else f"{question}\n\n{written(state)}"
+
+
+def _as_vllm(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 class DecisionEncoder:

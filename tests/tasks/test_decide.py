@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
+from adapters import write_adapter
 from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM, CheckpointError, InputError
 from prefold.tasks import make_task
 from prefold.tasks.questions import read_questions
-from prefold.text.decisions import LETTERS, default_prompt, vllm_prompt
+from prefold.text.decisions import LETTERS, default_prompt
 
 # "Yes" is not one token of the tiny tokenizer.
 SETTINGS = {"labels": {"noul": ["yes", "no"]}, "temperature": {"noul": 2.0, "choice": 0.5}}
@@ -214,9 +216,33 @@ def test_each_state_may_name_its_adapter(llms):
     assert [one["refund"] for one in found] == [one["refund"] for one in llm.decide(["a", "b"], QUESTIONS)]
 
 
-def test_an_adapter_that_the_settings_name_is_not_left_out(llms):
-    with pytest.raises(InputError, match="LoRA adapter in its folder 'lora'"):
-        llms("llama", None, adapter="lora").decide("text", QUESTIONS)
+def test_the_adapter_that_the_settings_name_is_loaded_and_used(folders, llms, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    write_adapter(folder / "lora", folder, seed=3)
+    given = LLM(str(folder), dtype="float32", adapters={"other": str(folder / "lora")})
+    with_it = given.decide("text", QUESTIONS, adapter="other")
+    without = given.decide("text", QUESTIONS)
+    (folder / "decision.json").write_text(json.dumps(SETTINGS | {"adapter": "lora"}))
+    llm = LLM(str(folder), dtype="float32")
+    found = llm.decide("text", QUESTIONS)
+    assert found.answers == with_it.answers != without.answers
+    assert llm.engine.facts.adapters == ("lora",) and "lora" in llm.identity["adapters"]
+    # Other tasks run without it, unless they name it.
+    assert (llm.embed("text") == given.embed("text")).all()
+    with pytest.raises(CheckpointError, match="another one has the same name"):
+        LLM(str(folder), adapters={"lora": str(folder)})
+    for each in (given, llm):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("lora", "and there is none"), ("../lora", "not inside"), ("/tmp", "not inside"), (".", "not inside")],
+)
+def test_an_adapter_is_loaded_from_a_folder_of_the_model_alone(folders, name, says):
+    with pytest.raises(CheckpointError, match=says):
+        LLM(str(folders("llama", None, adapter=name)))
 
 
 def test_a_state_that_is_too_long_is_cut_on_request(llms):
@@ -268,8 +294,39 @@ def test_other_prompts():
     said = {"kind": "choice", "instructions": "Which?", **of_options}
     question = "Which?\nA. a: x\nB. b\nAnswer with the letter of the option that fits best (A to B) only."
     assert default_prompt("S", **said, first="question") == f"{question}\n\nS"
-    question = "Question: Which?\nA: a - x\nB: b\nAnswer with the letter of one option only."
-    assert vllm_prompt("S", **said) == f"S\n\n{question}"
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [  # made with vLLM 0.32's question_types.py
+        ({"type": "noul", "instructions": "Is it?"}, "Question: Is it?\nyes\nno\nAnswer with yes or no only."),
+        (
+            {"type": "noul", "criteria": {"true": "sure", "false": {"k": None}}},
+            "yes: sure\nno: {'k': None}\nAnswer with yes or no only.",
+        ),
+        (
+            {"type": "choice", "instructions": ["a", 1], "criteria": {"x": "why", "y": None, "z": ""}},
+            "Question: ['a', 1]\nA: x - why\nB: y\nC: z\nAnswer with the letter of one option only.",
+        ),
+        (
+            {"type": "score", "instructions": "", "criteria": ["low", 2]},
+            "0: low\n1: 2\nAnswer with the number of one level only.",
+        ),
+    ],
+)
+def test_prompts_of_vllm(llms, question, said):
+    llm = llms("llama", None, labels={"noul": ["no", "yes"]}, noul_options=["false", "true"])  # vLLM reads neither
+    task = llm.task("decide", prompt_style="vllm")
+    (work,) = task.prepare([{"state": {"é": 1}, "questions": {"q": question}}])
+    chat = [{"role": "user", "content": f'{{"é": 1}}\n\n{said}'}]
+    text = llm.tokenizer.render_chat(chat, add_generation_prompt=True, enable_thinking=False)
+    assert work.requests[0].tokens.tolist() == llm.tokenizer.encode(text, special=False).tolist()
+    (own,), _ = read_questions({"q": question})
+    labels = {"noul": ["yes", "no"], "choice": ["A", "B", "C"], "score": ["0", "1"]}[own.kind]
+    assert task.reader.check(own) == [llm.tokenizer.token_id(label) for label in labels]
+    many = {"type": "score", "criteria": [str(i) for i in range(11)]}
+    with pytest.raises(InputError, match="11 options"):
+        llm.decide("x", {"q": many}, prompt_style="vllm")
 
 
 @pytest.mark.parametrize(
@@ -279,15 +336,20 @@ def test_other_prompts():
         ({"temperature": {"noul": 0}}, "temperature of decision.json"),
         ({"noul_options": ["yes", "no"]}, "noul_options of decision.json"),
         ({"sanitize_control_tokens": "no"}, "sanitize_control_tokens"),
+        ({"labels": {"noul": ["Certainly", "no"]}}, "for noul questions 'Certainly', which the tokenizer"),
+        ({"labels": {"choice": ["A", "B", "A"]}}, "for choice questions 'A', which the tokenizer"),
     ],
 )
-def test_settings_that_are_wrong_are_refused(folders, llms, settings, says):
-    llm = llms("llama", None, **settings)
+def test_settings_that_are_wrong_are_refused_at_load(folders, settings, says):
     with pytest.raises(CheckpointError, match=says):
-        llm.decide("x", QUESTIONS)
+        LLM(str(folders("llama", None, **settings)))
 
 
-def test_labels_that_are_several_tokens_are_refused(llms):
-    llm = llms("llama", None, labels={"noul": ["Certainly", "Never"]})
+def test_labels_that_a_question_needs_are_single_tokens(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    (folder / "decision.json").unlink()  # "Yes" is not one token here
+    llm = LLM(str(folder))
     with pytest.raises(InputError, match="'refund' are not distinct single tokens"):
         llm.decide("x", {"refund": {"type": "noul"}})
+    llm.close()

@@ -7,6 +7,7 @@ of its own beside an adapter (judge_config.json, head.safetensors) are not read:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +18,9 @@ from ...errors import UnsupportedModelError
 from ...model.config import ModelConfig
 from ...model.families import HFConfig, add_families, config_from
 from ...spec.requests import Readout
-from ...tasks.decide import HEADS, too_many_options
+from ...tasks.decide import HEADS, Reader, too_many_options
 from ...tasks.questions import KINDS, Question
+from ...text.decisions import DecisionSettings
 
 OFFSETS = {"noul": 0, "score": 2, "choice": 8}
 ROWS = 24
@@ -36,11 +38,12 @@ def jev(hf: HFConfig) -> ModelConfig:
     return replace(config, lm_head=False, num_labels=rows, head_bias=True, names=names)
 
 
-class JevReader:
+class JevReader(Reader):
     """A JevReader reads the rows of the head that belong to a question's kind."""
 
     def __init__(self, checkpoint: Checkpoint):
         settings = Settings.of(checkpoint.config)
+        self.settings = DecisionSettings.of(checkpoint)
         self.readout = Readout("head")
         self._cap = settings.number("softcap", None)
         offsets = checkpoint.config.get("offsets") or OFFSETS
@@ -54,9 +57,9 @@ class JevReader:
         if len(question.options) > most:
             raise too_many_options(question, most)
 
-    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, None, None]:
-        first = self._offsets[question.kind]
-        scores = values[first : first + len(question.options)]
+    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, None, None]:
+        first, (read,) = self._offsets[question.kind], values
+        scores = read[first : first + len(question.options)]
         return scores if self._cap is None else self._cap * np.tanh(scores / self._cap), None, None
 
 
