@@ -13,6 +13,7 @@ from ..spec.fields import checked
 from ..tasks import ClassifyItem, DecideItem, EmbedItem, RerankItem, ScoreItem, Work
 from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
+from ..text.media import TextWithImages
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, pair_up
 from .keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .running import CallForm, TaskRunner, read_call
@@ -20,7 +21,8 @@ from .running import CallForm, TaskRunner, read_call
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
 Questions = Mapping[str, Mapping[str, object]] | Sequence[Mapping[str, object]]
-State = str | Mapping[str, object]
+State = str | Mapping[str, object] | TextWithImages
+Images = Sequence[object] | Mapping[str, object] | None
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -172,7 +174,13 @@ class NumericTasks(TaskRunner):
 
     @overload
     def decide(  # type: ignore[overload-overlap]  # a str is a Sequence[object] too
-        self, states: State, questions: Questions, *, errors: Raise = "raise", **options: Unpack[DecideKeywords]
+        self,
+        states: State,
+        questions: Questions,
+        *,
+        images: Images = None,
+        errors: Raise = "raise",
+        **options: Unpack[DecideKeywords],
     ) -> Decision: ...
     @overload
     def decide(
@@ -180,28 +188,39 @@ class NumericTasks(TaskRunner):
         states: Sequence[object],
         questions: Questions,
         *,
+        images: Sequence[Images] | None = None,
         errors: Raise = "raise",
         **options: Unpack[DecideKeywords],
     ) -> list[Decision]: ...
     @overload
     def decide(
-        self, states: Sequence[object], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
+        self,
+        states: Sequence[object],
+        questions: Questions,
+        *,
+        images: Sequence[Images] | None = None,
+        errors: Return,
+        **options: Unpack[DecideKeywords],
     ) -> list[Decision | InputError]: ...
     def decide(
         self,
         states: State | Sequence[object],
         questions: Questions,
         *,
+        images: Images | Sequence[Images] = None,
         errors: Errors = "raise",
         **options: Unpack[DecideKeywords],
     ) -> Decision | Sequence[Decision | InputError] | InputError:
         """Answer typed questions about each state, with a probability for every option. Nothing is generated.
 
         Args:
-            states: One state, or a list of states. A state is a text or a JSON object.
+            states: One state, or a list of states. A state is a text, a JSON object or a TextWithImages.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].
+            images: For a model that sees images, those of the state: paths, URLs or other image values. A list stands
+                before the state. Of {name: image} each image stands wherever its name occurs in the state or in a
+                question. For a list of states a list, with the images of each state or None.
             errors: "raise": the first bad state raises its InputError before anything is computed. "return": each bad
                 state has its InputError in its place.
             **options: Fields of DecideOptions: prompt_style, template, first, temperature, max_length, adapter; and
@@ -217,8 +236,13 @@ class NumericTasks(TaskRunner):
             >>> llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "Is money owed?"}})
         """
         single = not isinstance(states, (list, tuple))
-        items = [states] if single else list(states)
-        call, named, task_options = read_call("states", [DecideItem(state) for state in items], single, errors, options)
+        items: list[object] = list(states) if isinstance(states, (list, tuple)) else [states]
+        given: object = [images] if single else [None] * len(items) if images is None else images
+        if not isinstance(given, (list, tuple)) or len(given) != len(items):
+            message = f"images is not a list of the images of each of {len(items)} states"
+            raise InputError(message, field="images", remedy="give a list for each state, or None", code="wrong_type")
+        pairs = [DecideItem(state, images=own) for state, own in zip(items, given, strict=True)]
+        call, named, task_options = read_call("states", pairs, single, errors, options)
         answers: list[Decision | InputError] = self._answers(
             self.task("decide", questions=questions, **task_options), named, call
         )

@@ -222,7 +222,7 @@ class TableAdapter:
         if self.task == "generate":
             return self._generate_items(data)
         if self.task == "decide":
-            return False, [{"state": self._state(data)}]
+            return False, [self._state(data)]
         if columns.document is not None:
             assert columns.query is not None
             query = columns.query.render(data, self._keep_empty)
@@ -238,16 +238,22 @@ class TableAdapter:
         return False, [{"text": prompt}]
 
     def _state(self, data: dict[str, Any]) -> Any:
-        """Return the state of a record: a conversation, a JSON value of a column by itself, or a text."""
-        columns = self.columns_used
+        """Return the state of a record, with its images: a conversation, a JSON value of a column by itself, or a
+        text."""
+        columns, images = self.columns_used, self._images(data)
+        own: dict[str, Any] = {} if images is None else {"images": images}
         if columns.messages is not None:
-            return state_of(self._messages(data, columns.messages))
+            state, found = state_of(self._messages(data, columns.messages))
+            if found and images:
+                message = f"there are images both in {columns.messages!r} and in {columns.image!r}"
+                raise InputError(message, field=columns.image, remedy="give them in one column", code="image_count")
+            return {"state": state, **({"images": found} if found else own)}
         assert columns.state is not None
         if (column := columns.state.column) is not None:
             value = self._object(data, column)
             if isinstance(value, (dict, list)) and value:
-                return value
-        return columns.state.render(data, self._keep_empty)
+                return {"state": value, **own}
+        return {"state": columns.state.render(data, self._keep_empty), **own}
 
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns_used

@@ -15,21 +15,29 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import InputError
+from ..spec.fields import checked
 from ..spec.plugins import load_plugins
-from ..spec.requests import Readout, Request, Result
+from ..spec.requests import Namespace, Readout, Request, Result
 from ..spec.task import DecideOptions
 from ..text.decisions import (
     VLLM_LABELS,
     DecisionEncoder,
     DecisionSettings,
+    Encode,
+    ImageNames,
+    Rendered,
     check_template,
     default_prompt,
+    field_of,
     is_temperature,
     vllm_prompt,
+    written,
 )
-from ..text.valid import plain_json
+from ..text.media import ImageIds, Picture, TextWithImages, notes_in, refuse_images
+from ..text.valid import plain_json, valid_text
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .classify import softmax
+from .conversations import variables
 from .questions import KINDS, Question, read_questions
 from .results import Answer, Decision
 
@@ -41,14 +49,42 @@ MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
 class DecideItem:
     """A DecideItem is a state with the questions about it.
 
-    state      a text or a JSON value
-    questions  {name: question} or a list of questions; None: those of the task
-    adapter    the LoRA adapter; None: the task's
+    state                 a text or a JSON value
+    questions             {name: question} or a list of questions; None: those of the task
+    images                for a model that sees images: a list of images, which stand before the state; or {name:
+                          image}, of which each stands wherever its name occurs in the state or in a question
+    instructions          a text for all questions, which becomes the system message
+    chat_template_kwargs  {name: value}, further variables for the chat template
+    adapter               the LoRA adapter; None: the task's
+    salt                  as in Request
     """
 
     state: Any
     questions: Any = None
+    images: Any = None
+    instructions: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     adapter: str | None = None
+    salt: str = ""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What all prompts of an item have in common.
+
+    Attributes:
+        state: with the names of images in it
+        system: the text of the system message; None: there is none
+        variables: of the chat template
+        pictures: {name: image}
+        salt: as in Request
+    """
+
+    state: object
+    system: str | None
+    variables: Mapping[str, object]
+    pictures: Mapping[str, Picture]
+    salt: str
 
 
 class Reader:
@@ -209,11 +245,7 @@ class DecideTask(Task):
         if not questions and not errors:
             message = "there are no questions"
             raise InputError(message, field="questions", remedy="give some (--questions FILE)", code="missing_option")
-        state = plain_json(item.state, "state")
-        if state in (None, "") or (isinstance(state, str) and state.isspace()):
-            message = f"'state' is {'null' if state is None else 'empty'}"
-            raise InputError(message, field="state", remedy="give it a text or a JSON value", code="empty")
-        state = self.inputs.bounded(state, "state", self.truncate, left=self.truncate == "left")
+        asking = self._asking(item)
         asked = []
         for question in questions:
             error = attempt(self.reader.check, question) if item.questions is not None else None
@@ -222,12 +254,18 @@ class DecideTask(Task):
             else:
                 asked.append(question)
         groups = [asked] if self.encoder.takes_all and asked else [[question] for question in asked]
-        makers = [(group, attempt(self._prompt, state, group, batch)) for group in groups]
+        shown: set[str] = set()
+        makers = [(group, attempt(self._prompt, asking, group, batch, shown)) for group in groups]
+        unused = asking.pictures.keys() - shown
+        if unused and len(asked) == len(questions) and not any(isinstance(maker, InputError) for _, maker in makers):
+            name = next(name for name in asking.pictures if name in unused)
+            message = f"the name {name!r:.100} of an image stands neither in the state nor in a question"
+            raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
 
         def make() -> Work:
             requests, answered = [], []
             for group, maker in makers:
-                made = maker if isinstance(maker, InputError) else attempt(self._requests, group, maker)
+                made = maker if isinstance(maker, InputError) else attempt(self._requests, group, maker, asking.salt)
                 if isinstance(made, InputError):
                     errors.update({question.name: made for question in group})
                 else:
@@ -240,21 +278,97 @@ class DecideTask(Task):
                 note["questions"] = [question.note() for question in answered]
             if errors:
                 note["errors"] = {name: error.to_dict() for name, error in errors.items()}
-            return work_of(requests, **note)
+            return work_of(requests, list(asking.pictures.values()), **note)
 
         return make
 
-    def _prompt(self, state: object, group: list[Question], batch: TextBatch) -> MarkedIds:
-        """Add the prompt of a group of questions about a state to a batch."""
-        text = self._render(state, group)
-        plain = self.encoder.is_plain(text)
-        get = partial(_at_end, batch.add(text)) if plain else partial(self.encoder.encode, text)
+    def _asking(self, item: DecideItem) -> _Asked:
+        """Return what all prompts of an item have in common. Raise InputError for what cannot be asked."""
+        given: object = item.state
+        images: object = item.images
+        if isinstance(given, TextWithImages):
+            images = list(given.images)
+            given = given.text
+        state: object = plain_json(given, "state")
+        if not images and (state in (None, "") or (isinstance(state, str) and state.isspace())):
+            message = f"'state' is {'null' if state is None else 'empty'}"
+            raise InputError(message, field="state", remedy="give it a text or a JSON value", code="empty")
+        state = self.inputs.bounded(state, "state", not images and self.truncate, left=self.truncate == "left")
+        state, named = self._placed(state, images)
+        pictures: dict[str, Picture] = {}
+        if named:
+            if self.inputs.images is None:
+                raise refuse_images(named[0][2])
+            read = self.inputs.images.read([(image, field) for _, image, field in named])
+            pictures = {name: picture for (name, _, _), picture in zip(named, read, strict=True)}
+        system = None if item.instructions is None else valid_text(item.instructions, "instructions")
+        values = variables(item.chat_template_kwargs)
+        if self.settings.template is not None and (system or values):
+            name = "instructions" if system else "chat_template_kwargs"
+            message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
+            raise InputError(message, field=name, remedy="leave it out", code="unsupported")
+        if values.get("enable_thinking"):
+            message = "the answer is read where the reply begins, so that the model cannot think before it"
+            remedy = "leave enable_thinking out"
+            raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="unsupported")
+        return _Asked(state, system or None, values, pictures, checked(str, item.salt, "salt"))
+
+    def _placed(self, state: object, images: object) -> tuple[object, list[tuple[str, object, str]]]:
+        """Return (the state, with names of images in it; (name, image, field) of each image)."""
+        if images is None or (isinstance(images, (list, tuple, dict)) and not images):
+            return state, []
+        if isinstance(images, Mapping):
+            if not all(isinstance(name, str) and name for name in images):
+                message = "'images' has a name that is no text, or empty"
+                raise InputError(message, field="images", remedy='give {"img-1": image}', code="wrong_type")
+            return state, [(name, image, field_of(name)) for name, image in images.items()]
+        if not isinstance(images, (list, tuple)):
+            remedy = "give a list of images, or {name: image}"
+            raise InputError("'images' is not a list", field="images", remedy=remedy, code="wrong_type")
+        if self.settings.template is not None and not isinstance(state, str):
+            message = "a list of images stands before a text, and the state of this template is none"
+            remedy = "give {name: image}, and write the names in the state"
+            raise InputError(message, field="images", remedy=remedy, code="unsupported")
+        make = ImageNames(state)
+        names = [make.of(f"images[{i}]") for i in range(len(images))]
+        text, place = written(state), getattr(getattr(self.inputs.images, "processor", None), "placeholder", None)
+        if place is not None and isinstance(state, str) and place in text:
+            pieces = text.split(place)
+            if len(pieces) != len(names) + 1:
+                message = f"there are {len(names)} images for {len(pieces) - 1} places in the state ({place})"
+                raise InputError(message, field="images", remedy="give one image a place", code="image_count")
+            text = "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
+        else:
+            text = "".join(names) + text
+        return text, [(name, image, field_of(name)) for name, image in zip(names, images, strict=True)]
+
+    def _prompt(self, asking: _Asked, group: list[Question], batch: TextBatch, shown: set[str]) -> MarkedIds:
+        """Add the prompt of a group of questions about a state to a batch. shown: the names of its images are added"""
+        rendered = self._render(asking, asking.state, group)
+        shown.update(rendered.shown)
+        if rendered.shown:
+            return partial(self._pictured, asking, rendered)
+        plain = self.encoder.is_plain(rendered.text)
+        get = partial(_at_end, batch.add(rendered.text)) if plain else partial(self.encoder.encode, rendered.text)
+        state = asking.state
         if not self.truncate or not isinstance(state, str):
             return get
-        return lambda: self._cut(state, group, *get())
+        return lambda: self._cut(asking, state, group, *get())
+
+    def _pictured(self, asking: _Asked, rendered: Rendered) -> tuple[np.ndarray, list[int]]:
+        """Return the ids of a prompt with images, and the places before which answers are read."""
+        pictures, media = [asking.pictures[name] for name in rendered.shown], []
+
+        def expand(text: str, encode: Encode) -> np.ndarray:
+            ids, own = self.inputs.images.encode(text, pictures, asking.salt, "state", encode)
+            media.extend(own)
+            return ids
+
+        ids, marks = self.encoder.encode(rendered.text, expand)
+        return ImageIds.of(ids, tuple(media)), marks
 
     def _cut(
-        self, state: str, group: list[Question], ids: np.ndarray, marks: list[int]
+        self, asking: _Asked, state: str, group: list[Question], ids: np.ndarray, marks: list[int]
     ) -> tuple[np.ndarray, list[int]]:
         """Return a prompt whose state is cut so that it fits; the prompt as it is if nothing of the state would be
         left."""
@@ -263,23 +377,25 @@ class DecideTask(Task):
             return ids, marks
         return self.inputs.cut(
             state,
-            lambda text: self.encoder.encode(self._render(text, group)),
+            lambda text: self.encoder.encode(self._render(asking, text, group).text),
             ids.size - over,
             (ids, marks),
             left=self.truncate == "left",
             size=lambda marked: int(marked[0].size),
         )
 
-    def _render(self, state: object, group: list[Question]) -> str:
-        """Return the text of the prompt of a group of questions."""
+    def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
+        """Return the text of the prompt of a group of questions. state: that of `asking`, or a part of it"""
+        names = tuple(asking.pictures)
         if self.settings.template is None:
             (question,) = group
             kind, options, said = self._ordered(question)
             labels = self.settings.labels_of(question.kind)[: len(options)]
             message = self.write(state, kind, question.instructions, options, labels, said, self.first)
-            return self.encoder.message(message)
+            parts = self.inputs.images is not None
+            return self.encoder.message(message, names, parts=parts, system=asking.system, variables=asking.variables)
         questions = [self._variables(question) for question in group]
-        return self.encoder.templated(state=state, question=questions[0], questions=questions)
+        return self.encoder.templated(names, state=state, question=questions[0], questions=questions)
 
     def _ordered(self, question: Question) -> tuple[str, list[str], list[object]]:
         """Return the kind, the options and the descriptions of a question, in the order of the prompt."""
@@ -295,14 +411,15 @@ class DecideTask(Task):
         return {"name": question.name, "type": kind, "instructions": question.instructions, "options": options,
                 "labels": list(labels), "descriptions": said}  # fmt: skip
 
-    def _requests(self, group: list[Question], get: MarkedIds) -> list[Request]:
+    def _requests(self, group: list[Question], get: MarkedIds, salt: str) -> list[Request]:
         ids, marks = get()
         count = sum(map(self.reader.marks, group))
         if len(marks) != count:
             message = f"the template marks {len(marks)} places, and the model reads {count}"
             remedy = "write <|mark|> once for each question"
             raise InputError(message, field="template", remedy=remedy)
-        return [self.inputs.request(ids[:mark], "state") for mark in marks]
+        requests = [self.inputs.request(ids[:mark], "state") for mark in marks]
+        return [replace(request, namespace=Namespace(salt=salt)) for request in requests] if salt else requests
 
     def finish(self, note: Any, results: Sequence[Result]) -> Decision:
         questions = [Question.from_note(one) for one in note["questions"]] if "questions" in note else self.questions
@@ -319,7 +436,7 @@ class DecideTask(Task):
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
         cached = [result.cached_tokens for result in results]
         known = None if None in cached else sum(cached)  # type: ignore[arg-type]
-        return Decision(answers, errors, note["tokens"], cached_tokens=known)
+        return Decision(answers, errors, note["tokens"], notes_in(note), cached_tokens=known)
 
 
 def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:
