@@ -114,9 +114,9 @@ class Reader:
         raise NotImplementedError
 
 
-# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head}. Features enter
-# their heads here.
-HEADS: dict[str, Callable[[Checkpoint], Reader]] = {}
+# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head, or None if the file
+# is that of another head}. Features enter their heads here.
+HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
 
 
 def head_of(checkpoint: Checkpoint) -> Reader | None:
@@ -124,8 +124,9 @@ def head_of(checkpoint: Checkpoint) -> Reader | None:
     load_plugins()
     names = checkpoint.config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    make = HEADS.get(architecture) or next((HEADS[name] for name in HEADS if checkpoint.file(name) is not None), None)
-    return None if make is None else make(checkpoint)
+    names = [name for name in HEADS if name == architecture or checkpoint.file(name) is not None]
+    readers = (HEADS[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
+    return next((reader for reader in readers if reader is not None), None)
 
 
 class LabelReader(Reader):
@@ -204,13 +205,13 @@ class DecideTask(Task):
             settings = DecisionSettings(labels=VLLM_LABELS, adapter=settings.adapter)
         if options.template is not None:
             check_template(options.template)
-            settings = replace(settings, template=options.template)
+            settings = replace(settings, template=options.template, write=None)
         if options.temperature is not None:
             settings = replace(settings, temperature={**settings.temperature, **_temperatures(options.temperature)})
-        if settings.template is not None and options.first is not None:
+        if settings.is_own and options.first is not None:
             message = "first is for the default prompt, and the model has a template of its own"
             raise InputError(message, field="first", remedy="leave it out, or give a template that has this order")
-        if settings.template is None and not inputs.tokenizer.chat_templates:
+        if not settings.is_own and not inputs.tokenizer.chat_templates:
             message = "the checkpoint has no chat template, which the default prompt of decisions is written in"
             raise InputError(message, field="template", remedy="give a template", code="no_chat_template")
         self.settings = settings
@@ -297,13 +298,16 @@ class DecideTask(Task):
         state, named = self._placed(state, images)
         pictures: dict[str, Picture] = {}
         if named:
+            if self.settings.write is not None:
+                message = "the model's decision head reads text alone"
+                raise InputError(message, field="images", remedy="leave images out", code="unsupported")
             if self.inputs.images is None:
                 raise refuse_images(named[0][2])
             read = self.inputs.images.read([(image, field) for _, image, field in named])
             pictures = {name: picture for (name, _, _), picture in zip(named, read, strict=True)}
         system = None if item.instructions is None else valid_text(item.instructions, "instructions")
         values = variables(item.chat_template_kwargs)
-        if self.settings.template is not None and (system or values):
+        if self.settings.is_own and (system or values):
             name = "instructions" if system else "chat_template_kwargs"
             message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
             raise InputError(message, field=name, remedy="leave it out", code="unsupported")
@@ -387,6 +391,8 @@ class DecideTask(Task):
     def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
         """Return the text of the prompt of a group of questions. state: that of `asking`, or a part of it"""
         names = tuple(asking.pictures)
+        if self.settings.write is not None:
+            return self.encoder.written(state, [self._variables(question) for question in group])
         if self.settings.template is None:
             (question,) = group
             kind, options, said = self._ordered(question)

@@ -41,6 +41,10 @@ _NAME = "\U000f0002"  # begins the name of an image
 _HIDDEN = re.compile(f"{_BEGIN}([0-9]+){_END}")
 
 
+class Token(str):
+    """A piece of a prompt in which control tokens are control tokens."""
+
+
 @dataclass(frozen=True)
 class DecisionSettings:
     """How a model's decisions are asked for and read.
@@ -49,6 +53,10 @@ class DecisionSettings:
         labels: {kind of question: its labels, one token each}; by default Yes and No, or A to Z
         temperature: {kind of question: what the logits of its labels are divided by}
         template: a Jinja template in place of the default prompt
+        write: write(state, questions) returns the pieces of the prompt, in place of a template; control tokens are
+            control tokens only in the pieces that are Token
+        joint: whether `write` takes all questions of a state at once
+        tokens: the control tokens that `write` writes
         noul_options: in which order a prompt has the options of a yes/no question
         escapes: whether control tokens in a request stay text
         adapter: the folder, beside the weights, of a LoRA adapter that has to be loaded
@@ -60,6 +68,14 @@ class DecisionSettings:
     noul_options: tuple[str, ...] = ("true", "false")
     escapes: bool = True
     adapter: str | None = None
+    write: Callable[[Any, Sequence[Mapping[str, Any]]], Sequence[str]] | None = None
+    joint: bool = False
+    tokens: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the model has a prompt of its own, in place of one in the chat template."""
+        return self.template is not None or self.write is not None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> DecisionSettings:
@@ -228,14 +244,12 @@ class DecisionEncoder:
         self.settings = settings
         templates = tokenizer.chat_templates.templates
         own = templates.get("default") or next(iter(templates.values()), "")
-        self.source = own if settings.template is None else settings.template
+        self.source = settings.tokens if settings.write is not None else settings.template or own
 
     @cached_property
     def takes_all(self) -> bool:
-        """Return whether the template renders all questions of a state in one prompt."""
-        if self.settings.template is None:
-            return False
-        return "questions" in self._names
+        """Return whether all questions of a state are in one prompt."""
+        return self.settings.joint if self.settings.template is None else "questions" in self._names
 
     @cached_property
     def _names(self) -> Collection[str]:
@@ -327,6 +341,13 @@ class DecisionEncoder:
         if own:
             return [self._part(piece) for piece in pieces]
         return self.shielded(value) if self.settings.escapes else value
+
+    def written(self, state: object, questions: Sequence[Mapping[str, object]]) -> Rendered:
+        """Return the text of the prompt that the settings' own function writes."""
+        assert self.settings.write is not None
+        pieces = self.settings.write(state, questions)
+        texts = [piece if isinstance(piece, Token) else self.shielded(piece) for piece in pieces]
+        return Rendered("".join(map(str, texts)))
 
     def is_plain(self, text: str) -> bool:
         """Return whether the tokenizer alone encodes a rendered text: it holds no shielded token and no sentinel."""
