@@ -93,10 +93,12 @@ class Reader:
     Attributes:
         readout: what is read of a row
         settings: how the model is asked
+        max_length: the most tokens of a prompt that the head was made for; None: as many as the model takes
     """
 
     readout: Readout
     settings: DecisionSettings
+    max_length: int | None = None
 
     def check(self, question: Question) -> object:
         """Raise InputError if the options of a question cannot be read."""

@@ -158,6 +158,9 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
         inputs = replace(inputs, adapter=inputs.check_adapter(settings.adapter))
     if head is None:
         require_lm_head(inputs.config, checkpoint, "decide")
+    elif head.max_length is not None:
+        limit = head.max_length
+        inputs = replace(inputs, max_length=limit if inputs.max_length is None else min(limit, inputs.max_length))
     return DecideTask(inputs, o, settings, head)
 
 

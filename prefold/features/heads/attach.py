@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import jev, kev
+from . import decision2, jev, kev
 
-__all__ = ["jev", "kev"]
+__all__ = ["decision2", "jev", "kev"]

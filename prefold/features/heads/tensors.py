@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, deserialize, safe_open
 from ...checkpoint import Checkpoint
 from ...errors import CheckpointError
 
+_EPS = 1e-5
+_erf = np.frompyfunc(math.erf, 1, 1)
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
@@ -62,3 +65,23 @@ def _fits(found: tuple[int, ...] | None, shape: tuple[int, ...] | None) -> bool:
     if found is None or shape is None or len(found) != len(shape):
         return False
     return all(size in (-1, has) for has, size in zip(found, shape, strict=True))
+
+
+def normed(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the LayerNorm of rows, float64 [rows, width]."""
+    centred = rows - rows.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + _EPS)
+    out: np.ndarray = scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+    return out
+
+
+def linear(rows: np.ndarray, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """Return the product of rows with a linear, which may have a bias."""
+    out: np.ndarray = rows @ tensors[f"{name}.weight"].T
+    return out + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else out
+
+
+def gelu(rows: np.ndarray) -> np.ndarray:
+    """Return the exact GELU."""
+    out: np.ndarray = rows * 0.5 * (1.0 + np.asarray(_erf(rows / math.sqrt(2.0)), np.float64))
+    return out

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from adapters import write_adapter
-from safetensors.torch import save_file
-from tiny import SIZES, reference, tiny_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from prefold import LLM, CheckpointError, InputError, UnsupportedModelError
@@ -206,3 +208,126 @@ def test_heads_that_do_not_fit_are_refused_at_load(tmp_path):
     (folder / "head.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no file head"):
         LLM(str(folder))
+
+
+# ------------------------------------------------------------------------------------- Decision 2.0
+
+
+class CandidateHead(torch.nn.Module):
+    """The head by its published formula."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.candidate_norm, self.query_norm = torch.nn.LayerNorm(HIDDEN), torch.nn.LayerNorm(HIDDEN)
+        self.key, self.query, self.query_mlp = (torch.nn.Linear(HIDDEN, size, bias=False) for _ in range(3))
+        self.candidate_mlp, self.scalar = torch.nn.Linear(HIDDEN, size), torch.nn.Linear(size, 1, bias=False)
+
+    def forward(self, options, end):
+        c, q = self.candidate_norm(options), self.query_norm(end)
+        mixed = torch.nn.functional.gelu(self.candidate_mlp(c) + self.query_mlp(q))
+        return self.key(c) @ self.query(q) / self.key.out_features**0.5 + self.scalar(mixed)[:, 0]
+
+
+HYBRID = {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16, "linear_num_key_heads": 2,
+          "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10}  # fmt: skip
+DECISION2_ROWS = {
+    "refund": ("noul", "money back?", [("false", "No"), ("true", "yes it is")]),
+    "tone": ("choice", '{"ask":"tone"}', [("calm", None), ("angry", "loud"), ("sad", "")]),
+    "urgency": ("score", "null", [("0", "can wait"), ("1", "today"), ("2", {"now": 1})]),
+}
+
+
+def write_decision2(tmp_path, family="qwen3", size=8):
+    package = tmp_path / "package"
+    if family == "qwen3_5":
+        model = transformers.Qwen3_5TextModel(
+            transformers.Qwen3_5TextConfig(**SIZES | HYBRID | {"max_position_embeddings": 2048})
+        )
+        randomise(model, 0, norm=0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("linear_attn.norm.weight"):  # which is not stored less one
+                    parameter.add_(1)
+        model.save_pretrained(package / "backbone")
+        write_tokenizer(package / "backbone")
+    else:
+        shutil.copytree(
+            tiny_checkpoint(tmp_path, family, head="bare", max_position_embeddings=2048), package / "backbone"
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (package / "backbone" / name).rename(package / name)
+    torch.manual_seed(3)
+    head = CandidateHead(size).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    save_file(
+        {name: tensor.float() for name, tensor in head.state_dict().items()}, package / "decision_head.safetensors"
+    )
+    files = {
+        "config.json": {"decision_format": "vllm-sr-decision", "format_version": 2, "model_type": "decision2"},
+        "decision_config.json": {
+            "prompt_version": "decision2-segmented-options-global-query-v1", "head_dim": size, "max_options": 5,
+        },
+        "MODEL_MANIFEST.json": {
+            "profile": "qwen-full", "max_input_tokens": 700, "calibration": {"file": "heat.json"},
+            "score_bias": {"file": "bias.json"},
+        },
+        "heat.json": {"temperature_by_type": {"noul": 2.0, "choice": 1.5, "score": 0.7}},
+        "bias.json": {"offsets": {"3": [0.1, -0.2, 0.4], "2": [9.0, 0.0]}},
+    }  # fmt: skip
+    for name, value in files.items():
+        (package / name).write_text(json.dumps(value))
+    return package, head
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_head_of_decision_2(tmp_path, family):
+    package, head = write_decision2(tmp_path, family)
+    tokenizer = Tokenizer.from_file(str(package / "tokenizer.json"))
+    llm = LLM(str(package), dtype="float32")
+
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def dumps(value):
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+    for state, text in [("I was charged", "I was charged"), ({"b": "é", "a": [1, None]}, '{"a":[1,null],"b":"é"}')]:
+        found = probabilities(llm.decide([state], QUESTIONS)[0])
+        for name, (kind, asked, options) in DECISION2_ROWS.items():
+            ids, ends = encode(f"Context:\n{text}\n\nTask type: {kind}\nQuestion:\n{asked}\nOptions:"), []
+            for key, said in options:
+                ids += encode("\n<option>\n" + dumps({"key": key, "description": said}) + "\n</option>")
+                ends.append(len(ids) - 1)
+            ids += encode("\n\nSelect the single option best supported by the context and instructions.\nDecision:")
+            states = hidden_states(package / "backbone", ids)
+            scores = head(states[ends], states[-1]) + (torch.tensor([0.1, -0.2, 0.4]) if kind == "score" else 0)
+            expected = (scores / {"noul": 2.0, "choice": 1.5, "score": 0.7}[kind]).softmax(0).tolist()
+            of = list(found[name].values())
+            assert (of[::-1] if name == "refund" else of) == pytest.approx(expected, abs=1e-4), (state, name)
+    with pytest.raises(InputError, match="the model takes 700"):
+        llm.decide("long " * 300, QUESTIONS)
+    with pytest.raises(InputError, match="at most 5"):
+        llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdef")}})
+    identity = llm.identity
+    llm.close()
+    weights = package / "backbone" / "model.safetensors"
+    save_file({name: tensor * 1.5 for name, tensor in load_file(weights).items()}, weights)
+    with LLM(str(package), dtype="float32") as other:
+        assert other.identity != identity
+
+
+def test_packages_that_cannot_be_read_are_refused(tmp_path):
+    package, _ = write_decision2(tmp_path)
+    for name, key, value in [
+        ("MODEL_MANIFEST.json", "profile", "qwen-adapter"), ("config.json", "format_version", 1),
+        ("decision_config.json", "head_variant", "type-separated"), ("decision_config.json", "prompt_version", "v2"),
+    ]:  # fmt: skip
+        content = json.loads((package / name).read_text())
+        (package / name).write_text(json.dumps(content | {key: value}))
+        with pytest.raises(UnsupportedModelError, match=f"{key} is {value!r}"):
+            LLM(str(package))
+        (package / name).write_text(json.dumps(content))
+    (package / "backbone" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="has no backbone/config"):
+        LLM(str(package))
