@@ -115,6 +115,24 @@ class Reader:
         """
         raise NotImplementedError
 
+    def places(self, marks: Sequence[int], size: int) -> Sequence[int]:
+        """Return how many tokens of a prompt stand before each read: by default before each mark.
+
+        size: tokens of the prompt
+        """
+        return marks
+
+    def note(self, ids: np.ndarray, marks: Sequence[int]) -> object:
+        """Return what `all_scores` has to know of a prompt, as JSON; None: nothing."""
+        return None
+
+    def all_scores(
+        self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
+    ) -> Sequence[tuple[np.ndarray, float | None, bool | None]]:
+        """Return `scores` of all questions of a prompt. values: at all of its places; note: as of `note`"""
+        rows = iter(values)
+        return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
+
 
 # {an architecture, or the name of a file beside the weights: makes the Reader of the decision head, or None if the file
 # is that of another head}. Features enter their heads here.
@@ -266,17 +284,23 @@ class DecideTask(Task):
             raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
 
         def make() -> Work:
-            requests, answered = [], []
+            requests, answered, prompts = [], [], []
+            tokens = 0
             for group, maker in makers:
                 made = maker if isinstance(maker, InputError) else attempt(self._requests, group, maker, asking.salt)
                 if isinstance(made, InputError):
                     errors.update({question.name: made for question in group})
                 else:
-                    requests += made
+                    own, size, about = made
+                    requests += own
+                    tokens += size
                     answered += group
+                    prompts.append([len(group), len(own), about])
             if not requests:
                 raise next(iter(errors.values()))
-            note: dict[str, Any] = {}
+            note: dict[str, Any] = {"tokens": tokens}
+            if any(prompt != [1, 1, None] for prompt in prompts):
+                note["prompts"] = prompts
             if item.questions is not None or len(answered) < len(self.questions):
                 note["questions"] = [question.note() for question in answered]
             if errors:
@@ -419,30 +443,38 @@ class DecideTask(Task):
         return {"name": question.name, "type": kind, "instructions": question.instructions, "options": options,
                 "labels": list(labels), "descriptions": said}  # fmt: skip
 
-    def _requests(self, group: list[Question], get: MarkedIds, salt: str) -> list[Request]:
+    def _requests(self, group: list[Question], get: MarkedIds, salt: str) -> tuple[list[Request], int, object]:
+        """Return (the requests of a prompt, its tokens, the reader's note)."""
         ids, marks = get()
         count = sum(map(self.reader.marks, group))
         if len(marks) != count:
             message = f"the template marks {len(marks)} places, and the model reads {count}"
             remedy = "write <|mark|> once for each question"
             raise InputError(message, field="template", remedy=remedy)
-        requests = [self.inputs.request(ids[:mark], "state") for mark in marks]
-        return [replace(request, namespace=Namespace(salt=salt)) for request in requests] if salt else requests
+        places, note = self.reader.places(marks, ids.size), self.reader.note(ids, marks)
+        requests = [self.inputs.request(ids[:place], "state") for place in places]
+        if salt:
+            requests = [replace(request, namespace=Namespace(salt=salt)) for request in requests]
+        return requests, max(places), note
 
     def finish(self, note: Any, results: Sequence[Result]) -> Decision:
         questions = [Question.from_note(one) for one in note["questions"]] if "questions" in note else self.questions
-        answers, rows = {}, iter(results)
-        for question in questions:
-            read = islice(rows, self.reader.marks(question))
+        answers, rows, asked = {}, iter(results), iter(questions)
+        cached: list[int | None] = []
+        for count, reads, about in note.get("prompts") or [(1, 1, None)] * len(questions):
+            group, read = list(islice(asked, count)), list(islice(rows, reads))
+            cached.append(
+                max((result.cached_tokens for result in read if result.cached_tokens is not None), default=None)
+            )
             values = [np.asarray(result.values, dtype=np.float64) for result in read]
-            scores, mass, is_label = self.reader.scores(question, values)
-            p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
-            if question.kind == "noul" and self.settings.noul_options[0] == "false":
-                p = p[::-1]
-            answers[question.name] = question.answer(p, mass, is_label)
+            scored = self.reader.all_scores(group, values, about)
+            for question, (scores, mass, is_label) in zip(group, scored, strict=True):
+                p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
+                if question.kind == "noul" and self.settings.noul_options[0] == "false":
+                    p = p[::-1]
+                answers[question.name] = question.answer(p, mass, is_label)
         errors = {name: InputError(e["message"], field=e.get("field"), remedy=e.get("remedy", ""), code=e["code"])
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
-        cached = [result.cached_tokens for result in results]
         known = None if None in cached else sum(cached)  # type: ignore[arg-type]
         return Decision(answers, errors, note["tokens"], notes_in(note), cached_tokens=known)
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import decision2, jev, kev
+from . import clef, decision2, jev, kev
 
-__all__ = ["decision2", "jev", "kev"]
+__all__ = ["clef", "decision2", "jev", "kev"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
 
 from ...checkpoint import Checkpoint
+from ...checkpoint.identity import LARGEST_HEADER
 from ...errors import CheckpointError
 
 _EPS = 1e-5
@@ -45,10 +49,7 @@ class HeadTensors(Mapping[str, np.ndarray]):
         for name, part in read:
             if part["dtype"] not in _TYPES:
                 raise CheckpointError(f"{self._path}: {name!r} is of type {part['dtype']}")
-            flat = np.frombuffer(part["data"], _TYPES[part["dtype"]])
-            if part["dtype"] == "BF16":
-                flat = (flat.astype(np.uint32) << 16).view(np.float32)
-            values[name] = flat.astype(np.float32).reshape(part["shape"])
+            values[name] = _floats(part["data"], part["dtype"]).reshape(part["shape"])
         return values
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -85,3 +86,63 @@ def gelu(rows: np.ndarray) -> np.ndarray:
     """Return the exact GELU."""
     out: np.ndarray = rows * 0.5 * (1.0 + np.asarray(_erf(rows / math.sqrt(2.0)), np.float64))
     return out
+
+
+class StoredRows:
+    """The rows of the output embedding of a folder's model, read one by one from its safetensors files."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        """Raise CheckpointError if the folder has no such matrix."""
+        found = {
+            name: (path, 8 + size, part)
+            for path in _files(checkpoint)
+            for size, header in [_header(path)]
+            for name, part in header.items()
+        }
+        for wanted in ("lm_head.weight", "embed_tokens.weight"):  # a tied head is not stored twice
+            for name, (path, start, part) in found.items():
+                if name == wanted or name.endswith("." + wanted):
+                    if part["dtype"] not in _TYPES or len(part["shape"]) != 2:
+                        raise CheckpointError(f"{path}: {name} is a {part['dtype']} of the shape {part['shape']}")
+                    self._path, self._type, self.width = path, part["dtype"], part["shape"][1]
+                    self._start = start + part["data_offsets"][0]
+                    return
+        raise CheckpointError(
+            f"{checkpoint.name} has no lm_head.weight in safetensors files, whose rows its head reads"
+        )
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of token ids, float64 [ids, width]."""
+        kind = np.dtype(_TYPES[self._type])
+        with open(self._path, "rb") as file:
+            rows = [self._row(file, int(id), kind) for id in ids]
+        return np.stack(rows)
+
+    def _row(self, file: BinaryIO, id: int, kind: np.dtype[Any]) -> np.ndarray:
+        file.seek(self._start + id * self.width * kind.itemsize)
+        return _floats(file.read(self.width * kind.itemsize), self._type).astype(np.float64)
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    single = checkpoint.weights("model.safetensors")
+    if single is not None:
+        return [single]
+    folder = None if checkpoint.path is None or checkpoint.path.is_file() else checkpoint.path / checkpoint.inner
+    return [] if folder is None else sorted(folder.glob("model*.safetensors"))
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return (the bytes of a safetensors file's header, {name of a tensor: its type, shape and place})."""
+    try:
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(size, LARGEST_HEADER)))
+        return size, {name: part for name, part in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, struct.error, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _floats(data: bytes, kind: str) -> np.ndarray:
+    """Return the numbers in some bytes, float32."""
+    flat = np.frombuffer(data, _TYPES[kind])
+    return (flat.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else flat.astype(np.float32)

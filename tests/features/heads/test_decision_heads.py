@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -331,3 +332,134 @@ def test_packages_that_cannot_be_read_are_refused(tmp_path):
     (package / "backbone" / "config.json").unlink()
     with pytest.raises(CheckpointError, match="has no backbone/config"):
         LLM(str(package))
+
+
+# ------------------------------------------------------------------------------------- clef
+
+CLEF = {"hidden_size": HIDDEN, "width": 12, "routing_layers": 2, "layers": 2, "heads": 3, "feedforward": 20}
+
+
+class JointHead(torch.nn.Module):
+    """The head by its published description, of torch's modules."""
+
+    def __init__(self, hidden_size, width, routing_layers, layers, heads, feedforward):
+        super().__init__()
+        nn, names = torch.nn, ("memory", "question", "option_question", "global", "option_context", "option_lexical")
+        self.hidden_norm = nn.LayerNorm(hidden_size)
+        for name in names:
+            setattr(self, f"{name}_projection", nn.Linear(hidden_size, width, bias=False))
+        self.type_embedding = nn.Embedding(3, width)
+        self.evidence_layers = nn.ModuleList()
+        for _ in range(routing_layers):
+            layer = nn.Module()
+            layer.query_norm, layer.memory_norm, layer.feedforward_norm = (nn.LayerNorm(width) for _ in range(3))
+            layer.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+            parts = (nn.Linear(width, feedforward), nn.GELU(), nn.Identity(), nn.Linear(feedforward, width))
+            layer.feedforward = nn.Sequential(*parts)
+            self.evidence_layers.append(layer)
+        self.option_summary_norm, self.field_norm, self.option_norm = (nn.LayerNorm(width) for _ in range(3))
+        kind = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        blocks = (nn.TransformerDecoderLayer(width, heads, feedforward, **kind) for _ in range(layers))
+        self.layers = nn.ModuleList(blocks)
+        self.residual_scorer = nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Identity(), nn.Linear(width, 1))
+        for name in ("prior_logit_scale", "joint_logit_scale", "residual_gate"):
+            setattr(self, name, nn.Parameter(torch.zeros(())))
+
+    def forward(self, states, lexical, questions):
+        """questions: (type, span, spans of options); lexical: a row for each option."""
+        states = self.hidden_norm(states)
+        memory, last = self.memory_projection(states)[None], states[-1]
+        vectors = torch.stack([states[slice(*span)].mean(0) for _, span, _ in questions])
+        out, place, options, fields = [], 0, [], []
+        counts = [len(spans) for _, _, spans in questions]
+        for vector, (_, _, spans) in zip(vectors, questions, strict=True):
+            context = torch.stack([states[slice(*span)].mean(0) for span in spans])
+            own = lexical[place : place + len(spans)]
+            place += len(spans)
+            options.append(
+                self.option_context_projection(context) + self.option_lexical_projection(own)
+                + self.option_question_projection(vector)
+            )  # fmt: skip
+        options = torch.cat(options)[None]
+        for layer in self.evidence_layers:
+            seen = layer.memory_norm(memory)
+            options = options + layer.attention(layer.query_norm(options), seen, seen, need_weights=False)[0]
+            options = options + layer.feedforward(layer.feedforward_norm(options))
+        options = options[0].split(counts)
+        for (kind, _, _), vector, own in zip(questions, vectors, options, strict=True):
+            base = self.question_projection(vector)
+            summary = (own @ base / len(base) ** 0.5).softmax(0) @ own
+            field = base + self.option_summary_norm(summary) + self.global_projection(last)
+            fields.append(field + self.type_embedding(torch.tensor(kind)))
+        fields = torch.stack(fields)[None]
+        for layer in self.layers:
+            fields = layer(fields, memory)
+        fields, place = self.field_norm(fields[0]), 0
+        similar = torch.nn.functional.cosine_similarity
+        for vector, field, own in zip(vectors, fields, options, strict=True):
+            meant = lexical[place : place + len(own)]
+            place += len(own)
+            prior = self.prior_logit_scale.clamp(max=math.log(100)).exp() * similar(meant, (vector + last)[None])
+            own, same = self.option_norm(own), field.expand(len(own), -1)
+            features = torch.cat([same, own, same * own, (same - own).abs()], -1)
+            joint = self.joint_logit_scale.clamp(max=math.log(100)).exp() * similar(same, own)
+            joint = joint + self.residual_scorer(features)[:, 0]
+            out.append(prior + torch.sigmoid(self.residual_gate) * joint)
+        return out
+
+
+def write_clef(folder):
+    torch.manual_seed(5)
+    head = JointHead(**CLEF).double().eval()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.5 + (1.0 if name.endswith("norm.weight") else 0.0))
+        head.prior_logit_scale.fill_(6.0)  # more than the most that it may be
+    save_file({name: tensor.float() for name, tensor in head.state_dict().items()}, folder / "joint_head.safetensors")
+    (folder / "joint_head_config.json").write_text(json.dumps(CLEF))
+    return head
+
+
+def clef_layout(work):
+    """The ids of a prompt of all questions, and [type, span, spans of options] of each as the marks say."""
+    ((_, _, (marks, _)),) = work.note["prompts"]
+    pairs = [list(pair) for pair in zip(marks[::2], marks[1::2], strict=True)]
+    layout = []
+    for _, kind, options, _ in work.note["questions"]:
+        first, *spans = [pairs.pop(0) for _ in range(1 + len(options))]
+        layout.append([["noul", "choice", "score"].index(kind), first, spans])
+    return [work.requests[-1].tokens.tolist(), layout]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_joint_schema_head(tmp_path, dtype):
+    folder = tiny_checkpoint(tmp_path, "qwen3", max_position_embeddings=2048)
+    head = write_clef(folder)
+    questions = QUESTIONS | {"other": {"type": "choice", "instructions": "", "criteria": {"b": None, "a": "x"}}}
+    # Only the file is in another type: the rows of the LM head are read from it.
+    stored = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with LLM(str(folder), dtype="float32") as llm:
+        for state in STATES:
+            (work,) = llm.task("decide").prepare([{"state": state, "questions": questions}])
+            ids, layout = clef_layout(work)
+            assert [request.tokens.size for request in work.requests] == [*range(1, len(ids) + 1)]
+            states = hidden_states(folder, ids)
+            table = stored["lm_head.weight"].double()
+            spans = [span for _, _, spans in layout for span in spans]
+            lexical = torch.stack([table[ids[first:end]].mean(0) for first, end in spans])
+            with torch.no_grad():
+                expected = dict(zip(questions, head(states, lexical, layout), strict=True))
+            before = replace(llm.stats)
+            decision = llm.decide([state], questions)[0]
+            assert llm.stats.rows_computed - before.rows_computed == len(ids) == decision.num_tokens
+            for name, scores in expected.items():
+                given = [str(option) for option in decision[name].probabilities]
+                # The head reads the options of a choice in alphabetical order.
+                shown = sorted(given) if questions[name]["type"] == "choice" else given
+                found = [probabilities(decision)[name][option] for option in shown]
+                assert found == pytest.approx(scores.softmax(0).tolist(), abs=1e-4), (state, name)
+        text = llm.tokenizer.decode(ids)
+        assert "FIELD 4\nID: other\nTYPE: choice\nINSTRUCTION: other\nALLOWED OPTIONS:\nOPTION 1: {" in text
+        alone = probabilities(llm.decide(STATES[0], {"tone": questions["tone"]}))
+        assert alone["tone"] != probabilities(llm.decide([STATES[0]], questions)[0])["tone"]
