@@ -26,6 +26,7 @@ from ..text.decisions import (
     Encode,
     ImageNames,
     Rendered,
+    ShownQuestion,
     check_template,
     default_prompt,
     field_of,
@@ -140,13 +141,23 @@ HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
 
 
 def head_of(checkpoint: Checkpoint) -> Reader | None:
-    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels."""
+    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels.
+
+    A model without weights here, such as one on a server, has no head in a file.
+    """
     load_plugins()
     names = checkpoint.config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    names = [name for name in HEADS if name == architecture or checkpoint.file(name) is not None]
+    names = [name for name in HEADS if name == architecture or name in head_files(checkpoint)]
+    if checkpoint.format == "dummy":
+        names = [name for name in names if name == architecture]
     readers = (HEADS[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
     return next((reader for reader in readers if reader is not None), None)
+
+
+def head_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of files of decision heads that a checkpoint has."""
+    return [name for name in HEADS if checkpoint.file(name) is not None]
 
 
 class LabelReader(Reader):
@@ -436,7 +447,7 @@ class DecideTask(Task):
             words, said = words[::-1], said[::-1]
         return question.kind, words, said
 
-    def _variables(self, question: Question) -> dict[str, object]:
+    def _variables(self, question: Question) -> ShownQuestion:
         """Return a question as templates see it."""
         kind, options, said = self._ordered(question)
         labels = self.settings.labels_of(question.kind)[: len(options)]

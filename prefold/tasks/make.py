@@ -16,7 +16,7 @@ from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, R
 from ..text.decisions import CONFIG, DecisionSettings, check_labels
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
-from .decide import DecideTask, head_of
+from .decide import DecideTask, head_files, head_of
 from .embed import EmbedTask
 from .generate import GenerateTask
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
@@ -157,6 +157,9 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     if inputs.adapter is None and settings.adapter is not None:
         inputs = replace(inputs, adapter=inputs.check_adapter(settings.adapter))
     if head is None:
+        if checkpoint.format == "dummy" and (files := head_files(checkpoint)):
+            message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
+            raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
         require_lm_head(inputs.config, checkpoint, "decide")
     elif head.max_length is not None:
         limit = head.max_length

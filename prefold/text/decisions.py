@@ -14,7 +14,7 @@ import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -39,6 +39,17 @@ _VLLM_CLOSINGS = {
 _BEGIN, _END = "\U000f0000", "\U000f0001"
 _NAME = "\U000f0002"  # begins the name of an image
 _HIDDEN = re.compile(f"{_BEGIN}([0-9]+){_END}")
+
+
+class ShownQuestion(TypedDict):
+    """A question as templates see it, with its options in the order of the prompt."""
+
+    name: str
+    type: str
+    instructions: object
+    options: list[str]
+    labels: list[str]
+    descriptions: list[object]
 
 
 class Token(str):
@@ -68,7 +79,7 @@ class DecisionSettings:
     noul_options: tuple[str, ...] = ("true", "false")
     escapes: bool = True
     adapter: str | None = None
-    write: Callable[[Any, Sequence[Mapping[str, Any]]], Sequence[str]] | None = None
+    write: Callable[[object, Sequence[ShownQuestion]], Sequence[str]] | None = None
     joint: bool = False
     tokens: str = ""
 
@@ -342,7 +353,7 @@ class DecisionEncoder:
             return [self._part(piece) for piece in pieces]
         return self.shielded(value) if self.settings.escapes else value
 
-    def written(self, state: object, questions: Sequence[Mapping[str, object]]) -> Rendered:
+    def written(self, state: object, questions: Sequence[ShownQuestion]) -> Rendered:
         """Return the text of the prompt that the settings' own function writes."""
         assert self.settings.write is not None
         pieces = self.settings.write(state, questions)

@@ -144,6 +144,24 @@ def test_probabilities_are_those_of_the_pipeline(folders, llms, family):
                 assert own.confidence == pytest.approx(answer["confidence"], abs=1e-3)
 
 
+def test_the_order_of_yes_and_no_and_the_temperatures_are_those_of_the_settings(folders, llms):
+    from transformers import AutoTokenizer, pipeline
+
+    settings = {"noul_options": ["false", "true"], "temperature": {"noul": 3.0, "choice": 0.4, "score": 1.7}}
+    folder, llm = folders("llama", None, **settings), llms("llama", None, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = pipeline("decision", model=reference(folder), tokenizer=tokenizer, device="cpu")
+    expected = theirs({"state": "I was charged", "questions": QUESTIONS})
+    found = llm.decide("I was charged", QUESTIONS)
+    assert found["refund"].probabilities["true"] == pytest.approx(expected["refund"]["noul"], abs=1e-4)
+    for name in ("tone", "urgency"):
+        assert found[name].probabilities == pytest.approx(expected[name]["probabilities"], abs=1e-4)
+    cooler = llm.decide("I was charged", QUESTIONS, temperature={"choice": 0.8})
+    assert cooler["urgency"] == found["urgency"] and cooler["tone"] != found["tone"]
+    own = np.log(list(found["tone"].probabilities.values())) / 2
+    assert list(cooler["tone"].probabilities.values()) == pytest.approx(np.exp(own) / np.exp(own).sum(), abs=1e-4)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_jev_head_scores_as_in_transformers(tmp_path, softcap):
     from transformers import AutoTokenizer, JevConfig, JevForDecision, Qwen3Config, pipeline

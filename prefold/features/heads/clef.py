@@ -9,7 +9,7 @@ against the formula; no published checkpoint was at hand. Images, audio and vide
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...spec.requests import Readout
 from ...tasks.classify import softmax
 from ...tasks.decide import HEADS, Reader
 from ...tasks.questions import Question
-from ...text.decisions import MARK, SPLIT, DecisionSettings, Token
+from ...text.decisions import MARK, SPLIT, DecisionSettings, ShownQuestion, Token
 from .tensors import HeadTensors, StoredRows, gelu, linear, normed
 
 CONFIG, TENSORS = "joint_head_config.json", "joint_head.safetensors"
@@ -40,7 +40,7 @@ _TYPES = {"noul": 0, "choice": 1, "score": 2}
 _MOST_SCALE = float(np.log(100.0))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return (
         value
         if isinstance(value, str)
@@ -54,7 +54,7 @@ def _order(kind: str, options: Sequence[str]) -> list[int]:
     return sorted(places, key=lambda i: options[i]) if kind == "choice" else list(places)
 
 
-def write(state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
+def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
     """Return the pieces of the prompt of all questions, with marks around each instruction and each option."""
     pieces: list[str] = [_BEFORE, _APART, _text(state), _APART, "\n\nSCHEMA FIELDS:\n", _APART]
     for number, question in enumerate(questions, start=1):

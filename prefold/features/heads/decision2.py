@@ -20,7 +20,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...spec.requests import Readout
 from ...tasks.decide import HEADS, Reader, too_many_options
 from ...tasks.questions import KINDS, Question
-from ...text.decisions import MARK, SPLIT, DecisionSettings, Token, is_temperature
+from ...text.decisions import MARK, SPLIT, DecisionSettings, ShownQuestion, Token, is_temperature
 from .tensors import HeadTensors, gelu, linear, normed
 
 MANIFEST, CONFIG, TENSORS = "MODEL_MANIFEST.json", "decision_config.json", "decision_head.safetensors"
@@ -30,12 +30,12 @@ _END = "\n\nSelect the single option best supported by the context and instructi
 _NOUL = {"false": "No", "true": "Yes"}
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """Return a JSON value with sorted keys and without spaces."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
 
 
-def write(state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
+def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
     """Return the pieces of the prompt of a question, each encoded apart, with a mark behind each option and the end."""
     (question,) = questions
     asked = f"Task type: {question['type']}\nQuestion:\n{_text(question['instructions'])}\nOptions:"
@@ -47,7 +47,7 @@ def write(state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*pieces, _END, _MARKED]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else canonical(value)
 
 

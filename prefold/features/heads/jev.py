@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from ...model.families import HFConfig, add_families, config_from
 from ...spec.requests import Readout
 from ...tasks.decide import HEADS, Reader, too_many_options
 from ...tasks.questions import KINDS, Question
-from ...text.decisions import MARK, DecisionSettings, Token, is_temperature, written
+from ...text.decisions import MARK, DecisionSettings, ShownQuestion, Token, is_temperature, written
 from .tensors import HeadTensors
 
 OFFSETS = {"noul": 0, "score": 2, "choice": 8}
@@ -86,7 +85,7 @@ def _saved(checkpoint: Checkpoint) -> JevReader:
     )
 
 
-def _checked(checkpoint: Checkpoint, offsets: Any, rows: int) -> Mapping[str, int]:
+def _checked(checkpoint: Checkpoint, offsets: object, rows: int) -> Mapping[str, int]:
     if not isinstance(offsets, dict) or offsets.keys() != {*KINDS}:
         raise UnsupportedModelError(f"{checkpoint.name}: the offsets of the decision head are {offsets!r:.80}")
     if not all(type(offset) is int and 0 <= offset < rows for offset in offsets.values()):
@@ -137,7 +136,7 @@ def _judge(checkpoint: Checkpoint) -> JevReader:
     return JevReader(settings, rows, offsets, cap, HeadTensors(checkpoint, "head.safetensors", shapes))
 
 
-def _written(bos: str, state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
+def _written(bos: str, state: object, questions: Sequence[ShownQuestion]) -> list[str]:
     """Return the pieces of Jev's prompt: kind, state, question and options, each behind its name in brackets."""
     (question,) = questions
     kind, lines = question["type"], []
@@ -148,7 +147,7 @@ def _written(bos: str, state: Any, questions: Sequence[Mapping[str, Any]]) -> li
     return [Token(bos), f"[kind] {kind}\n[state] {_joined(state)}\n{asked}\n[decision]:", Token(MARK)]
 
 
-def _joined(state: Any) -> str:
+def _joined(state: object) -> str:
     """Return a state as a text: of a list its parts, one behind the other."""
     if not isinstance(state, list):
         return written(state)
@@ -159,7 +158,7 @@ def _joined(state: Any) -> str:
     return "".join(part["text"] if _is_text(part) else written(part) for part in state)
 
 
-def _is_text(part: Any) -> bool:
+def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
@@ -209,7 +208,7 @@ def _codes(checkpoint: Checkpoint) -> JevReader | None:
     return JevReader(settings, len(codes), dict.fromkeys(KINDS, 0), None, head)
 
 
-def _coded(prompt: tuple[str, str, str | None], state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
+def _coded(prompt: tuple[str, str, str | None], state: object, questions: Sequence[ShownQuestion]) -> list[str]:
     """Return the pieces of the prompt of a model that answers with codes."""
     (question,), (system, closing, empty), (begin, end) = questions, prompt, _TURN
     if isinstance(state, list) and state and all(isinstance(part, dict) and "type" in part for part in state):
@@ -230,7 +229,7 @@ def _coded(prompt: tuple[str, str, str | None], state: Any, questions: Sequence[
     return [begin, f"system\n{system}", end, "\n", begin, f"user\n{text}", end, "\n", begin, "assistant\n", _THOUGHT]
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return "null" if value is None else written(value)
 
 

@@ -8,8 +8,8 @@ pickle, is not opened. Tested with random weights against the formula; no publis
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,12 +17,11 @@ from ...checkpoint import Checkpoint, read_object
 from ...checkpoint.settings import Settings
 from ...errors import CheckpointError, UnsupportedModelError
 from ...model.config import ModelConfig
-from ...model.families import HFConfig, add_families
+from ...model.families import HFConfig, add_families, config_from
 from ...spec.requests import Readout
 from ...tasks.decide import HEADS, Reader
 from ...tasks.questions import KINDS, Question
-from ...text.decisions import MARK, DecisionSettings, Token
-from .backbone import backbone
+from ...text.decisions import MARK, DecisionSettings, ShownQuestion, Token
 from .tensors import HeadTensors
 
 TENSORS, META = "head.safetensors", "head.meta.json"
@@ -36,10 +35,15 @@ _CONTROL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
 
 def kev(hf: HFConfig) -> ModelConfig:
     """A decision model: a language model without its head, whose hidden states a pointer head reads."""
-    return backbone(hf, "kev_head_dim", "kev_temperature")
+    settings, own = Settings.of(hf), ("kev_head_dim", "kev_temperature")
+    for key in own:
+        settings.get(key)  # which KevReader reads
+    inner = settings.settings("text_config") or settings
+    config = config_from({key: inner[key] for key in inner if key not in ("architectures", *own)})
+    return replace(config, lm_head=False)
 
 
-def flat(value: Any, depth: int = 0) -> str:
+def flat(value: object, depth: int = 0) -> str:
     """Return a JSON value as the labelled lines that the head was trained with."""
     before = "  " * depth
     if isinstance(value, list):
@@ -54,7 +58,7 @@ def flat(value: Any, depth: int = 0) -> str:
     return "" if value is None else str(value)
 
 
-def write(state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
+def write(state: object, questions: Sequence[ShownQuestion]) -> list[str]:
     """Return the pieces of the prompt of a question, with a mark behind each option and at the end."""
     (question,) = questions
     pieces: list[str] = [STATE, _text(state), QUESTION, _text(question["instructions"])]
@@ -68,7 +72,7 @@ def write(state: Any, questions: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*pieces, DECIDE, _MARKED]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return a value as a text, in which what looks like a control token is written in another way."""
     return _CONTROL.sub(r"<¦\1¦>", flat(value))
 

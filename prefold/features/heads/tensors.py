@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, deserialize, safe_open
@@ -113,14 +113,13 @@ class StoredRows:
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of token ids, float64 [ids, width]."""
-        kind = np.dtype(_TYPES[self._type])
+        size = self.width * np.dtype(_TYPES[self._type]).itemsize
+        rows = []
         with open(self._path, "rb") as file:
-            rows = [self._row(file, int(id), kind) for id in ids]
+            for id in ids:
+                file.seek(self._start + int(id) * size)
+                rows.append(_floats(file.read(size), self._type).astype(np.float64))
         return np.stack(rows)
-
-    def _row(self, file: BinaryIO, id: int, kind: np.dtype[Any]) -> np.ndarray:
-        file.seek(self._start + id * self.width * kind.itemsize)
-        return _floats(file.read(self.width * kind.itemsize), self._type).astype(np.float64)
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
@@ -131,7 +130,7 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     return [] if folder is None else sorted(folder.glob("model*.safetensors"))
 
 
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
+def _header(path: Path) -> tuple[int, Mapping[str, Any]]:
     """Return (the bytes of a safetensors file's header, {name of a tensor: its type, shape and place})."""
     try:
         with open(path, "rb") as file:

@@ -211,6 +211,13 @@ def test_heads_that_do_not_fit_are_refused_at_load(tmp_path):
         LLM(str(folder))
 
 
+def test_a_head_without_its_weights_is_not_left_out(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "qwen3")
+    write_kev(folder)
+    with LLM(str(folder), load_format="dummy") as llm, pytest.raises(UnsupportedModelError, match="head of its head"):
+        llm.decide("x", QUESTIONS)
+
+
 # ------------------------------------------------------------------------------------- Decision 2.0
 
 
