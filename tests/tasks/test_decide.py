@@ -212,6 +212,25 @@ def test_the_mass_of_labels_is_over_the_vocabulary(llms):
     assert answer.argmax_is_label == any(one.greedy for one in scored)
 
 
+def test_a_label_may_be_the_most_likely_token(folders, llms, tmp_path):
+    llm, template = llms("llama"), "{{ state }} {{ question.type }}"
+    for i in range(60):  # until the most likely token is a text that may be a label
+        label = llm.generate(f"{i} choice", max_tokens=1, temperature=0, ignore_eos=True).text
+        if label.strip() and llm.tokenizer.encode(label, special=False).size == 1:
+            break
+    other = next(letter for letter in LETTERS if letter != label)
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    (folder / "decision.json").write_text(json.dumps({"labels": {"choice": [other, label]}}))
+    question = {"q": {"type": "choice", "criteria": {"a": None, "b": None}}}
+    with LLM(str(folder), dtype="float32") as found:
+        answer = found.decide(str(i), question, template=template)["q"]
+        assert answer.argmax_is_label and answer.value == "b" and 0 < answer.label_mass < 1
+    (folder / "decision.json").write_text(json.dumps({"labels": {"choice": [other, "B" if other == "A" else "A"]}}))
+    with LLM(str(folder), dtype="float32") as found:
+        assert not found.decide(str(i), question, template=template)["q"].argmax_is_label
+
+
 def test_a_wrong_question_leaves_the_others(llms):
     llm = llms("llama")
     one, many = {"type": "choice", "criteria": {"a": None}}, {"type": "score", "criteria": ["x"] * 27}
