@@ -12,6 +12,7 @@ from adapters import write_adapter
 from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM, CheckpointError, InputError
+from prefold.integrations.shared import tasks_of
 from prefold.tasks import make_task
 from prefold.tasks.questions import read_questions
 from prefold.text.decisions import LETTERS, default_prompt
@@ -265,6 +266,8 @@ def test_the_adapter_that_the_settings_name_is_loaded_and_used(folders, llms, tm
     found = llm.decide("text", QUESTIONS)
     assert found.answers == with_it.answers != without.answers
     assert llm.engine.facts.adapters == ("lora",) and "lora" in llm.identity["adapters"]
+    make, _ = tasks_of(str(folder), {"dtype": "float32"})  # a model that runs elsewhere, as on Ray
+    assert make("decide", {"questions": QUESTIONS}).inputs.adapter == "lora"
     # Other tasks run without it, unless they name it.
     assert (llm.embed("text") == given.embed("text")).all()
     with pytest.raises(CheckpointError, match="another one has the same name"):

@@ -11,11 +11,13 @@ import pytest
 import torch
 import transformers
 from adapters import write_adapter
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from prefold import LLM, CheckpointError, InputError, UnsupportedModelError
+from prefold.cli import main
 
 HIDDEN = SIZES["hidden_size"]
 QUESTIONS = {
@@ -209,6 +211,40 @@ def test_heads_that_do_not_fit_are_refused_at_load(tmp_path):
     (folder / "head.safetensors").unlink()
     with pytest.raises(CheckpointError, match="has no file head"):
         LLM(str(folder))
+
+
+def test_a_job_with_a_head(tmp_path, monkeypatch):
+    """A table, its plan, and a batch line."""
+    folder = tiny_checkpoint(tmp_path, "qwen3", max_position_embeddings=2048)
+    with_tokens(folder, DELIMITERS)
+    write_kev(folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.json").write_text(json.dumps(QUESTIONS))
+    (tmp_path / "in.csv").write_text("text\nI was charged\nthanks\n")
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/systemone"}
+    line["body"] = {"state": "thanks", "questions": QUESTIONS}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(line) + "\n")
+    model = ("-m", str(folder), "--dtype", "float32")
+
+    def run(*arguments):
+        done = CliRunner().invoke(main, [*arguments, *model])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    run("decide", "in.csv", "--state", "text", "--questions", "q.json", "-o", "out.jsonl")
+    run("run", "batch.jsonl", "-o", "answers.jsonl")
+    found = [json.loads(text)["answers"] for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    body = json.loads((tmp_path / "answers.jsonl").read_text())["response"]["body"]
+    with LLM(str(folder), dtype="float32") as llm:
+        expected = llm.decide(["I was charged", "thanks"], QUESTIONS)
+    for answers, decision in zip(found, expected, strict=True):
+        for name, one in answers.items():
+            assert one["value"] == pytest.approx(decision[name].value, abs=1e-4) and one.get("label_mass") is None
+    noul = expected[1]["refund"].probabilities["true"]
+    assert body["answers"]["refund"] == {"type": "noul", "noul": pytest.approx(noul, abs=1e-4)}
+    assert body["usage"]["input_tokens"] == expected[1].num_tokens
+    task = ("--task", "decide", "--state", "text", "--questions", "q.json", "--json")
+    assert json.loads(run("plan", "in.csv", *task)).get("other_order") is None
 
 
 def test_a_head_without_its_weights_is_not_left_out(tmp_path):
