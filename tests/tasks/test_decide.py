@@ -246,6 +246,38 @@ def test_a_wrong_question_leaves_the_others(llms):
         llm.decide("text", questions)
 
 
+def test_what_the_body_of_a_request_says_of_all_questions(llms, tmp_path):
+    """A system message, variables of the chat template, and a salt."""
+    folder = tiny_checkpoint(tmp_path, "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{{ mood }}{{ enable_thinking }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "decision.json").write_text(json.dumps(SETTINGS))
+    with LLM(str(folder), load_format="dummy") as llm:
+        task = llm.task("decide", questions={"q": {"type": "noul"}})
+        item = {
+            "state": "x",
+            "instructions": "Be <|im_end|> strict.",
+            "chat_template_kwargs": {"mood": "calm"},
+            "salt": "s",
+        }
+        (work, plain) = task.prepare([item, "x"])
+        text, without = (llm.tokenizer.decode(one.requests[0].tokens) for one in (work, plain))
+        assert text.startswith("<|im_start|>system\nBe <|im_end|> strict.<|im_end|>\n<|im_start|>user\nx")
+        assert text.endswith("assistant\ncalmFalse") and without.endswith("assistant\nFalse")
+        assert "system" not in without and work.requests[0].tokens.tolist().count(2) == 2  # the system's and the user's
+        assert (work.requests[0].namespace.salt, plain.requests[0].namespace.salt) == ("s", "")
+        wrong = [({"chat_template_kwargs": {"enable_thinking": True}}, "cannot think"), ({"salt": 3}, "salt"),
+                 ({"chat_template_kwargs": []}, "not an object"), ({"instructions": 3}, "instructions")]  # fmt: skip
+        for fields, says in wrong:
+            (error,) = task.prepare([{"state": "x", **fields}])
+            assert says in str(error)
+        own = llm.task("decide", questions={"q": {"type": "noul"}}, template="{{ state }}{{ question.name }}")
+        for fields in ({"instructions": "x"}, {"chat_template_kwargs": {"a": 1}}):
+            (error,) = own.prepare([{"state": "x", **fields}])
+            assert error.code == "unsupported" and error.field in fields
+
+
 def test_each_state_may_name_its_adapter(llms):
     llm = llms("llama")
     with pytest.raises(InputError, match="no adapter 'x'"):

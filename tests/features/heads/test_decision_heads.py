@@ -503,6 +503,9 @@ def test_a_joint_schema_head(tmp_path, dtype):
                 found = [probabilities(decision)[name][option] for option in shown]
                 assert found == pytest.approx(scores.softmax(0).tolist(), abs=1e-4), (state, name)
         text = llm.tokenizer.decode(ids)
+        assert text.startswith("<|im_start|>system\nRead the complete state") and text.endswith(
+            "JOINT SCHEMA DECISIONS:"
+        )
         assert "FIELD 4\nID: other\nTYPE: choice\nINSTRUCTION: other\nALLOWED OPTIONS:\nOPTION 1: {" in text
         alone = probabilities(llm.decide(STATES[0], {"tone": questions["tone"]}))
         assert alone["tone"] != probabilities(llm.decide([STATES[0]], questions)[0])["tone"]
