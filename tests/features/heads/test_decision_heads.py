@@ -483,7 +483,7 @@ def test_a_joint_schema_head(tmp_path, dtype):
     stored = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with LLM(str(folder), dtype="float32") as llm:
-        for state in STATES:
+        for state in STATES if dtype == torch.float32 else STATES[:1]:
             (work,) = llm.task("decide").prepare([{"state": state, "questions": questions}])
             ids, layout = clef_layout(work)
             assert [request.tokens.size for request in work.requests] == [*range(1, len(ids) + 1)]
