@@ -4,6 +4,7 @@ when it is imported; every process that loads a model imports it.
     register_family   a model family: config.json becomes a ModelConfig                     docs/families.md
     register_mlp      an MLP of layers: its config keys and its module                      docs/families.md
     register_mixer    a layer with a state (linear attention, convolution, ...)             docs/hybrids.md
+    register_head     a decision head: what reads the options of a question                 docs/decide.md
     register_backend  what computes a job: servers, another engine, a cluster               docs/scale.md
     register_worker   what a feature adds to each worker: handlers of messages, media rows  worker/parts.py
     register_engine   what a feature adds to each engine: hooks before and after a step     engine/schedule/parts.py
@@ -14,14 +15,17 @@ A task and a record format are not extension points: CONTRIBUTING.md lists the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .cluster.backends import Backend
     from .engine.schedule.parts import MakePart as MakeEnginePart
     from .model.config import MlpKind
     from .model.families import Family
+    from .tasks.decide import Reader
     from .worker.parts import MakePart as MakeWorkerPart
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "register_dialect",
     "register_engine",
     "register_family",
+    "register_head",
     "register_mixer",
     "register_mlp",
     "register_worker",
@@ -60,6 +65,14 @@ def register_mixer(name: str, kind: Any) -> None:
     from .spec.plugins import named_class
 
     named_class("prefold.features.hybrid.config:add_mixer")(name, kind)
+
+
+def register_head(name: str, make: Callable[[Checkpoint], Reader | None]) -> None:
+    """Let a decision head read the answers of models. `name` is an architecture, or a file beside the weights; `make`
+    takes the checkpoint and returns its Reader, or None if the file is that of another head."""
+    from .tasks.decide import HEADS
+
+    HEADS[name] = make
 
 
 def register_backend(name: str, backend: Backend) -> None:

@@ -31,7 +31,7 @@ from .spec.fields import described
 from .spec.model import GROUPS, ModelSpec, model_options
 from .spec.requests import Stats
 from .tasks.kept import open_kept
-from .tasks.make import end_ids
+from .tasks.make import end_ids, own_adapters
 from .text import Tokenizer, tokenizer_or_none
 from .worker.local import LocalWorker
 from .worker.parts import parts_of
@@ -74,6 +74,7 @@ class LLM(NumericTasks, Texts):
             model = resolve(model, **source, notify=tell)
         self.checkpoint = model.within(o.context_length)
         self.tokenizer = tokenizer_or_none(self.checkpoint) if tokenizer is None else tokenizer
+        self.options = o = replace(o, adapters=own_adapters(self.checkpoint, self.tokenizer, o.adapters) or None)
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
         o = settle_options(o, self.identity)
         config = config_from(self.checkpoint.config)

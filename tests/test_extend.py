@@ -33,3 +33,11 @@ def test_a_backend_is_registered(keep):
     own = backends.Backend()
     extend.register_backend("mine", own)
     assert backends.backend_named("mine") is own and "mine" in backends.backend_names()
+
+
+def test_a_head_is_registered(keep):
+    from prefold.tasks.decide import HEADS
+
+    keep(HEADS)
+    extend.register_head("own.json", own := lambda checkpoint: None)
+    assert HEADS["own.json"] is own

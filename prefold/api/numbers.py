@@ -13,6 +13,7 @@ from ..spec.fields import checked
 from ..tasks import ClassifyItem, DecideItem, EmbedItem, RerankItem, ScoreItem, Work
 from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
+from ..text.media import TextWithImages
 from .arguments import (
     Text,
     Vector,
@@ -31,7 +32,8 @@ from .tables import Scores, Table, TableCall, TableTasks, kind_of
 T = TypeVar("T")
 Labels = Sequence[str] | Mapping[str, str] | Mapping[str, Mapping[str, str]] | None
 Questions = Mapping[str, Mapping[str, object]] | Sequence[Mapping[str, object]]
-State = str | Mapping[str, object]
+State = str | Mapping[str, object] | TextWithImages
+Images = Sequence[object] | Mapping[str, object] | None
 Errors = Literal["raise", "return"]
 Raise = Literal["raise"]
 Return = Literal["return"]
@@ -258,7 +260,13 @@ class NumericTasks(TableTasks):
 
     @overload
     def decide(  # type: ignore[overload-overlap]  # a str is a Sequence[object] too
-        self, states: State, questions: Questions, *, errors: Raise = "raise", **options: Unpack[DecideKeywords]
+        self,
+        states: State,
+        questions: Questions,
+        *,
+        images: Images = None,
+        errors: Raise = "raise",
+        **options: Unpack[DecideKeywords],
     ) -> Decision: ...
     @overload
     def decide(
@@ -266,12 +274,19 @@ class NumericTasks(TableTasks):
         states: Sequence[object],
         questions: Questions,
         *,
+        images: Sequence[Images] | None = None,
         errors: Raise = "raise",
         **options: Unpack[DecideKeywords],
     ) -> list[Decision]: ...
     @overload
     def decide(
-        self, states: Sequence[object], questions: Questions, *, errors: Return, **options: Unpack[DecideKeywords]
+        self,
+        states: Sequence[object],
+        questions: Questions,
+        *,
+        images: Sequence[Images] | None = None,
+        errors: Return,
+        **options: Unpack[DecideKeywords],
     ) -> list[Decision | InputError]: ...
     @overload
     def decide(
@@ -289,6 +304,7 @@ class NumericTasks(TableTasks):
         states: State | Sequence[object] | Table,
         questions: Questions,
         *,
+        images: Images | Sequence[Images] = None,
         state: str | None = None,
         scores: Scores | None = None,
         errors: Errors = "raise",
@@ -297,11 +313,14 @@ class NumericTasks(TableTasks):
         """Answer typed questions about each state, with a probability for every option. Nothing is generated.
 
         Args:
-            states: One state, or a list of states. A state is a text or a JSON object. Or a table: a DataFrame of
-                pandas or Polars, a Table, RecordBatch or RecordBatchReader of PyArrow, a relation of DuckDB.
+            states: One state, or a list of states. A state is a text, a JSON object or a TextWithImages. Or a table: a
+                DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of PyArrow, a relation of DuckDB.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].
+            images: For a model that sees images, those of the state: paths, URLs or other image values. A list stands
+                before the state. Of {name: image} each image stands wherever its name occurs in the state or in a
+                question. For a list of states a list, with the images of each state or None.
             state: Of a table the column that holds the state, or a text with {column} in it (default: a column called
                 state, text or input).
             scores: Of a table "label" or "all": which probabilities have a column of their own.
@@ -323,6 +342,9 @@ class NumericTasks(TableTasks):
             >>> llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "Is money owed?"}})
         """
         if kind_of(states):
+            if images is not None:
+                message = "images of a table's rows cannot be given"
+                raise InputError(message, field="images", remedy="give the states as a list", code="unsupported")
             columns, own = {"state": ("state", state)}, {**options, "questions": questions}
             asked = TableCall("decide", "states", columns, errors, own, scores=scores or "label")
             return self._on_table(cast(Table, states), asked)
@@ -330,7 +352,12 @@ class NumericTasks(TableTasks):
         items = as_list(states, "states")
         single = not isinstance(items, list)
         items = [items] if single else items
-        call, named, task_options = read_call("states", [DecideItem(item) for item in items], single, errors, options)
+        given: object = [images] if single else [None] * len(items) if images is None else images
+        if not isinstance(given, (list, tuple)) or len(given) != len(items):
+            message = f"images is not a list of the images of each of {len(items)} states"
+            raise InputError(message, field="images", remedy="give a list for each state, or None", code="wrong_type")
+        pairs = [DecideItem(one, images=own) for one, own in zip(items, given, strict=True)]
+        call, named, task_options = read_call("states", pairs, single, errors, options)
         answers: list[Decision | InputError] = self._answers(
             self.task("decide", questions=questions, **task_options), named, call
         )

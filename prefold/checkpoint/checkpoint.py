@@ -27,6 +27,9 @@ GEOMETRIES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("
 # Makes the config of a model that has a tower of the text model's and the tower's GGUF file, by the architecture that
 # this file names. Features enter theirs.
 TOWERS: dict[str, Callable[[Settings, GGUFFile], Settings]] = {}
+# {(a key of a config.json that is not a model's, its value): the folder beside it that holds the model's config.json
+# and weights}. Features enter theirs.
+BACKBONES: dict[tuple[str, str], str] = {}
 SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 WEIGHT_FILES = ["*.safetensors"]
 # Some repositories keep second copies of their weights here.
@@ -43,6 +46,7 @@ class Checkpoint:
     format  "folder" (Hugging Face, safetensors), "gguf", or "dummy" (random weights)
     config  the keys of Hugging Face's config.json; GGUF metadata is translated to them
     mmproj  the GGUF file of the tower that belongs to a GGUF file; None: there is none
+    inner   the folder in `path` that holds config and weights; "": they are in `path`
     """
 
     name: str
@@ -50,6 +54,7 @@ class Checkpoint:
     format: Literal["folder", "gguf", "dummy"]
     config: dict[str, Any] = field(repr=False)
     mmproj: GGUFFile | None = field(default=None, repr=False)
+    inner: str = field(default="", repr=False)
 
     @classmethod
     def dummy(cls, config: dict[str, Any], *, name: str = "dummy", path: Path | None = None) -> Checkpoint:
@@ -71,6 +76,25 @@ class Checkpoint:
             return None
         path = self.path / name
         return path if path.is_file() else None
+
+    def weights(self, name: str) -> Path | None:
+        """Return the path of the file `name` where the weights are, or None if there is none."""
+        return self.file(str(Path(self.inner, name)))
+
+    def folder(self, name: str, file: str) -> Path:
+        """Return the path of a folder in the checkpoint's folder, which the checkpoint's file `file` names.
+
+        Raise CheckpointError if there is no such folder, or if it lies elsewhere.
+        """
+        whole = Path() if self.path is None else self.path
+        path = whole / name
+        if not path.resolve().is_relative_to(whole.resolve()) or path.resolve() == whole.resolve():
+            raise CheckpointError(
+                f"{file} of {self.name} names the folder {name!r}, which is not inside of the model's"
+            )
+        if not path.is_dir():
+            raise CheckpointError(f"{file} of {self.name} names the folder {name!r}, and there is none in {whole}")
+        return path
 
     def read_json(self, name: str) -> dict[str, Any] | list[Any] | None:
         """Returns the content of the JSON file `name` in the checkpoint's folder, or None where there is none.
@@ -185,7 +209,14 @@ def _local(name: str, path: Path) -> Checkpoint:
         config = read_json(path / "config.json")
         if not isinstance(config, dict):
             raise CheckpointError(f"{path / 'config.json'} is not a JSON object")
-        return Checkpoint(name, path, "folder", Settings(config, str(path / "config.json")))
+        load_plugins()
+        inner = next((folder for (key, value), folder in BACKBONES.items() if config.get(key) == value), "")
+        place = path / inner / "config.json"
+        if inner:
+            config = read_json(place) if place.is_file() else None
+            if not isinstance(config, dict):
+                raise CheckpointError(f"{path} has no {inner}/config.json with an object, where its model is described")
+        return Checkpoint(name, path, "folder", Settings(config, str(place)), inner=inner)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return _local(name, files[0])

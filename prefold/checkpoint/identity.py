@@ -30,6 +30,8 @@ def model_identity(checkpoint: Any, read: Callable[[Path], str] | None = None) -
     files = "" if checkpoint.path is None else folder_digest(checkpoint.path, read)
     if getattr(checkpoint, "mmproj", None) is not None:
         files += folder_digest(checkpoint.mmproj.path, read)
+    if checkpoint.inner:
+        files += folder_digest(checkpoint.path / checkpoint.inner, read)
     content = json.dumps([checkpoint.config, files], sort_keys=True, default=str)
     digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
     return {"name": checkpoint.name, "format": checkpoint.format, "digest": digest}
@@ -75,7 +77,8 @@ def stored_as(checkpoint: Checkpoint) -> str:
     if checkpoint.gguf is not None:
         return f"{_quantisation(checkpoint.gguf)} GGUF"
     weights: Counter[str] = Counter()
-    for path in sorted(checkpoint.path.glob("*.safetensors")) if checkpoint.path is not None else []:
+    folder = None if checkpoint.path is None else checkpoint.path / checkpoint.inner
+    for path in sorted(folder.glob("*.safetensors")) if folder is not None else []:
         weights.update(_dtypes(path))
     if weights:
         return SAFETENSORS.get(name := weights.most_common(1)[0][0], name)

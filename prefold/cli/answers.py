@@ -81,6 +81,8 @@ def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
     """Returns an item with an image before its text. Raises SpecError for tasks without images."""
     from ..text.media import TextWithImages
 
+    if task == "decide":
+        return {**item, "images": [path]}
     if task == "generate":
         chat = item.get("messages")
         parts = None if chat is None else [{"type": "image"}, {"type": "text", "text": chat[0]["content"]}]
@@ -89,7 +91,7 @@ def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
         )
     name = next((name for name in ("text", "prompt") if isinstance(item.get(name), str)), None)
     if name is None:
-        raise SpecError("--image is for embed, classify, score and generate", field="image")
+        raise SpecError("--image is for embed, classify, decide, score and generate", field="image")
     return {**item, name: TextWithImages(item[name], [path])}
 
 

@@ -102,7 +102,7 @@ def _other_order(spec: JobSpec, input: Input, rows: int) -> tuple[str, JobPlan] 
     if spec.task != "decide" or not all(map(os.path.isfile, spec.input.names)):
         return None
     task = input.tasks["decide"]
-    if task.settings.template is not None:
+    if task.settings.is_own:
         return None
     first: Literal["state", "question"] = "question" if task.first == "state" else "state"
     options = spec.tasks["decide"]

@@ -27,6 +27,7 @@ from ..spec.model import ModelSpec, model_options
 from ..spec.plugins import add_plugins
 from ..spec.task import OPTIONS
 from ..tasks import make_task
+from ..tasks.make import own_adapters
 from ..tasks.results import Answer
 from ..tasks.run import calibrated, finish_items, run_items, seed_of, with_seed
 
@@ -225,7 +226,7 @@ def tasks_of(model: str, options: Mapping[str, Any]) -> tuple[Make, Any]:
     if o.images.tower:
         config = config_from(checkpoint.config)
         images = config.image_inputs(checkpoint, tokenizer, hosts=o.images.allow_media_host)
-    further = {"adapters": tuple(o.adapters or ()), "images": images}
+    further = {"adapters": tuple(own_adapters(checkpoint, tokenizer, o.adapters)), "images": images}
 
     def make(name: str, options: Mapping[str, Any]) -> Any:
         return make_task(name, checkpoint, tokenizer, dict(options), **further)

@@ -147,9 +147,16 @@ class LazyTasks(Mapping[str, Any]):
             from ..tasks import make_task
 
             options = task_spec(name, self._spec, self._checkpoint)
-            further = {"adapters": tuple(self._spec.model.adapters or ()), "images": self.images}
+            further = {"adapters": self.adapters, "images": self.images}
             self._tasks[name] = make_task(name, self._checkpoint, self._tokenizer, options, **further)
         return self._tasks[name]
+
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the model's LoRA adapters."""
+        from ..tasks.make import own_adapters
+
+        return tuple(own_adapters(self._checkpoint, self._tokenizer, self._spec.model.adapters))
 
     @cached_property
     def images(self) -> Any:

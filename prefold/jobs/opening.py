@@ -23,6 +23,7 @@ from ..spec.job import COLUMNS, JobSpec
 from ..spec.job import TASKS as JOB_TASKS
 from ..spec.model import ModelSpec
 from ..tasks.kept import KeptAnswers, open_kept
+from ..tasks.make import own_adapters
 from .columns import TableForm
 from .journal import journal_path, recorded_job
 from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_fleet, load_llm, open_model, uses_chat
@@ -124,7 +125,7 @@ def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) ->
             raise JobError(f"{columns[0]} is for tables; {source.name} holds OpenAI batch lines")
         spec.check_tasks(TASKS, f"OpenAI batch lines, which {source.name} holds")
         seed = json.dumps(source.identity, sort_keys=True)
-        adapters = tuple(spec.model.adapters or ())
+        adapters = tuple(own_adapters(checkpoint, tokenizer, spec.model.adapters))
         sampling = batch_sampling(spec, checkpoint)
         return OpenAIBatch(spec.model_name, seed=seed, sampling=sampling, adapters=adapters), TASKS
     if task is None:
@@ -288,8 +289,9 @@ def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
         options["examples"] = _digest(json.dumps(options["examples"]).encode())
     if "cache_reuse_shifted" in options:
         options["cache_reuse_shifted"] = _digest(read_bytes(options["cache_reuse_shifted"]))
-    if spec.model.adapters:
-        options["adapter"] = {name: folder_digest(Path(folder)) for name, folder in spec.model.adapters.items()}
+    adapters = own_adapters(input.checkpoint, input.tokenizer, spec.model.adapters)
+    if adapters:
+        options["adapter"] = {name: folder_digest(Path(folder)) for name, folder in adapters.items()}
     parts = {
         "input": input.source.identity,
         "format": input.source.format,

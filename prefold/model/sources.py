@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import kernels
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, read_json
 from ..checkpoint.gguf import GGUFFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
@@ -207,17 +207,18 @@ class SafetensorsSource:
 
     @staticmethod
     def _files(checkpoint: Checkpoint) -> list[Path]:
-        if (single := checkpoint.file("model.safetensors")) is not None:
+        if (single := checkpoint.weights("model.safetensors")) is not None:
             return [single]
-        index = checkpoint.read_json("model.safetensors.index.json")
+        listed = checkpoint.weights("model.safetensors.index.json")
+        index = None if listed is None else read_json(listed)
         if isinstance(index, dict):
-            files = Settings(index, str(checkpoint.file("model.safetensors.index.json"))).settings("weight_map")
+            files = Settings(index, str(listed)).settings("weight_map")
             names = sorted({files.text(name) for name in files})
-            missing = [name for name in names if checkpoint.file(name) is None]
+            missing = [name for name in names if checkpoint.weights(name) is None]
             if missing or not names:
                 raise CheckpointError(f"{checkpoint.path} lacks {', '.join(missing) or 'the files its index names'}")
-            return [path for name in names if (path := checkpoint.file(name)) is not None]
-        folder = checkpoint.path
+            return [path for name in names if (path := checkpoint.weights(name)) is not None]
+        folder = None if checkpoint.path is None else checkpoint.path / checkpoint.inner
         if folder is not None and [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
             raise CheckpointError(
                 f"{folder} has its weights as pickled files only, which can run code when opened; convert them to "

@@ -322,7 +322,7 @@ class JobSpec:
         if self.task != "generate" and not self.input.messages:
             self.check_conversations("add --messages COLUMN")
         if self.task == "rerank" and self.input.image:
-            raise SpecError("--image is for embed, classify, score and generate", field="image")
+            raise SpecError("--image is for embed, classify, decide, score and generate", field="image")
 
     def check_tasks(self, tasks: Collection[str], subject: str) -> None:
         """Raise SpecError if an option was given that is for other tasks than these. subject: the tasks in words"""

@@ -168,7 +168,7 @@ def _encoded(inputs: Inputs, escaping: EscapingEncoder, pictures: list[Picture],
     if not pictures:
         return escaping.encode(text)
     assert inputs.images is not None
-    ids, media = inputs.images.encode(text, pictures, salt, "messages", escaping)
+    ids, media = inputs.images.encode(text, pictures, salt, "messages", escaping.encode)
     return ImageIds.of(ids, media)
 
 

@@ -8,75 +8,164 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..errors import InputError
-from ..spec.requests import Readout, Request, Result
+from ..spec.fields import checked
+from ..spec.plugins import load_plugins
+from ..spec.requests import Namespace, Readout, Request, Result
 from ..spec.task import DecideOptions
 from ..text.decisions import (
+    VLLM_LABELS,
     DecisionEncoder,
     DecisionSettings,
+    Encode,
+    ImageNames,
+    Rendered,
+    ShownQuestion,
     check_template,
     default_prompt,
+    field_of,
     is_temperature,
     vllm_prompt,
+    written,
 )
-from ..text.valid import plain_json
+from ..text.media import ImageIds, Picture, TextWithImages, notes_in, refuse_images
+from ..text.valid import plain_json, valid_text
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .classify import softmax
+from .conversations import variables
 from .questions import KINDS, Question, read_questions
 from .results import Decision
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
-# vLLM's labels (0.32): a question of any kind has at most 26 options there.
-_VLLM_LABELS = {"noul": ("yes", "no"), "score": tuple("0123456789")}
 
 
 @dataclass(frozen=True)
 class DecideItem:
     """A DecideItem is a state with the questions about it.
 
-    state      a text or a JSON value
-    questions  {name: question} or a list of questions; None: those of the task
-    adapter    the LoRA adapter; None: the task's
+    state                 a text or a JSON value
+    questions             {name: question} or a list of questions; None: those of the task
+    images                for a model that sees images: a list of images, which stand before the state; or {name:
+                          image}, of which each stands wherever its name occurs in the state or in a question
+    instructions          a text for all questions, which becomes the system message
+    chat_template_kwargs  {name: value}, further variables for the chat template
+    adapter               the LoRA adapter; None: the task's
+    salt                  as in Request
     """
 
     state: Any
     questions: Any = None
+    images: Any = None
+    instructions: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     adapter: str | None = None
+    salt: str = ""
 
 
-class Reader(Protocol):
-    """What reads the scores of a question's options from a row."""
+@dataclass(frozen=True)
+class _Asked:
+    """What all prompts of an item have in common.
+
+    Attributes:
+        state: with the names of images in it
+        system: the text of the system message; None: there is none
+        variables: of the chat template
+        pictures: {name: image}
+        salt: as in Request
+    """
+
+    state: object
+    system: str | None
+    variables: Mapping[str, object]
+    pictures: Mapping[str, Picture]
+    salt: str
+
+
+class Reader:
+    """What reads the scores of a question's options from rows of its prompt.
+
+    Attributes:
+        readout: what is read of a row
+        settings: how the model is asked
+        max_length: the most tokens of a prompt that the head was made for; None: as many as the model takes
+    """
 
     readout: Readout
+    settings: DecisionSettings
+    max_length: int | None = None
 
     def check(self, question: Question) -> object:
         """Raise InputError if the options of a question cannot be read."""
 
-    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float | None, bool | None]:
+    def marks(self, question: Question) -> int:
+        """Return how many rows are read for a question: its prompt has as many marks."""
+        return 1
+
+    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float | None, bool | None]:
         """Return (the score of each option, in the order of the prompt, float64 [options]; the probability of all
         labels over the vocabulary; whether the most likely token is a label). None: there are no labels.
 
-        values: float64, what the read-out gave
+        values: float64, what the read-out gave before each mark
         """
-        ...
+        raise NotImplementedError
+
+    def places(self, marks: Sequence[int], size: int) -> Sequence[int]:
+        """Return how many tokens of a prompt stand before each read: by default before each mark.
+
+        size: tokens of the prompt
+        """
+        return marks
+
+    def note(self, ids: np.ndarray, marks: Sequence[int]) -> object:
+        """Return what `all_scores` has to know of a prompt, as JSON; None: nothing."""
+        return None
+
+    def all_scores(
+        self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
+    ) -> Sequence[tuple[np.ndarray, float | None, bool | None]]:
+        """Return `scores` of all questions of a prompt. values: at all of its places; note: as of `note`"""
+        rows = iter(values)
+        return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
 
 
-# {architecture: makes the Reader of its decision head}. A feature enters its heads here.
-HEADS: dict[str, Callable[[Checkpoint], Reader]] = {}
+# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head, or None if the file
+# is that of another head}. Features enter their heads here.
+HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
 
 
-class LabelReader:
+def head_of(checkpoint: Checkpoint) -> Reader | None:
+    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels.
+
+    A model without weights here, such as one on a server, has no head in a file.
+    """
+    load_plugins()
+    names = checkpoint.config.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    names = [name for name in HEADS if name == architecture or name in head_files(checkpoint)]
+    if checkpoint.format == "dummy":
+        names = [name for name in names if name == architecture]
+    readers = (HEADS[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
+    return next((reader for reader in readers if reader is not None), None)
+
+
+def head_files(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of files of decision heads that a checkpoint has."""
+    return [name for name in HEADS if checkpoint.file(name) is not None]
+
+
+class LabelReader(Reader):
     """A LabelReader reads the logits of the options' labels, one token each."""
 
     def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
         """questions: those of the task, whose labels alone are read; empty: all labels are"""
-        self._settings = settings
+        self.settings = settings
         self._ids_of = cache(self._find_ids)
         every = [label for kind in KINDS for label in settings.labels_of(kind)]
         used = [label for one in questions for label in settings.labels_of(one.kind)[: len(one.options)]]
@@ -88,7 +177,7 @@ class LabelReader:
 
     def check(self, question: Question) -> list[int]:
         """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
-        labels, count = self._settings.labels_of(question.kind), len(question.options)
+        labels, count = self.settings.labels_of(question.kind), len(question.options)
         if len(labels) < count:
             raise too_many_options(question, len(labels))
         ids = self._ids_of(tuple(labels[:count]))
@@ -103,10 +192,10 @@ class LabelReader:
         ids = [self._label_ids.get(label) for label in labels]
         return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
 
-    def scores(self, question: Question, values: np.ndarray) -> tuple[np.ndarray, float, bool]:
-        labels = self.check(question)
-        scores = values[[self._column[id] for id in labels]]
-        return scores, min(1.0, float(np.exp(scores - values[-2]).sum())), int(values[-1]) in labels
+    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float, bool]:
+        labels, (read,) = self.check(question), values
+        scores = read[[self._column[id] for id in labels]]
+        return scores, min(1.0, float(np.exp(scores - read[-2]).sum())), int(read[-1]) in labels
 
 
 def too_many_options(question: Question, most: int) -> InputError:
@@ -138,17 +227,21 @@ class DecideTask(Task):
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
+        if options.prompt_style == "vllm" and reader is not None:
+            message = "the model reads its answers with a decision head, which vLLM's prompt is not made for"
+            raise InputError(message, field="prompt_style", remedy="leave it out")
         if options.prompt_style == "vllm":
-            settings = replace(settings, labels={**_VLLM_LABELS, **settings.labels}, template=None)
+            # vLLM reads no decision.json.
+            settings = DecisionSettings(labels=VLLM_LABELS, adapter=settings.adapter)
         if options.template is not None:
             check_template(options.template)
-            settings = replace(settings, template=options.template)
+            settings = replace(settings, template=options.template, write=None)
         if options.temperature is not None:
             settings = replace(settings, temperature={**settings.temperature, **_temperatures(options.temperature)})
-        if settings.template is not None and options.first is not None:
+        if settings.is_own and options.first is not None:
             message = "first is for the default prompt, and the model has a template of its own"
             raise InputError(message, field="first", remedy="leave it out, or give a template that has this order")
-        if settings.template is None and not inputs.tokenizer.chat_templates:
+        if not settings.is_own and not inputs.tokenizer.chat_templates:
             message = "the checkpoint has no chat template, which the default prompt of decisions is written in"
             raise InputError(message, field="template", remedy="give a template", code="no_chat_template")
         self.settings = settings
@@ -184,20 +277,11 @@ class DecideTask(Task):
         if item.questions is not None and self.questions:
             message = "the item has questions of its own, and all items are asked the same"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
-        if self.settings.adapter is not None and item.adapter is None and self.inputs.adapter is None:
-            folder = self.settings.adapter
-            message = f"decision.json says that the model decides with the LoRA adapter in its folder {folder!r}"
-            remedy = "load that folder (--adapter NAME=FOLDER, adapters={name: folder}), and name it"
-            raise InputError(message, field="adapter", remedy=remedy, code="missing_option")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"
             raise InputError(message, field="questions", remedy="give some (--questions FILE)", code="missing_option")
-        state = plain_json(item.state, "state")
-        if state in (None, "") or (isinstance(state, str) and state.isspace()):
-            message = f"'state' is {'null' if state is None else 'empty'}"
-            raise InputError(message, field="state", remedy="give it a text or a JSON value", code="empty")
-        state = self.inputs.bounded(state, "state", self.truncate, left=self.truncate == "left")
+        asking = self._asking(item)
         asked = []
         for question in questions:
             error = attempt(self.reader.check, question) if item.questions is not None else None
@@ -206,39 +290,130 @@ class DecideTask(Task):
             else:
                 asked.append(question)
         groups = [asked] if self.encoder.takes_all and asked else [[question] for question in asked]
-        makers = [(group, attempt(self._prompt, state, group, batch)) for group in groups]
+        shown: set[str] = set()
+        makers = [(group, attempt(self._prompt, asking, group, batch, shown)) for group in groups]
+        unused = asking.pictures.keys() - shown
+        if unused and len(asked) == len(questions) and not any(isinstance(maker, InputError) for _, maker in makers):
+            name = next(name for name in asking.pictures if name in unused)
+            message = f"the name {name!r:.100} of an image stands neither in the state nor in a question"
+            raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
 
         def make() -> Work:
-            requests, answered = [], []
+            requests, answered, prompts = [], [], []
+            tokens = 0
             for group, maker in makers:
-                made = maker if isinstance(maker, InputError) else attempt(self._requests, group, maker)
+                made = maker if isinstance(maker, InputError) else attempt(self._requests, group, maker, asking.salt)
                 if isinstance(made, InputError):
                     errors.update({question.name: made for question in group})
                 else:
-                    requests += made
+                    own, size, about = made
+                    requests += own
+                    tokens += size
                     answered += group
+                    prompts.append([len(group), len(own), about])
             if not requests:
                 raise next(iter(errors.values()))
-            note: dict[str, Any] = {}
+            note: dict[str, Any] = {"tokens": tokens}
+            if any(prompt != [1, 1, None] for prompt in prompts):
+                note["prompts"] = prompts
             if item.questions is not None or len(answered) < len(self.questions):
                 note["questions"] = [question.note() for question in answered]
             if errors:
                 note["errors"] = {name: error.to_dict() for name, error in errors.items()}
-            return work_of(requests, **note)
+            return work_of(requests, list(asking.pictures.values()), **note)
 
         return make
 
-    def _prompt(self, state: object, group: list[Question], batch: TextBatch) -> MarkedIds:
-        """Add the prompt of a group of questions about a state to a batch."""
-        text = self._render(state, group)
-        plain = self.encoder.is_plain(text)
-        get = partial(_at_end, batch.add(text)) if plain else partial(self.encoder.encode, text)
+    def _asking(self, item: DecideItem) -> _Asked:
+        """Return what all prompts of an item have in common. Raise InputError for what cannot be asked."""
+        given: object = item.state
+        images: object = item.images
+        if isinstance(given, TextWithImages):
+            images = list(given.images)
+            given = given.text
+        state: object = plain_json(given, "state")
+        if not images and (state in (None, "") or (isinstance(state, str) and state.isspace())):
+            message = f"'state' is {'null' if state is None else 'empty'}"
+            raise InputError(message, field="state", remedy="give it a text or a JSON value", code="empty")
+        state = self.inputs.bounded(state, "state", not images and self.truncate, left=self.truncate == "left")
+        state, named = self._placed(state, images)
+        pictures: dict[str, Picture] = {}
+        if named:
+            if self.settings.write is not None:
+                message = "the model's decision head reads text alone"
+                raise InputError(message, field="images", remedy="leave images out", code="unsupported")
+            if self.inputs.images is None:
+                raise refuse_images(named[0][2])
+            read = self.inputs.images.read([(image, field) for _, image, field in named])
+            pictures = {name: picture for (name, _, _), picture in zip(named, read, strict=True)}
+        system = None if item.instructions is None else valid_text(item.instructions, "instructions")
+        values = variables(item.chat_template_kwargs)
+        if self.settings.is_own and (system or values):
+            name = "instructions" if system else "chat_template_kwargs"
+            message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
+            raise InputError(message, field=name, remedy="leave it out", code="unsupported")
+        if values.get("enable_thinking"):
+            message = "the answer is read where the reply begins, so that the model cannot think before it"
+            remedy = "leave enable_thinking out"
+            raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="unsupported")
+        return _Asked(state, system or None, values, pictures, checked(str, item.salt, "salt"))
+
+    def _placed(self, state: object, images: object) -> tuple[object, list[tuple[str, object, str]]]:
+        """Return (the state, with names of images in it; (name, image, field) of each image)."""
+        if images is None or (isinstance(images, (list, tuple, dict)) and not images):
+            return state, []
+        if isinstance(images, Mapping):
+            if not all(isinstance(name, str) and name for name in images):
+                message = "'images' has a name that is no text, or empty"
+                raise InputError(message, field="images", remedy='give {"img-1": image}', code="wrong_type")
+            return state, [(name, image, field_of(name)) for name, image in images.items()]
+        if not isinstance(images, (list, tuple)):
+            remedy = "give a list of images, or {name: image}"
+            raise InputError("'images' is not a list", field="images", remedy=remedy, code="wrong_type")
+        if self.settings.template is not None and not isinstance(state, str):
+            message = "a list of images stands before a text, and the state of this template is none"
+            remedy = "give {name: image}, and write the names in the state"
+            raise InputError(message, field="images", remedy=remedy, code="unsupported")
+        make = ImageNames(state)
+        names = [make.of(f"images[{i}]") for i in range(len(images))]
+        text, place = written(state), getattr(getattr(self.inputs.images, "processor", None), "placeholder", None)
+        if place is not None and isinstance(state, str) and place in text:
+            pieces = text.split(place)
+            if len(pieces) != len(names) + 1:
+                message = f"there are {len(names)} images for {len(pieces) - 1} places in the state ({place})"
+                raise InputError(message, field="images", remedy="give one image a place", code="image_count")
+            text = "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
+        else:
+            text = "".join(names) + text
+        return text, [(name, image, field_of(name)) for name, image in zip(names, images, strict=True)]
+
+    def _prompt(self, asking: _Asked, group: list[Question], batch: TextBatch, shown: set[str]) -> MarkedIds:
+        """Add the prompt of a group of questions about a state to a batch. shown: the names of its images are added"""
+        rendered = self._render(asking, asking.state, group)
+        shown.update(rendered.shown)
+        if rendered.shown:
+            return partial(self._pictured, asking, rendered)
+        plain = self.encoder.is_plain(rendered.text)
+        get = partial(_at_end, batch.add(rendered.text)) if plain else partial(self.encoder.encode, rendered.text)
+        state = asking.state
         if not self.truncate or not isinstance(state, str):
             return get
-        return lambda: self._cut(state, group, *get())
+        return lambda: self._cut(asking, state, group, *get())
+
+    def _pictured(self, asking: _Asked, rendered: Rendered) -> tuple[np.ndarray, list[int]]:
+        """Return the ids of a prompt with images, and the places before which answers are read."""
+        pictures, media = [asking.pictures[name] for name in rendered.shown], []
+
+        def expand(text: str, encode: Encode) -> np.ndarray:
+            ids, own = self.inputs.images.encode(text, pictures, asking.salt, "state", encode)
+            media.extend(own)
+            return ids
+
+        ids, marks = self.encoder.encode(rendered.text, expand)
+        return ImageIds.of(ids, tuple(media)), marks
 
     def _cut(
-        self, state: str, group: list[Question], ids: np.ndarray, marks: list[int]
+        self, asking: _Asked, state: str, group: list[Question], ids: np.ndarray, marks: list[int]
     ) -> tuple[np.ndarray, list[int]]:
         """Return a prompt whose state is cut so that it fits; the prompt as it is if nothing of the state would be
         left."""
@@ -247,23 +422,27 @@ class DecideTask(Task):
             return ids, marks
         return self.inputs.cut(
             state,
-            lambda text: self.encoder.encode(self._render(text, group)),
+            lambda text: self.encoder.encode(self._render(asking, text, group).text),
             ids.size - over,
             (ids, marks),
             left=self.truncate == "left",
             size=lambda marked: int(marked[0].size),
         )
 
-    def _render(self, state: object, group: list[Question]) -> str:
-        """Return the text of the prompt of a group of questions."""
+    def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
+        """Return the text of the prompt of a group of questions. state: that of `asking`, or a part of it"""
+        names = tuple(asking.pictures)
+        if self.settings.write is not None:
+            return self.encoder.written(state, [self._variables(question) for question in group])
         if self.settings.template is None:
             (question,) = group
             kind, options, said = self._ordered(question)
             labels = self.settings.labels_of(question.kind)[: len(options)]
             message = self.write(state, kind, question.instructions, options, labels, said, self.first)
-            return self.encoder.message(message)
+            parts = self.inputs.images is not None
+            return self.encoder.message(message, names, parts=parts, system=asking.system, variables=asking.variables)
         questions = [self._variables(question) for question in group]
-        return self.encoder.templated(state=state, question=questions[0], questions=questions)
+        return self.encoder.templated(names, state=state, question=questions[0], questions=questions)
 
     def _ordered(self, question: Question) -> tuple[str, list[str], list[object]]:
         """Return the kind, the options and the descriptions of a question, in the order of the prompt."""
@@ -272,35 +451,47 @@ class DecideTask(Task):
             words, said = words[::-1], said[::-1]
         return question.kind, words, said
 
-    def _variables(self, question: Question) -> dict[str, object]:
+    def _variables(self, question: Question) -> ShownQuestion:
         """Return a question as templates see it."""
         kind, options, said = self._ordered(question)
         labels = self.settings.labels_of(question.kind)[: len(options)]
         return {"name": question.name, "type": kind, "instructions": question.instructions, "options": options,
                 "labels": list(labels), "descriptions": said}  # fmt: skip
 
-    def _requests(self, group: list[Question], get: MarkedIds) -> list[Request]:
+    def _requests(self, group: list[Question], get: MarkedIds, salt: str) -> tuple[list[Request], int, object]:
+        """Return (the requests of a prompt, its tokens, the reader's note)."""
         ids, marks = get()
-        if len(marks) != len(group):
-            message = f"the template marks {len(marks)} places for {len(group)} questions"
-            raise InputError(message, field="template", remedy="write <|mark|> once for each question")
-        return [self.inputs.request(ids[:mark], "state") for mark in marks]
+        count = sum(map(self.reader.marks, group))
+        if len(marks) != count:
+            message = f"the template marks {len(marks)} places, and the model reads {count}"
+            remedy = "write <|mark|> once for each question"
+            raise InputError(message, field="template", remedy=remedy)
+        places, note = self.reader.places(marks, ids.size), self.reader.note(ids, marks)
+        requests = [self.inputs.request(ids[:place], "state") for place in places]
+        if salt:
+            requests = [replace(request, namespace=Namespace(salt=salt)) for request in requests]
+        return requests, max(places), note
 
     def finish(self, note: Any, results: Sequence[Result]) -> Decision:
         questions = [Question.from_note(one) for one in note["questions"]] if "questions" in note else self.questions
-        answers = {}
-        for question, result in zip(questions, results, strict=True):
-            values = np.asarray(result.values, dtype=np.float64)
-            scores, mass, is_label = self.reader.scores(question, values)
-            p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
-            if question.kind == "noul" and self.settings.noul_options[0] == "false":
-                p = p[::-1]
-            answers[question.name] = question.answer(p, mass, is_label)
+        answers, rows, asked = {}, iter(results), iter(questions)
+        cached: list[int | None] = []
+        for count, reads, about in note.get("prompts") or [(1, 1, None)] * len(questions):
+            group, read = list(islice(asked, count)), list(islice(rows, reads))
+            cached.append(
+                max((result.cached_tokens for result in read if result.cached_tokens is not None), default=None)
+            )
+            values = [np.asarray(result.values, dtype=np.float64) for result in read]
+            scored = self.reader.all_scores(group, values, about)
+            for question, (scores, mass, is_label) in zip(group, scored, strict=True):
+                p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
+                if question.kind == "noul" and self.settings.noul_options[0] == "false":
+                    p = p[::-1]
+                answers[question.name] = question.answer(p, mass, is_label)
         errors = {name: InputError(e["message"], field=e.get("field"), remedy=e.get("remedy", ""), code=e["code"])
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
-        cached = [result.cached_tokens for result in results]
         known = None if None in cached else sum(cached)  # type: ignore[arg-type]
-        return Decision(answers, errors, note["tokens"], cached_tokens=known)
+        return Decision(answers, errors, note["tokens"], notes_in(note), cached_tokens=known)
 
 
 def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:

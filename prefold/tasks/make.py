@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
-from ..errors import InputError, UnsupportedModelError
+from ..errors import CheckpointError, InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..spec.requests import Exits
 from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
-from ..text.decisions import DecisionSettings
+from ..text.decisions import CONFIG, DecisionSettings, check_labels
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
-from .decide import HEADS, DecideTask
+from .decide import DecideTask, head_files, head_of
 from .embed import EmbedTask
 from .generate import GenerateTask
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
@@ -151,13 +152,47 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
 
 def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideTask:
     assert inputs.config is not None
-    settings = DecisionSettings.of(checkpoint)
-    names = checkpoint.config.get("architectures")
-    head = HEADS.get(str(names[0])) if isinstance(names, list) and names else None
-    if head is not None:
-        return DecideTask(inputs, o, settings, head(checkpoint))
-    require_lm_head(inputs.config, checkpoint, "decide")
-    return DecideTask(inputs, o, settings)
+    head = head_of(checkpoint)
+    settings = DecisionSettings.of(checkpoint) if head is None else head.settings
+    if inputs.adapter is None and settings.adapter is not None:
+        inputs = replace(inputs, adapter=inputs.check_adapter(settings.adapter))
+    if head is None:
+        if checkpoint.format == "dummy" and (files := head_files(checkpoint)):
+            message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
+            raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
+        require_lm_head(inputs.config, checkpoint, "decide")
+    elif head.max_length is not None:
+        limit = head.max_length
+        inputs = replace(inputs, max_length=limit if inputs.max_length is None else min(limit, inputs.max_length))
+    return DecideTask(inputs, o, settings, head)
+
+
+def _decision_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, str]:
+    """Return the adapter of a model that decides, after a check of the files that say how it decides."""
+    head = head_of(checkpoint)
+    settings = DecisionSettings.of(checkpoint) if head is None else head.settings
+    if head is None and tokenizer is not None:
+        check_labels(checkpoint, tokenizer, settings)
+    return {} if settings.adapter is None else {settings.adapter: str(checkpoint.folder(settings.adapter, CONFIG))}
+
+
+# Each checks the files of a task beside a model's weights, and returns {name: folder} of the adapters that they name.
+_FILES: tuple[Callable[[Checkpoint, Tokenizer | None], dict[str, str]], ...] = (_decision_files,)
+
+
+def own_adapters(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, given: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Return {name: folder} of a model's LoRA adapters: those that its files load with it, and then the given ones.
+
+    Raise CheckpointError for files of a task that do not fit the model, and for a name that two adapters have.
+    """
+    own = {name: folder for files in _FILES for name, folder in files(checkpoint, tokenizer).items()}
+    for name, folder in (given or {}).items():
+        if name in own and Path(folder).resolve() != Path(own[name]).resolve():
+            message = f"the adapter {name!r} is loaded with {checkpoint.name}, and another one has the same name"
+            raise CheckpointError(f"{message}; give {folder} another name")
+    return own | dict(given or {})
 
 
 def _problem_type(checkpoint: Checkpoint) -> ProblemType | None:

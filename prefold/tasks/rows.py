@@ -122,8 +122,8 @@ class RowReader:
     task         the name of the task
     columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
                  list, there is an item for each of its elements, or an item of the list
-    render_chat  makes the prompt, or of "decide" the state, of a list of chat messages; not used for generate, whose
-                 task does so
+    render_chat  makes the prompt of a list of chat messages, or for "decide" (the state, its images); not used for
+                 generate, whose task does so
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
     filled       objects come from Arrow, which fills the fields that they lack with null
@@ -179,7 +179,7 @@ class RowReader:
         if self.task == "generate":
             return self._generate_items(data)
         if self.task == "decide":
-            return False, [{"state": self._state(data)}]
+            return False, [self._state(data)]
         if columns.document is not None:
             query = {} if columns.query is None else {"query": columns.query.render(data, self._keep_empty)}
             value = self._render(columns.document, data, self._keep_empty)
@@ -194,17 +194,23 @@ class RowReader:
         return False, [{"text": prompt}]
 
     def _state(self, data: dict[str, Any]) -> Any:
-        """Return the state of a record: a conversation, a JSON value of a column by itself, or a text."""
-        columns = self.columns
+        """Return the state of a record, with its images: a conversation, a JSON value of a column by itself, or a
+        text."""
+        columns, images = self.columns, self._images(data)
+        own: dict[str, Any] = {} if images is None else {"images": images}
         if columns.messages is not None:
             assert self._render_chat is not None
-            return self._render_chat(self._messages(data, columns.messages))
+            state, found = self._render_chat(self._messages(data, columns.messages))
+            if found and images:
+                message = f"there are images both in {columns.messages!r} and in {columns.image!r}"
+                raise InputError(message, field=columns.image, remedy="give them in one column", code="image_count")
+            return {"state": state, **({"images": found} if found else own)}
         assert columns.state is not None
         if (column := columns.state.column) is not None:
             value = self._object(data, column)
             if isinstance(value, (dict, list)) and value:
-                return value
-        return columns.state.render(data, self._keep_empty)
+                return {"state": value, **own}
+        return {"state": columns.state.render(data, self._keep_empty), **own}
 
     def _generate_items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
         columns = self.columns

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -28,8 +28,32 @@ if TYPE_CHECKING:
 MARK, SPLIT = "<|mark|>", "<|split|>"
 CONFIG, TEMPLATE = "decision.json", "decision_template.jinja"
 LETTERS = tuple(string.ascii_uppercase)
+# vLLM's labels (0.32), by kind of question, and its last lines.
+VLLM_LABELS = {"noul": ("yes", "no"), "choice": LETTERS, "score": tuple(string.digits)}
+_VLLM_CLOSINGS = {
+    "noul": "Answer with yes or no only.",
+    "choice": "Answer with the letter of one option only.",
+    "score": "Answer with the number of one level only.",
+}
 # They stand around a control token that a request holds. A request's own letters of this kind are dropped.
 _BEGIN, _END = "\U000f0000", "\U000f0001"
+_NAME = "\U000f0002"  # begins the name of an image
+_HIDDEN = re.compile(f"{_BEGIN}([0-9]+){_END}")
+
+
+class ShownQuestion(TypedDict):
+    """A question as templates see it, with its options in the order of the prompt."""
+
+    name: str
+    type: str
+    instructions: object
+    options: list[str]
+    labels: list[str]
+    descriptions: list[object]
+
+
+class Token(str):
+    """A piece of a prompt in which control tokens are control tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,10 @@ class DecisionSettings:
         labels: {kind of question: its labels, one token each}; by default Yes and No, or A to Z
         temperature: {kind of question: what the logits of its labels are divided by}
         template: a Jinja template in place of the default prompt
+        write: write(state, questions) returns the pieces of the prompt, in place of a template; control tokens are
+            control tokens only in the pieces that are Token
+        joint: whether `write` takes all questions of a state at once
+        tokens: the control tokens that `write` writes
         noul_options: in which order a prompt has the options of a yes/no question
         escapes: whether control tokens in a request stay text
         adapter: the folder, beside the weights, of a LoRA adapter that has to be loaded
@@ -51,6 +79,14 @@ class DecisionSettings:
     noul_options: tuple[str, ...] = ("true", "false")
     escapes: bool = True
     adapter: str | None = None
+    write: Callable[[object, Sequence[ShownQuestion]], Sequence[str]] | None = None
+    joint: bool = False
+    tokens: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the model has a prompt of its own, in place of one in the chat template."""
+        return self.template is not None or self.write is not None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> DecisionSettings:
@@ -83,6 +119,20 @@ class DecisionSettings:
     def labels_of(self, kind: str) -> Sequence[str]:
         """Return all labels that a kind of question may use, in order."""
         return self.labels.get(kind) or (("Yes", "No") if kind == "noul" else LETTERS)
+
+
+def check_labels(checkpoint: Checkpoint, tokenizer: Tokenizer, settings: DecisionSettings) -> None:
+    """Raise CheckpointError for labels of decision.json that are not distinct single tokens."""
+    encoder = DecisionEncoder(tokenizer, settings)
+    for kind, labels in settings.labels.items():
+        ids = [encoder.label_id(label) for label in labels]
+        wrong = [label for i, label in enumerate(labels) if ids[i] is None or ids[i] in ids[:i]]
+        if wrong:
+            used = ", ".join(map(repr, wrong[:5]))
+            raise CheckpointError(
+                f"{checkpoint.name}: labels of {CONFIG} has for {kind} questions {used}, which the tokenizer does not "
+                "encode as a token of its own; give each option a label that is one token"
+            )
 
 
 def is_temperature(value: object) -> bool:
@@ -125,17 +175,73 @@ def vllm_prompt(
     state: object, kind: str, instructions: object, options: Sequence[str], labels: Sequence[str],
     descriptions: Sequence[object], first: str = "state",
 ) -> str:  # fmt: skip
-    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer."""
-    lines = []
+    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer.
+
+    vLLM writes instructions and descriptions that are not texts as Python does, not as JSON.
+    """
+    lines = [f"Question: {_as_vllm(instructions)}"] if _as_vllm(instructions) else []
     for label, option, description in zip(labels, options, descriptions, strict=True):
-        said = written(description)
-        name = said if kind == "score" else option
-        lines.append(f"{label}: {name}" + (f" - {said}" if said and kind != "score" else ""))
-    code = {"noul": "Answer yes or no only.", "score": "Answer with the digit of one level only."}
-    question = "\n".join(
-        [f"Question: {written(instructions)}", *lines, code.get(kind, "Answer with the letter of one option only.")]
-    )
+        said = _as_vllm(description)
+        if kind == "choice":
+            lines.append(f"{label}: {option} - {said}" if said else f"{label}: {option}")
+        else:  # a level is its description; yes and no stand alone without one
+            lines.append(f"{label}: {said}" if said or kind == "score" else label)
+    question = "\n".join([*lines, _VLLM_CLOSINGS[kind]])
     return f"{written(state)}\n\n{question}" if first == "state" else f"{question}\n\n{written(state)}"
+
+
+def _as_vllm(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+Encode = Callable[[str], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A Rendered is the text of a prompt.
+
+    Attributes:
+        text: with shielded control tokens, and the model's placeholder for each image
+        shown: the names of these images, in order
+    """
+
+    text: str
+    shown: Sequence[str] = ()
+
+
+class Named(str):
+    """The name of an image, in a text."""
+
+
+class ImageNames:
+    """Makes texts that may stand for images in a JSON value: none of them occurs in it.
+
+    A name has the field of its image in it, which errors show.
+    """
+
+    def __init__(self, beside: object):
+        text, self._begin = json.dumps(beside, ensure_ascii=False), _NAME
+        while self._begin in text:
+            self._begin += _NAME
+
+    def of(self, field: str) -> str:
+        return f"{self._begin}{field}{_END}"
+
+
+def field_of(name: str) -> str:
+    """Return the field of an image by its name."""
+    made = name.startswith(_NAME) and name.endswith(_END)
+    return name.strip(_NAME + _END) if made else f"images[{name!r:.100}]"
+
+
+def _pieces(text: str, names: Sequence[str]) -> list[str | Named]:
+    """Return a text in pieces, of which those that stand for images are Named. No piece is empty; an empty text is."""
+    if not names:
+        return [text]
+    parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
+    pieces = [Named(part) if i % 2 else part for i, part in enumerate(parts) if part]
+    return pieces or [text]
 
 
 class DecisionEncoder:
@@ -149,16 +255,20 @@ class DecisionEncoder:
         self.settings = settings
         templates = tokenizer.chat_templates.templates
         own = templates.get("default") or next(iter(templates.values()), "")
-        self.source = own if settings.template is None else settings.template
+        self.source = settings.tokens if settings.write is not None else settings.template or own
 
     @cached_property
     def takes_all(self) -> bool:
-        """Return whether the template renders all questions of a state in one prompt."""
-        if self.settings.template is None:
-            return False
+        """Return whether all questions of a state are in one prompt."""
+        return self.settings.joint if self.settings.template is None else "questions" in self._names
+
+    @cached_property
+    def _names(self) -> Collection[str]:
+        """Return the names that the template looks up."""
         from .sandbox import compile_template
 
-        return "questions" in compile_template(self.settings.template)[1]
+        assert self.settings.template is not None
+        return compile_template(self.settings.template)[1]
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
@@ -184,45 +294,110 @@ class DecisionEncoder:
             return {key: self.shielded(item) for key, item in value.items()}
         return [self.shielded(item) for item in value] if isinstance(value, list) else value
 
-    def message(self, text: str) -> str:
-        """Return the prompt of a user's message, in the chat template, up to where the assistant's answer begins."""
-        shown = self.shielded(text) if self.settings.escapes else text.replace(MARK, "").replace(SPLIT, "")
-        return self.tokenizer.render_chat(
-            [{"role": "user", "content": shown}], add_generation_prompt=True, enable_thinking=False
-        )
+    def message(
+        self, text: str, names: Sequence[str] = (), *, parts: bool = False, system: str | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> Rendered:  # fmt: skip
+        """Return the prompt of a user's message, in the chat template, up to where the assistant's answer begins.
 
-    def templated(self, **values: object) -> str:
-        """Return the text of the checkpoint's own template."""
+        names: the texts that stand for images; parts: whether the content is a list of parts, as it is for a model that
+        sees images; system: the text of a message before; variables: further ones of the chat template
+        """
+        pieces = _pieces(text, names)
+        content: Any = self._plain_text(text)
+        if parts or any(isinstance(piece, Named) for piece in pieces):
+            content = [self._part(piece) for piece in pieces]
+        messages = [{"role": "user", "content": content}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": self._plain_text(system)})
+        rendered = self.tokenizer.render_chat(
+            messages, add_generation_prompt=True, **{"enable_thinking": False, **(variables or {})}
+        )
+        return Rendered(rendered, [str(piece) for piece in pieces if isinstance(piece, Named)])
+
+    def _part(self, piece: str | Named) -> dict[str, object]:
+        """Return a piece of a text as a part of a message, in which control tokens are shielded."""
+        return {"type": "image"} if isinstance(piece, Named) else {"type": "text", "text": self._plain_text(piece)}
+
+    def _plain_text(self, text: str) -> object:
+        return self.shielded(text) if self.settings.escapes else text.replace(MARK, "").replace(SPLIT, "")
+
+    def templated(self, names: Sequence[str] = (), **values: object) -> Rendered:
+        """Return the text of the checkpoint's own template. names: the texts that stand for images"""
         from .sandbox import write
 
         assert self.settings.template is not None
-        if self.settings.escapes:
-            values = {name: self.shielded(value) for name, value in values.items()}
-        else:
+        if not self.settings.escapes:
             values = {name: _without_sentinels(value) for name, value in values.items()}
+        used, found = self._names, list[str]()
+        values = {name: self._inserted(value, names, found) for name, value in values.items() if name in used}
         chat = {"messages": [{"role": "user", "content": ""}], "add_generation_prompt": True, "enable_thinking": False}
-        return write(TEMPLATE, self.settings.template, {**self.tokenizer.special_tokens, **chat, **values})
+        text = write(TEMPLATE, self.settings.template, {**self.tokenizer.special_tokens, **chat, **values})
+        return Rendered(text, found)
+
+    def _inserted(self, value: object, names: Sequence[str], found: list[str]) -> object:
+        """Return a JSON value in which a text with an image is a list of parts, as transformers gives it to templates.
+
+        found: a list to which the images' names are added, in order
+        """
+        if isinstance(value, dict):
+            return {key: self._inserted(item, names, found) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._inserted(item, names, found) for item in value]
+        if not isinstance(value, str):
+            return value
+        pieces = _pieces(value, names)
+        own = [piece for piece in pieces if isinstance(piece, Named)]
+        found += own
+        if own:
+            return [self._part(piece) for piece in pieces]
+        return self.shielded(value) if self.settings.escapes else value
+
+    def written(self, state: object, questions: Sequence[ShownQuestion]) -> Rendered:
+        """Return the text of the prompt that the settings' own function writes."""
+        assert self.settings.write is not None
+        pieces = self.settings.write(state, questions)
+        texts = [piece if isinstance(piece, Token) else self.shielded(piece) for piece in pieces]
+        return Rendered("".join(map(str, texts)))
 
     def is_plain(self, text: str) -> bool:
         """Return whether the tokenizer alone encodes a rendered text: it holds no shielded token and no sentinel."""
         return _BEGIN not in text and _END not in text and MARK not in text and SPLIT not in text
 
-    def encode(self, text: str) -> tuple[np.ndarray, list[int]]:
-        """Return (the ids of a rendered text, int32 [n]; the places before which answers are read)."""
-        ids = np.asarray(self._encode_marked(text), dtype=np.int32)
+    def encode(
+        self, text: str, expand: Callable[[str, Encode], np.ndarray] | None = None
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return (the ids of a rendered text, int32 [n]; the places before which answers are read).
+
+        expand(text, encode) puts the rows of images into a text in which shielded tokens are hidden, and returns the
+        ids that `encode` makes of it; None: there are no images
+        """
+        if expand is None:
+            ids = self._encode_marked(text)
+        else:
+            held: list[str] = []
+
+            def hide(match: re.Match[str]) -> str:
+                held.append(match[0])
+                return f"{_BEGIN}{len(held) - 1}{_END}"
+
+            def encode(expanded: str) -> np.ndarray:
+                return self._encode_marked(_HIDDEN.sub(lambda match: held[int(match[1])], expanded))
+
+            ids = expand(self._marked.sub(hide, text), encode)
         mark, split = self._sentinels
         keep = (ids != mark) & (ids != split)
         marks = keep.cumsum()[ids == mark].tolist()
         rest = ids[keep]
         return rest, marks or [rest.size]
 
-    def _encode_marked(self, text: str) -> list[int]:
+    def _encode_marked(self, text: str) -> np.ndarray:
         pieces = self._marked.split(text)
         ids = self._plain(pieces[0])
         for i, piece in enumerate(pieces[1:], start=1):
             if piece:
                 ids += self._behind_line(piece, self._bare if i % 2 else self._plain)
-        return ids
+        return np.asarray(ids, dtype=np.int32)
 
     def _behind_line(self, piece: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the ids of a piece from within a text: SentencePiece would put a space before a text's first word."""

@@ -163,7 +163,7 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
     parts, has_image = [], False
     for i, part in enumerate(content):
         field = f"messages[{index}].content[{i}]"
-        value = _image_in(part, field)
+        value = image_in(part, field)
         if value is None:
             parts.append(part)
             continue
@@ -176,8 +176,8 @@ def _message(message: Any, index: int, images: list[tuple[Any, str]]) -> Any:
     return {**message, "content": texts}
 
 
-def _image_in(part: Any, field: str) -> Any:
-    """Returns the image value of a part of content; None for a part of another type."""
+def image_in(part: Any, field: str) -> Any:
+    """Return the image value of a part of content; None for a part of another type."""
     if is_picture(part) or isinstance(part, (bytes, bytearray, np.ndarray)):
         return part
     if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from ..errors import InputError
 from ..tasks.results import Decision, DecisionAnswer
+from ..text.decisions import ImageNames
+from ..text.media import image_in
 from .body import OBJECTS, Batchable, Ignored, Settings, doc
 from .numbers import Result
 
@@ -40,16 +42,30 @@ class SystemOne(Deciding):
 
     state: Annotated[Any, doc("A text, or a JSON value.")]
     questions: Annotated[Any, doc("{name: {type, instructions, criteria}}; type: noul, choice or score.", "object")]
+    instructions: Annotated[Any, doc("A text for all questions: the system message.", "string")] = None
+    images: Annotated[Any, doc("URLs or data URLs, which stand before the state, as in vLLM.", "array")] = None
+    assets: Annotated[
+        Any, doc("{name: {type: image, format, data_base64}}: wherever a name occurs stands its image.", "object")
+    ] = None
+    chat_template_kwargs: Annotated[Any, doc("Further variables for the chat template.", "object")] = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
 
-    unsupported: ClassVar = {"assets": ({}, []), "images": ([], {})}
-    remedies: ClassVar = Settings.remedies | {"assets": "leave images out", "images": "leave images out"}
+    fields: ClassVar = {"salt": "cache_salt"}
+    unsupported: ClassVar = {"audio": ([],), "videos": ([],)}
+    remedies: ClassVar = Settings.remedies | {"audio": "leave audio out", "videos": "leave videos out"}
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], Result]:
         if not isinstance(self.questions, Mapping):
             remedy = "give {name: question}"
             raise InputError("'questions' is not an object", field="questions", remedy=remedy, code="wrong_type")
         _check_count(len(self.questions))
-        return [{"state": self.state, "questions": self.questions}], {}
+        if self.images and self.assets:
+            message = "there are both 'images' and 'assets'"
+            raise InputError(message, field="assets", remedy="give one of them", code="unsupported")
+        item: Result = {"state": self.state, "questions": self.questions}
+        given = {"instructions": self.instructions, "chat_template_kwargs": self.chat_template_kwargs}
+        given |= {"images": _listed(self.images) or _assets(self.assets), "salt": self.cache_salt}
+        return [item | {name: value for name, value in given.items() if value}], {}
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
@@ -76,6 +92,7 @@ class Decisions(Deciding):
             )
         _check_count(len(self.questions))
         questions, names, labels = {}, [], []
+        pictures = _Pictures([self.input, self.questions])
         for i, one in enumerate(self.questions):
             name = one.get("name")
             names.append(name)
@@ -83,11 +100,12 @@ class Decisions(Deciding):
             key = name if isinstance(name, str) and name and name not in questions else f"questions[{i}]"
             parts = {part: value for part, value in one.items() if part != "name"}
             if isinstance(parts.get("instructions"), list):
-                parts["instructions"] = _joined(parts["instructions"], f"questions[{i}].instructions")
+                parts["instructions"] = pictures.joined(parts["instructions"], f"questions[{i}].instructions")
             questions[key] = parts
             levels = parts.get("levels")
             labels.append([level.get("label") for level in levels if isinstance(level, Mapping)] if levels else None)
-        return [{"state": state_of(self.input), "questions": questions}], {"names": names, "labels": labels}
+        item = {"state": pictures.state(self.input), "questions": questions}
+        return [item | ({"images": pictures.found} if pictures.found else {})], {"names": names, "labels": labels}
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
@@ -132,65 +150,140 @@ def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:
     return {"type": "score", "score": answer.value, "confidence": answer.confidence, "probabilities": of}
 
 
-def state_of(items: object) -> object:
-    """Return the state of OpenAI's `input`: a text, or the text of messages, calls and their outputs.
+def _listed(images: object) -> list[object]:
+    """Return the values of `images`: URLs, or images as chat messages have them."""
+    if images in (None, [], {}):
+        return []
+    if not isinstance(images, list):
+        raise InputError("'images' is not a list", field="images", remedy="give a list of URLs", code="wrong_type")
+    values = []
+    for i, image in enumerate(images):
+        value = image if isinstance(image, str) else image_in(image, f"images[{i}]")
+        if value is None and isinstance(image, Mapping) and isinstance(image.get("url"), str):
+            value = image
+        if value is None:
+            remedy = 'give a URL or a data URL: "data:image/png;base64,..."'
+            raise InputError(f"images[{i}] is no image", field=f"images[{i}]", remedy=remedy, code="wrong_type")
+        values.append(value)
+    return values
+
+
+def _assets(assets: object) -> dict[str, object]:
+    """Return {name: image} of `assets`."""
+    if assets in (None, [], {}):
+        return {}
+    remedy = 'give {"img-1": {"type": "image", "format": "png", "data_base64": "..."}}'
+    if not isinstance(assets, Mapping):
+        raise InputError("'assets' is not an object", field="assets", remedy=remedy, code="wrong_type")
+    images: dict[str, object] = {}
+    for name, asset in assets.items():
+        own = asset if isinstance(asset, Mapping) else {}
+        if own.get("type", "image") != "image" or not isinstance(own.get("data_base64"), str):
+            field = f"assets[{name!r:.100}]"
+            raise InputError(f"{field} is no image", field=field, remedy=remedy, code="wrong_type")
+        images[name] = f"data:image/{own.get('format', 'png')};base64,{own['data_base64']}"
+    return images
+
+
+def state_of(items: object) -> tuple[object, dict[str, object]]:
+    """Return (the state of OpenAI's `input`, {name: image} of the images in it).
 
     One message of a user stays as it is. Otherwise each item is a paragraph that begins with its role. Raise InputError
-    for items of other kinds, and for images.
+    for items of other kinds.
     """
-    if not isinstance(items, list):
-        return items
-    if not items:
-        raise InputError("'input' is empty", field="input", remedy="give it a text or a message", code="empty")
-    names: dict[object, object] = {}  # {call_id: name} of the calls so far
-    written = [_item(item, f"input[{i}]", names) for i, item in enumerate(items)]
-    if len(written) == 1 and written[0][0] == "user":
-        return written[0][1]
-    return "\n\n".join(f"{role}: {text}" for role, text in written)
+    pictures = _Pictures(items)
+    return pictures.state(items), pictures.found
 
 
-def _item(item: object, field: str, names: dict[object, object]) -> tuple[str, str]:
-    """Return (the role, the text) of an item."""
-    if not isinstance(item, Mapping):
-        remedy = 'give {"role": "user", "content": "..."}'
-        raise InputError(f"{field!r} is not an object", field=field, remedy=remedy, code="wrong_type")
-    kind = item.get("type", "message")
-    if kind == "message" and item.get("role") in ("user", "developer", "system", "assistant"):
-        return item["role"], _joined(item.get("content"), f"{field}.content")
-    if kind in ("function_call", "custom_tool_call"):
-        given = item.get("arguments" if kind == "function_call" else "input", "")
-        names[item.get("call_id")] = item.get("name")
-        return "assistant", f"calls {item.get('name')}({given})"
-    if kind in ("function_call_output", "custom_tool_call_output"):
-        if item.get("call_id") not in names:
-            remedy = "give the call before its output"
-            message = f"{field!r} is the output of a call that is not in the input"
-            raise InputError(message, field=f"{field}.call_id", remedy=remedy)
-        return f"{names[item['call_id']]} returns", _joined(item.get("output"), f"{field}.output")
-    message = f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no role that is known"
-    remedy = "give messages of user, developer, system or assistant, and calls with their outputs"
-    raise InputError(message, field=field, remedy=remedy, code="unsupported")
+class _Pictures:
+    """Writes items and parts as texts, in which a name stands for each image."""
 
+    def __init__(self, beside: object):
+        """beside: holds all texts that names stand in"""
+        self.found: dict[str, object] = {}  # {name: image}
+        self._beside = beside
+        self._names: ImageNames | None = None
 
-def _joined(content: object, field: str) -> str:
-    """Return the text of a text or of parts: texts, and JSON written as JSON."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InputError(
-            f"{field!r} is not a text", field=field, remedy="give a text or a list of parts", code="wrong_type"
+    def _named(self, image: object, field: str) -> str:
+        if self._names is None:
+            self._names = ImageNames(self._beside)
+        name = self._names.of(field)
+        self.found[name] = image
+        return name
+
+    def state(self, items: object) -> object:
+        """Return the state of OpenAI's `input`: a text, or the text of messages, calls and their outputs."""
+        if not isinstance(items, list):
+            return items
+        if not items:
+            raise InputError("'input' is empty", field="input", remedy="give it a text or a message", code="empty")
+        names: dict[object, object] = {}  # {call_id: name} of the calls so far
+        written = [self._item(item, f"input[{i}]", names) for i, item in enumerate(items)]
+        if len(written) == 1 and written[0][0] == "user":
+            return written[0][1]
+        return "\n\n".join(f"{role}: {text}" for role, text in written)
+
+    def _item(self, item: object, field: str, names: dict[object, object]) -> tuple[str, str]:
+        """Return (the role, the text) of an item."""
+        if not isinstance(item, Mapping):
+            remedy = 'give {"role": "user", "content": "..."}'
+            raise InputError(f"{field!r} is not an object", field=field, remedy=remedy, code="wrong_type")
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") in ("user", "developer", "system", "assistant"):
+            return item["role"], self.joined(item.get("content"), f"{field}.content")
+        if kind in ("function_call", "custom_tool_call"):
+            given = item.get("arguments" if kind == "function_call" else "input", "")
+            names[item.get("call_id")] = item.get("name")
+            return "assistant", f"calls {item.get('name')}({given})"
+        if kind in ("function_call_output", "custom_tool_call_output"):
+            if item.get("call_id") not in names:
+                remedy = "give the call before its output"
+                message = f"{field!r} is the output of a call that is not in the input"
+                raise InputError(message, field=f"{field}.call_id", remedy=remedy)
+            return f"{names[item['call_id']]} returns", self.joined(item.get("output"), f"{field}.output")
+        message = (
+            f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no role that is known"
         )
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        elif kind == "refusal" and isinstance(part.get("refusal"), str):
-            texts.append(part["refusal"])
-        elif kind == "input_json" and isinstance(part.get("data"), (dict, list)):
-            texts.append(json.dumps(part["data"], ensure_ascii=False))
-        else:
-            message = f"{field}[{i}] is of the type {kind!r:.80}"
-            remedy = "give parts of the types input_text and input_json"
-            raise InputError(message, field=f"{field}[{i}]", remedy=remedy, code="unsupported")
-    return "\n".join(texts)
+        remedy = "give messages of user, developer, system or assistant, and calls with their outputs"
+        raise InputError(message, field=field, remedy=remedy, code="unsupported")
+
+    def joined(self, content: object, field: str) -> str:
+        """Return the text of a text or of parts: texts, and JSON written as JSON."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise InputError(
+                f"{field!r} is not a text", field=field, remedy="give a text or a list of parts", code="wrong_type"
+            )
+        texts: list[str] = []
+        is_text = False
+        for i, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if (image := self._image(part, f"{field}[{i}]")) is not None:
+                texts.append(self._named(image, f"{field}[{i}]"))
+                is_text = False
+                continue
+            if is_text:
+                texts.append("\n")
+            is_text = True
+            if kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            elif kind == "refusal" and isinstance(part.get("refusal"), str):
+                texts.append(part["refusal"])
+            elif kind == "input_json" and isinstance(part.get("data"), (dict, list)):
+                texts.append(json.dumps(part["data"], ensure_ascii=False))
+            else:
+                message = f"{field}[{i}] is of the type {kind!r:.80}"
+                remedy = "give parts of the types input_text, input_image and input_json"
+                raise InputError(message, field=f"{field}[{i}]", remedy=remedy, code="unsupported")
+        return "".join(texts)
+
+    def _image(self, part: object, field: str) -> object:
+        """Return the image of a part; None for a part of another kind."""
+        image = image_in(part, field)
+        if isinstance(image, Mapping) and "url" not in image:
+            image = image.get("file_id")
+            if not isinstance(image, str):
+                remedy = 'give {"type": "input_image", "image_url": "data:image/png;base64,..."}'
+                raise InputError(f"{field} has no image_url", field=field, remedy=remedy, code="unsupported")
+        return image

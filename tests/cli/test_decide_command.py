@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
+import shutil
 from pathlib import Path
 
+import PIL.Image
 import pytest
+from adapters import write_adapter
 from click.testing import CliRunner
 from tiny import tiny_checkpoint
+from tiny_vision import drawing, tiny_vision
 
 from prefold.cli import main
 
@@ -35,7 +40,8 @@ def run(tmp_path, monkeypatch, model):
     (tmp_path / "in.csv").write_text("id,title,body\n7,Twice,charged twice\n8,,\n9,Hello,thanks\n")
 
     def run(*arguments, status=0):
-        done = CliRunner().invoke(main, [*arguments, "-m", model, "--dtype", "float32"])
+        own = () if "-m" in arguments else ("-m", model)
+        done = CliRunner().invoke(main, [*arguments, *own, "--dtype", "float32"])
         assert done.exit_code == status, done.output
         return done.output
 
@@ -117,6 +123,74 @@ def test_a_conversation_is_a_text(run, tmp_path):
     first, second = sorted(lines(), key=lambda line: line["record"])
     run("decide", "in.jsonl", "--questions", "q.yaml", "-o", "out.jsonl", "--overwrite")
     assert lines()[0]["answers"] == first["answers"] and second["error"]["field"] == "chat[0]"
+
+
+def test_columns_of_images(run, tmp_path, tmp_path_factory):
+    model = tiny_vision(tmp_path_factory.mktemp("seeing"), "gemma3", text={"max_position_embeddings": 2048})
+    (model / "decision.json").write_text(json.dumps({"labels": {"noul": ["yes", "no"]}}))
+    for seed in (1, 2):
+        PIL.Image.fromarray(drawing(seed, 26, 26)).save(tmp_path / f"{seed}.png")
+    data = "data:image/png;base64," + base64.b64encode((tmp_path / "1.png").read_bytes()).decode()
+    rows = [{"text": "a", "image": image} for image in ("1.png", "2.png", None, 3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    same = ("-m", str(model), "--questions", "q.yaml", "--media-folder", ".", "-o", "out.jsonl", "--overwrite")
+    run("decide", "in.jsonl", "--state", "text", "--image", "image", *same, status=3)
+    one, two, none, bad = sorted(lines(), key=lambda line: line["record"])
+    assert len({json.dumps(line["answers"]) for line in (one, two, none)}) == 3 and bad["error"]["field"] == "image[0]"
+    part = {"type": "image_url", "image_url": {"url": data}}
+    chats = [[{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"chat": chats[0], "image": "2.png"}) + "\n")
+    run("decide", "chats.jsonl", "--messages", "chat", *same)
+    expected = pytest.approx(one["answers"]["bad"]["value"], abs=1e-4)
+    assert lines()[0]["answers"]["bad"]["value"] == expected
+    run("decide", "chats.jsonl", "--messages", "chat", "--image", "image", *same, status=3)
+    assert "images both in 'chat' and in 'image'" in lines()[0]["error"]["message"]
+    asked = [{"type": "score", "levels": [{"label": level} for level in ("low", "middle", "high")]}]
+    image = {"type": "input_image", "image_url": data}
+    chat = [{"role": "user", "content": [image, {"type": "input_text", "text": "a"}]}]
+    question = {"bad": {"type": "score", "criteria": ["low", "middle", "high"]}}
+    asset = {"type": "image", "format": "png", "data_base64": data.partition(",")[2]}
+    bodies = [
+        ("/v1/decisions", {"input": chat, "questions": asked}),
+        ("/v1/systemone", {"state": "a", "questions": question, "images": [data]}),
+        ("/v1/systemone", {"state": "img-1a", "questions": question, "assets": {"img-1": asset}}),
+    ]
+    sent = [{"custom_id": str(i), "method": "POST", "url": url, "body": body} for i, (url, body) in enumerate(bodies)]
+    (tmp_path / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sent))
+    run("run", "batch.jsonl", "-m", str(model), "-o", "out.jsonl", "--overwrite")
+    scores = {line["custom_id"]: line["response"]["body"]["answers"] for line in lines()}
+    found = [scores["0"][0]["score"], scores["1"]["bad"]["score"], scores["2"]["bad"]["score"]]
+    assert found == [expected] * 3
+    found = json.loads(run("decide", "a", "-m", str(model), "--questions", "q.yaml", "--image", "1.png", "--json"))
+    assert found["answers"]["bad"]["value"] == expected
+
+
+def test_the_adapter_of_the_settings_is_used_by_jobs_and_lines(run, tmp_path, model):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    write_adapter(folder / "lora", folder)
+    (tmp_path / "in.jsonl").write_text('{"state": "text"}\n')
+    question = {"refund": {"type": "noul", "instructions": "Is money owed?"}}
+    body = {"state": "text", "questions": question}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/systemone", "body": body}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(line) + "\n")
+    model, output = ("-m", str(folder)), ("-o", "out.jsonl", "--overwrite")
+
+    def answers(*options):
+        run("decide", "in.jsonl", *model, "--questions", "q.yaml", *output, *options)
+        return lines()[0]["answers"]
+
+    given = answers("--adapter", "x=model/lora")
+    without = answers()
+    (folder / "decision.json").write_text(json.dumps({"labels": {"noul": ["yes", "no"]}, "adapter": "lora"}))
+    assert answers() == given != without
+    run("run", "batch.jsonl", *model, *output)
+    found = lines()[0]["response"]["body"]["answers"]["refund"]["noul"]
+    assert found == pytest.approx(given["refund"]["probabilities"]["true"], abs=1e-5)
+    # A job is not continued with other weights of the adapter.
+    shutil.rmtree(folder / "lora")
+    write_adapter(folder / "lora", folder, seed=1)
+    assert "adapter" in run("run", "batch.jsonl", *model, "-o", "out.jsonl", status=1)
 
 
 def test_plan_counts_the_rows_of_both_orders(run):

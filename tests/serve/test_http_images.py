@@ -22,6 +22,7 @@ from prefold.errors import InputError
 from prefold.features.images.items import image_cache
 from prefold.jobs.models import image_reading
 from prefold.spec.job import JobSpec
+from prefold.text.media import TextWithImages
 from prefold.text.tokenizer import EscapingEncoder
 from prefold.wire.body import TaskOrder
 
@@ -80,6 +81,45 @@ def test_over_http(llm):
             with pytest.raises(openai.BadRequestError) as error:
                 openai_client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
             assert "messages[0].content[0]" in str(error.value)
+
+
+def test_decisions_over_http(llm):
+    question = {"type": "score", "instructions": "How?", "criteria": ["low", "high"]}
+    levels = [{"label": "low"}, {"label": "high"}]
+    expected = llm.decide("see a b", {"q": question}, images={" a": PICTURES[0]})["q"].value
+    parts = [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": url_of(PICTURES[0])},
+             {"type": "input_text", "text": " b"}]  # fmt: skip
+    asked = [{"type": "score", "instructions": "How?", "levels": levels}]
+    asset = {"type": "image", "format": "png", "data_base64": url_of(PICTURES[0]).partition(",")[2]}
+    with serving(llm, served_names=("m",)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def decisions(parts):
+            return client.post(
+                "/v1/decisions", json={"input": [{"role": "user", "content": parts}], "questions": asked}
+            )
+
+        def system_one(state, **fields):
+            return client.post("/v1/systemone", json={"state": state, "questions": {"q": question}, **fields})
+
+        assert decisions(parts).json()["answers"][0]["score"] == pytest.approx(expected, abs=1e-4)
+        found = system_one("see a b", assets={" a": asset}).json()["answers"]["q"]["score"]
+        assert found == pytest.approx(expected, abs=1e-4)
+        (before,) = llm.decide([TextWithImages("x", PICTURES)], {"q": question})
+        found = system_one("x", images=[url_of(picture) for picture in PICTURES]).json()["answers"]["q"]["score"]
+        assert found == pytest.approx(before["q"].value, abs=1e-4)
+        said = system_one("x", instructions="Be strict.").json()["answers"]["q"]["score"]
+        (item,) = llm.run(
+            llm.task("decide"), [{"state": "x", "questions": {"q": question}, "instructions": "Be strict."}]
+        )
+        assert said == pytest.approx(item["answers"]["q"]["value"], abs=1e-4)
+        parts[1]["image_url"] = "/etc/passwd"
+        wrong = [
+            (decisions(parts), "input[0].content[1]"), (system_one("x", images=["/etc/passwd"]), "images[0]"),
+            (system_one("x", assets={"img-9": asset}), "images"), (system_one("x", thinking=True), "thinking"),
+            (system_one("x", chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs"),
+        ]  # fmt: skip
+        for response, field in wrong:
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 def test_the_tokenizer_is_copied_for_the_first_image_only(llm, monkeypatch):

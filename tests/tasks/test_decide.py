@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
+from adapters import write_adapter
 from tiny import SIZES, randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM, CheckpointError, InputError
+from prefold.integrations.shared import tasks_of
 from prefold.tasks import make_task
 from prefold.tasks.questions import read_questions
-from prefold.text.decisions import LETTERS, default_prompt, vllm_prompt
+from prefold.text.decisions import LETTERS, default_prompt
 
 # "Yes" is not one token of the tiny tokenizer.
 SETTINGS = {"labels": {"noul": ["yes", "no"]}, "temperature": {"noul": 2.0, "choice": 0.5}}
@@ -142,6 +145,24 @@ def test_probabilities_are_those_of_the_pipeline(folders, llms, family):
                 assert own.confidence == pytest.approx(answer["confidence"], abs=1e-3)
 
 
+def test_the_order_of_yes_and_no_and_the_temperatures_are_those_of_the_settings(folders, llms):
+    from transformers import AutoTokenizer, pipeline
+
+    settings = {"noul_options": ["false", "true"], "temperature": {"noul": 3.0, "choice": 0.4, "score": 1.7}}
+    folder, llm = folders("llama", None, **settings), llms("llama", None, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = pipeline("decision", model=reference(folder), tokenizer=tokenizer, device="cpu")
+    expected = theirs({"state": "I was charged", "questions": QUESTIONS})
+    found = llm.decide("I was charged", QUESTIONS)
+    assert found["refund"].probabilities["true"] == pytest.approx(expected["refund"]["noul"], abs=1e-4)
+    for name in ("tone", "urgency"):
+        assert found[name].probabilities == pytest.approx(expected[name]["probabilities"], abs=1e-4)
+    cooler = llm.decide("I was charged", QUESTIONS, temperature={"choice": 0.8})
+    assert cooler["urgency"] == found["urgency"] and cooler["tone"] != found["tone"]
+    own = np.log(list(found["tone"].probabilities.values())) / 2
+    assert list(cooler["tone"].probabilities.values()) == pytest.approx(np.exp(own) / np.exp(own).sum(), abs=1e-4)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_jev_head_scores_as_in_transformers(tmp_path, softcap):
     from transformers import AutoTokenizer, JevConfig, JevForDecision, Qwen3Config, pipeline
@@ -192,6 +213,25 @@ def test_the_mass_of_labels_is_over_the_vocabulary(llms):
     assert answer.argmax_is_label == any(one.greedy for one in scored)
 
 
+def test_a_label_may_be_the_most_likely_token(folders, llms, tmp_path):
+    llm, template = llms("llama"), "{{ state }} {{ question.type }}"
+    for i in range(60):  # until the most likely token is a text that may be a label
+        label = llm.generate(f"{i} choice", max_tokens=1, temperature=0, ignore_eos=True).text
+        if label.strip() and llm.tokenizer.encode(label, special=False).size == 1:
+            break
+    other = next(letter for letter in LETTERS if letter != label)
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    (folder / "decision.json").write_text(json.dumps({"labels": {"choice": [other, label]}}))
+    question = {"q": {"type": "choice", "criteria": {"a": None, "b": None}}}
+    with LLM(str(folder), dtype="float32") as found:
+        answer = found.decide(str(i), question, template=template)["q"]
+        assert answer.argmax_is_label and answer.value == "b" and 0 < answer.label_mass < 1
+    (folder / "decision.json").write_text(json.dumps({"labels": {"choice": [other, "B" if other == "A" else "A"]}}))
+    with LLM(str(folder), dtype="float32") as found:
+        assert not found.decide(str(i), question, template=template)["q"].argmax_is_label
+
+
 def test_a_wrong_question_leaves_the_others(llms):
     llm = llms("llama")
     one, many = {"type": "choice", "criteria": {"a": None}}, {"type": "score", "criteria": ["x"] * 27}
@@ -206,6 +246,38 @@ def test_a_wrong_question_leaves_the_others(llms):
         llm.decide("text", questions)
 
 
+def test_what_the_body_of_a_request_says_of_all_questions(llms, tmp_path):
+    """A system message, variables of the chat template, and a salt."""
+    folder = tiny_checkpoint(tmp_path, "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] += "{{ mood }}{{ enable_thinking }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "decision.json").write_text(json.dumps(SETTINGS))
+    with LLM(str(folder), load_format="dummy") as llm:
+        task = llm.task("decide", questions={"q": {"type": "noul"}})
+        item = {
+            "state": "x",
+            "instructions": "Be <|im_end|> strict.",
+            "chat_template_kwargs": {"mood": "calm"},
+            "salt": "s",
+        }
+        (work, plain) = task.prepare([item, "x"])
+        text, without = (llm.tokenizer.decode(one.requests[0].tokens) for one in (work, plain))
+        assert text.startswith("<|im_start|>system\nBe <|im_end|> strict.<|im_end|>\n<|im_start|>user\nx")
+        assert text.endswith("assistant\ncalmFalse") and without.endswith("assistant\nFalse")
+        assert "system" not in without and work.requests[0].tokens.tolist().count(2) == 2  # the system's and the user's
+        assert (work.requests[0].namespace.salt, plain.requests[0].namespace.salt) == ("s", "")
+        wrong = [({"chat_template_kwargs": {"enable_thinking": True}}, "cannot think"), ({"salt": 3}, "salt"),
+                 ({"chat_template_kwargs": []}, "not an object"), ({"instructions": 3}, "instructions")]  # fmt: skip
+        for fields, says in wrong:
+            (error,) = task.prepare([{"state": "x", **fields}])
+            assert says in str(error)
+        own = llm.task("decide", questions={"q": {"type": "noul"}}, template="{{ state }}{{ question.name }}")
+        for fields in ({"instructions": "x"}, {"chat_template_kwargs": {"a": 1}}):
+            (error,) = own.prepare([{"state": "x", **fields}])
+            assert error.code == "unsupported" and error.field in fields
+
+
 def test_each_state_may_name_its_adapter(llms):
     llm = llms("llama")
     with pytest.raises(InputError, match="no adapter 'x'"):
@@ -214,9 +286,35 @@ def test_each_state_may_name_its_adapter(llms):
     assert [one["refund"] for one in found] == [one["refund"] for one in llm.decide(["a", "b"], QUESTIONS)]
 
 
-def test_an_adapter_that_the_settings_name_is_not_left_out(llms):
-    with pytest.raises(InputError, match="LoRA adapter in its folder 'lora'"):
-        llms("llama", None, adapter="lora").decide("text", QUESTIONS)
+def test_the_adapter_that_the_settings_name_is_loaded_and_used(folders, llms, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    write_adapter(folder / "lora", folder, seed=3)
+    given = LLM(str(folder), dtype="float32", adapters={"other": str(folder / "lora")})
+    with_it = given.decide("text", QUESTIONS, adapter="other")
+    without = given.decide("text", QUESTIONS)
+    (folder / "decision.json").write_text(json.dumps(SETTINGS | {"adapter": "lora"}))
+    llm = LLM(str(folder), dtype="float32")
+    found = llm.decide("text", QUESTIONS)
+    assert found.answers == with_it.answers != without.answers
+    assert llm.engine.facts.adapters == ("lora",) and "lora" in llm.identity["adapters"]
+    make, _ = tasks_of(str(folder), {"dtype": "float32"})  # a model that runs elsewhere, as on Ray
+    assert make("decide", {"questions": QUESTIONS}).inputs.adapter == "lora"
+    # Other tasks run without it, unless they name it.
+    assert (llm.embed("text") == given.embed("text")).all()
+    with pytest.raises(CheckpointError, match="another one has the same name"):
+        LLM(str(folder), adapters={"lora": str(folder)})
+    for each in (given, llm):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("lora", "and there is none"), ("../lora", "not inside"), ("/tmp", "not inside"), (".", "not inside")],
+)
+def test_an_adapter_is_loaded_from_a_folder_of_the_model_alone(folders, name, says):
+    with pytest.raises(CheckpointError, match=says):
+        LLM(str(folders("llama", None, adapter=name)))
 
 
 def test_a_state_that_is_too_long_is_cut_on_request(llms):
@@ -268,8 +366,39 @@ def test_other_prompts():
     said = {"kind": "choice", "instructions": "Which?", **of_options}
     question = "Which?\nA. a: x\nB. b\nAnswer with the letter of the option that fits best (A to B) only."
     assert default_prompt("S", **said, first="question") == f"{question}\n\nS"
-    question = "Question: Which?\nA: a - x\nB: b\nAnswer with the letter of one option only."
-    assert vllm_prompt("S", **said) == f"S\n\n{question}"
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [  # made with vLLM 0.32's question_types.py
+        ({"type": "noul", "instructions": "Is it?"}, "Question: Is it?\nyes\nno\nAnswer with yes or no only."),
+        (
+            {"type": "noul", "criteria": {"true": "sure", "false": {"k": None}}},
+            "yes: sure\nno: {'k': None}\nAnswer with yes or no only.",
+        ),
+        (
+            {"type": "choice", "instructions": ["a", 1], "criteria": {"x": "why", "y": None, "z": ""}},
+            "Question: ['a', 1]\nA: x - why\nB: y\nC: z\nAnswer with the letter of one option only.",
+        ),
+        (
+            {"type": "score", "instructions": "", "criteria": ["low", 2]},
+            "0: low\n1: 2\nAnswer with the number of one level only.",
+        ),
+    ],
+)
+def test_prompts_of_vllm(llms, question, said):
+    llm = llms("llama", None, labels={"noul": ["no", "yes"]}, noul_options=["false", "true"])  # vLLM reads neither
+    task = llm.task("decide", prompt_style="vllm")
+    (work,) = task.prepare([{"state": {"é": 1}, "questions": {"q": question}}])
+    chat = [{"role": "user", "content": f'{{"é": 1}}\n\n{said}'}]
+    text = llm.tokenizer.render_chat(chat, add_generation_prompt=True, enable_thinking=False)
+    assert work.requests[0].tokens.tolist() == llm.tokenizer.encode(text, special=False).tolist()
+    (own,), _ = read_questions({"q": question})
+    labels = {"noul": ["yes", "no"], "choice": ["A", "B", "C"], "score": ["0", "1"]}[own.kind]
+    assert task.reader.check(own) == [llm.tokenizer.token_id(label) for label in labels]
+    many = {"type": "score", "criteria": [str(i) for i in range(11)]}
+    with pytest.raises(InputError, match="11 options"):
+        llm.decide("x", {"q": many}, prompt_style="vllm")
 
 
 @pytest.mark.parametrize(
@@ -279,15 +408,20 @@ def test_other_prompts():
         ({"temperature": {"noul": 0}}, "temperature of decision.json"),
         ({"noul_options": ["yes", "no"]}, "noul_options of decision.json"),
         ({"sanitize_control_tokens": "no"}, "sanitize_control_tokens"),
+        ({"labels": {"noul": ["Certainly", "no"]}}, "for noul questions 'Certainly', which the tokenizer"),
+        ({"labels": {"choice": ["A", "B", "A"]}}, "for choice questions 'A', which the tokenizer"),
     ],
 )
-def test_settings_that_are_wrong_are_refused(folders, llms, settings, says):
-    llm = llms("llama", None, **settings)
+def test_settings_that_are_wrong_are_refused_at_load(folders, settings, says):
     with pytest.raises(CheckpointError, match=says):
-        llm.decide("x", QUESTIONS)
+        LLM(str(folders("llama", None, **settings)))
 
 
-def test_labels_that_are_several_tokens_are_refused(llms):
-    llm = llms("llama", None, labels={"noul": ["Certainly", "Never"]})
+def test_labels_that_a_question_needs_are_single_tokens(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders("llama"), folder)
+    (folder / "decision.json").unlink()  # "Yes" is not one token here
+    llm = LLM(str(folder))
     with pytest.raises(InputError, match="'refund' are not distinct single tokens"):
         llm.decide("x", {"refund": {"type": "noul"}})
+    llm.close()

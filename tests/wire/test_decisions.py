@@ -73,10 +73,62 @@ def test_the_state_of_messages_and_calls():
         "role": "user",
         "content": [{"type": "input_text", "text": "hi"}, {"type": "input_json", "data": {"a": "é"}}],
     }
-    assert state_of([user]) == 'hi\n{"a": "é"}'
+    assert state_of([user]) == ('hi\n{"a": "é"}', {})
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "let me see"}]}
     text = 'user: hi\n{"a": "é"}\n\nassistant: let me see\n\nassistant: calls look({"a": 1})\n\nlook returns: 42'
-    assert state_of([user, said, CALL, OUTPUT]) == text
+    assert state_of([user, said, CALL, OUTPUT]) == (text, {})
+
+
+def test_images_of_messages_stand_where_their_parts_are():
+    data, address = "data:image/png;base64,AAAA", "https://example.org/a.png"
+    parts = [
+        {"type": "input_text", "text": "see"},
+        {"type": "input_image", "image_url": data, "detail": "low"},
+        {"type": "input_text", "text": "and"},
+        {"type": "input_text", "text": "\U000f0002"},  # the letter that names begin with
+        {"type": "input_image", "file_id": "file-1"},
+    ]
+    asked = [{"type": "predicate", "instructions": [{"type": "image_url", "image_url": {"url": address}}]}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "ok"}]
+    (item,), _ = Decisions.of({"input": chat, "questions": asked}).read({})
+    # Instructions of questions are read first.
+    third, first, second = item["images"]
+    assert list(item["images"].values()) == [{"url": address}, data, "file-1"]
+    assert item["state"] == f"user: see{first}and\n\U000f0002{second}\n\nassistant: ok"
+    assert item["questions"]["questions[0]"]["instructions"] == third
+    assert not any(name in json.dumps(chat, ensure_ascii=False) for name in item["images"])
+
+
+def test_fields_of_system_one():
+    questions = {"a": {"type": "noul"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    body = {"state": None, "questions": questions, "instructions": "Be strict.", "cache_salt": "s", "priority": 3,
+            "images": ["data:image/png;base64,BB", image, {"url": "file-1"}], "chat_template_kwargs": {"a": 1},
+            "audio": [], "videos": None, "request_id": "x"}  # fmt: skip
+    with pytest.raises(InputError, match="'state' is missing"):
+        SystemOne.of(body)
+    (item,), _ = SystemOne.of(body | {"state": ""}).read({})
+    assert item == {
+        "state": "", "questions": questions, "instructions": "Be strict.", "salt": "s",
+        "chat_template_kwargs": {"a": 1},
+        "images": ["data:image/png;base64,BB", {"url": "data:image/png;base64,AA"}, {"url": "file-1"}],
+    }  # fmt: skip
+    asset = {"type": "image", "format": "jpeg", "data_base64": "CC"}
+    (item,), _ = SystemOne.of({"state": "x", "questions": questions, "assets": {"i": asset}}).read({})
+    assert item["images"] == {"i": "data:image/jpeg;base64,CC"}
+    wrong = [
+        ({"assets": []}, None), ({"images": "x"}, "images"),
+        ({"images": [3]}, "images[0]"), ({"assets": [3]}, "assets"), ({"images": {}}, None),
+        ({"assets": {"i": {"type": "audio"}}}, "assets['i']"), ({"assets": {"i": asset}, "images": ["x"]}, "assets"),
+        ({"audio": ["x"]}, "audio"), ({"videos": ["x"]}, "videos"), ({"thinking": True}, "thinking"),
+    ]  # fmt: skip
+    for fields, field in wrong:
+        try:
+            SystemOne.of({"state": "x", "questions": questions} | fields).read({})
+        except InputError as error:
+            assert error.field == field
+        else:
+            assert field is None
 
 
 @pytest.mark.parametrize(

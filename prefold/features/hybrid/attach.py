@@ -118,9 +118,9 @@ def _held(count: int) -> str:
 add_counter(FeatureCounter("state_bytes_peak", title="states", text=_held))
 add_families(
     with_heads("GraniteMoeHybridForCausalLM", "GraniteMoeHybrid", granite4, classified=False)
+    | with_heads("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5, classified=False)
     | {
         "Lfm2ForCausalLM": lfm2,
-        "Qwen3_5ForCausalLM": qwen3_5,
         "Qwen3_5ForConditionalGeneration": qwen3_5_with_images,
     },
     model_types={

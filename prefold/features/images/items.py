@@ -216,14 +216,19 @@ class ImageInputs:
         return summary
 
     def encode(
-        self, text: str, pictures: Sequence[Picture], salt: str, field: str, escaping: EscapingEncoder | None = None
+        self,
+        text: str,
+        pictures: Sequence[Picture],
+        salt: str,
+        field: str,
+        encode: Callable[[str], np.ndarray] | None = None,
     ) -> tuple[np.ndarray, tuple[Medium, ...]]:
         """Returns the ids of a text, int32 [n], with the rows of an image in place of each placeholder, and the images'
-        media. escaping: the encoder by which the text was escaped. Raises InputError where there are not as many
-        placeholders as images."""
+        media. encode: encodes a text that was escaped in another way than by `escaping`. Raises InputError where there
+        are not as many placeholders as images."""
         processor = self.processor
         expanded = processor.expand(text, [picture.size for picture in pictures])
-        ids = (escaping or self.escaping).encode(expanded)
+        ids = (encode or self.escaping.encode)(expanded)
         salt = within(self.salt_prefix, salt)
         media = tuple(self._medium(picture, salt) for picture in pictures)
         at = np.flatnonzero(ids == processor.image_token_id)
