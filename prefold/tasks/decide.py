@@ -23,6 +23,7 @@ from ..text.decisions import (
     default_prompt,
     is_temperature,
     vllm_prompt,
+    written,
 )
 from ..text.valid import plain_json
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
@@ -228,7 +229,7 @@ class DecideTask(Task):
         """Add the prompt of a group of questions about a state to a batch."""
         text = self._render(state, group)
         plain = self.encoder.is_plain(text)
-        get = partial(_at_end, batch.add(text)) if plain else partial(self.encoder.encode, text)
+        get = partial(_at_end, batch.add(text, _lines(text, state))) if plain else partial(self.encoder.encode, text)
         if not self.truncate or not isinstance(state, str):
             return get
         return lambda: self._cut(state, group, *get())
@@ -303,6 +304,17 @@ def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Return the ids of a prompt that is read at its end."""
     ids = get()
     return ids, [ids.size]
+
+
+def _lines(text: str, state: object) -> list[int]:
+    """Return where the line of the state begins in a prompt, and the first line with text behind the state."""
+    said = written(state)
+    start = text.find(said)
+    if start < 0:
+        return []
+    after = start + len(said)
+    rest = text[after:]
+    return [start, after + len(rest) - len(rest.lstrip())]
 
 
 def _temperatures(values: object) -> dict[str, float]:
