@@ -6,9 +6,10 @@ Each question of a state is a prompt. The prompts of a state share the state, so
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -156,7 +157,7 @@ class DecideTask(Task):
         self.settings = settings
         self.encoder = DecisionEncoder(inputs.tokenizer, settings)
         self.write = vllm_prompt if options.prompt_style == "vllm" else default_prompt
-        self.first = options.first or "state"
+        self.first: Literal["state", "question"] = options.first or "state"
         self.truncate = options.truncate
         self.questions: list[Question] = []
         errors: dict[str, InputError] = {}
@@ -170,6 +171,14 @@ class DecideTask(Task):
                 errors[question.name] = error
         for error in errors.values():
             raise error
+
+    def swapped(self) -> DecideTask | None:
+        """Return the task with the other order of state and question; None if a template says the order."""
+        if self.settings.template is not None:
+            return None
+        other = copy(self)
+        other.first = "question" if self.first == "state" else "state"
+        return other
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""
