@@ -29,7 +29,7 @@ from ..text.decisions import (
 from ..text.valid import plain_json
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .classify import softmax
-from .questions import KINDS, Question, read_questions
+from .questions import KINDS, Question, field_of, read_questions
 from .results import Answer, Decision
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
@@ -98,7 +98,7 @@ class LabelReader:
             used = ", ".join(map(repr, labels[:count]))
             message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
             remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
-            raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy)
+            raise InputError(message, field=field_of(question.name), remedy=remedy)
         return ids
 
     def _find_ids(self, labels: tuple[str, ...]) -> list[int] | None:
@@ -115,7 +115,7 @@ def too_many_options(question: Question, most: int) -> InputError:
     """Return the error of a question with more options than the model reads."""
     message = f"the question {question.name!r} has {len(question.options)} options"
     remedy = f"give at most {most}, as many as the model reads for a {question.kind} question"
-    return InputError(message, field=f"questions[{question.name!r}]", remedy=remedy, code="out_of_range")
+    return InputError(message, field=field_of(question.name), remedy=remedy, code="out_of_range")
 
 
 class DecideTask(Task):
