@@ -125,16 +125,19 @@ def vllm_prompt(
     state: object, kind: str, instructions: object, options: Sequence[str], labels: Sequence[str],
     descriptions: Sequence[object], first: str = "state",
 ) -> str:  # fmt: skip
-    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer."""
-    lines = []
-    for label, option, description in zip(labels, options, descriptions, strict=True):
-        said = written(description)
-        name = said if kind == "score" else option
-        lines.append(f"{label}: {name}" + (f" - {said}" if said and kind != "score" else ""))
-    code = {"noul": "Answer yes or no only.", "score": "Answer with the digit of one level only."}
-    question = "\n".join(
-        [f"Question: {written(instructions)}", *lines, code.get(kind, "Answer with the letter of one option only.")]
-    )
+    """Return the user's message of vLLM's prompt (0.32): the state, the question, an option a line, what to answer.
+
+    Instructions and descriptions that are no texts are written as Python writes them.
+    """
+    texts = ["" if said is None else str(said) for said in (instructions, *descriptions)]
+    lines = [f"Question: {texts[0]}"] if texts[0] else []
+    for label, option, said in zip(labels, options, texts[1:], strict=True):
+        if kind == "choice":
+            lines.append(f"{label}: {option} - {said}" if said else f"{label}: {option}")
+        else:
+            lines.append(f"{label}: {said}" if said or kind == "score" else label)
+    what = {"noul": "yes or no", "score": "the number of one level"}.get(kind, "the letter of one option")
+    question = "\n".join([*lines, f"Answer with {what} only."])
     return f"{written(state)}\n\n{question}" if first == "state" else f"{question}\n\n{written(state)}"
 
 

@@ -305,6 +305,11 @@ def test_other_prompts():
     assert default_prompt("S", **said, first="question") == f"{question}\n\nS"
     question = "Question: Which?\nA: a - x\nB: b\nAnswer with the letter of one option only."
     assert vllm_prompt("S", **said) == f"S\n\n{question}"
+    said |= {"kind": "noul", "instructions": None, "labels": ["yes", "no"], "descriptions": ["it is", None]}
+    assert vllm_prompt("S", **said) == "S\n\nyes: it is\nno\nAnswer with yes or no only."
+    said |= {"kind": "score", "instructions": {"a": True}, "labels": ["0", "1"], "descriptions": ["low", ""]}
+    expected = "S\n\nQuestion: {'a': True}\n0: low\n1: \nAnswer with the number of one level only."
+    assert vllm_prompt("S", **said) == expected
 
 
 @pytest.mark.parametrize(
