@@ -290,7 +290,7 @@ def decider(system, job):
     def run(line):
         return [pipe({"state": state, "questions": questions}) for state in job["states"]]
 
-    pipe({"state": job["states"][0], "questions": questions})  # warm-up
+    pipe({"state": job["states"][0], "questions": dict([next(iter(questions.items()))])})  # warm-up
     return run, None, transformers.__version__
 
 
