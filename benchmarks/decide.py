@@ -10,7 +10,7 @@ transformers read transformers' prompt form, which has about as many tokens.
 many     200 states of about 1,200 characters, 10 questions
 short    2,000 states of at most 160 characters, 1 question
 hybrid   40 states, 10 questions, prompts below 528 tokens, from token ids: prefold, and vLLM's log-probabilities of the
-         labels, as its /v1/systemone refuses a Qwen3.5 without a tower
+         labels, as its /v1/systemone refuses a Qwen3.5 without a tower. vLLM imports torchvision for this model
 
 Timed is the way from texts to answers, without loading. A server gets a request for each state, with all questions.
 Each round begins with empty caches. transformers computes one prompt at a time. It runs the first states of a case, and
@@ -185,7 +185,8 @@ def run_case(arguments: SimpleNamespace, case: str, stack: ExitStack, folder: Pa
         rows.append(llm.stats.rows_computed - before)
         return found
 
-    systems = systems_of(arguments, case, stack, model, states, questions, requests, task)
+    missing: dict[str, str] = {}
+    systems = systems_of(arguments, case, stack, model, states, questions, requests, task, missing)
     decide()  # warm-up
     for _ in range(arguments.repeats):
         if case != "hybrid":
@@ -206,16 +207,21 @@ def run_case(arguments: SimpleNamespace, case: str, stack: ExitStack, folder: Pa
         f"\n{case}: {count} states, {len(questions)} questions, {counts['tokens']:,} tokens, {rows[-1]:,} rows{shares}"
     )
     print(compared(rounds.seconds, columns={"decisions/s": rates, "largest difference of a probability": apart}))
-    ran = {"transformers_states": min(count, arguments.transformers_states)} if arguments.transformers else {}
-    return {"case": case, "shape": "qwen3.5" if case == "hybrid" else "qwen3", "rows": rows, "prepare": prepare,
-            "seconds": rounds.seconds, "differences": differences} | counts | ran  # fmt: skip
+    more = {"transformers_states": min(count, arguments.transformers_states)} if arguments.transformers else {}
+    more |= {"missing": missing} if missing else {}
+    shape = "qwen3.5" if case == "hybrid" else "qwen3"
+    measured = {"rows": rows, "prepare": prepare, "seconds": rounds.seconds, "differences": differences}
+    return {"case": case, "shape": shape} | counts | measured | more
 
 
 def systems_of(
     arguments: SimpleNamespace, case: str, stack: ExitStack, model: str, states: list[str],
-    questions: dict[str, dict[str, Any]], requests: list[Any], task: Any,
+    questions: dict[str, dict[str, Any]], requests: list[Any], task: Any, missing: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Start the other systems, and return {name: a function that returns the seconds of a run and what it found}."""
+    """Start the other systems, and return {name: a function that returns the seconds of a run and what it found}.
+
+    missing: gets {system: why it does not run the case}.
+    """
     job = {"model": model, "dtype": arguments.dtype, "threads": arguments.threads}
     options = {"block": int(arguments.blocks[0]), "max_model_len": 2048}
     if case == "hybrid":
@@ -226,7 +232,12 @@ def systems_of(
             "prompts": [r.tokens.tolist() for r in requests],
             "ids": [[int(i) for i in ids] for ids in order] * len(states),
         }
-        peer = stack.enter_context(Peer(python_of(arguments.vllm), "vllm", job | options | scored))
+        try:
+            peer = stack.enter_context(Peer(python_of(arguments.vllm), "vllm", job | options | scored))
+        except RuntimeError as error:  # the other cases are not to be lost
+            missing["vLLM"] = str(error)[-600:]
+            print(f"vLLM does not run this case: {missing['vLLM']}")
+            return {}
         return {f"vLLM's log-probabilities (vllm {peer.version})": peer.run}
     systems: dict[str, Any] = {}
     bodies = [json.dumps({"model": model, "state": state, "questions": questions}).encode() for state in states]
