@@ -3,13 +3,16 @@
 The script runs under any interpreter that has the system installed, and imports nothing of prefold. It loads the model,
 runs a few prompts as a warm-up and prints {"version": "..."}. For every line of standard input it then runs once, with
 empty caches, and prints {"seconds": ..., "found": ...}. An answer is one line of JSON. JOB holds model (a Hugging Face
-folder), dtype ("bfloat16" | "float32"), threads, block (vLLM), max_model_len, and either prompts or cases:
+folder), dtype ("bfloat16" | "float32"), threads, block (vLLM), max_model_len, and prompts, cases or states:
 
     prompts   lists of token ids, which are scored; `found` has a value or a list of values for each prompt. With `ids`:
               the log-probabilities of these ids (one list for all prompts, or one for each) at the last position. With
               `targets`: the summed log-probability of `targets[i]`, the last tokens of prompts[i]
     cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
               prompts are continued greedily, past the end of text; `found` has the tokens of each output
+
+    states    texts, about which transformers' pipeline answers `questions` ({name: question}), one prompt at a time;
+              `found` has the answers to each state
 
 llama.cpp and OpenVINO take their weights from the file `gguf`.
 """
@@ -274,6 +277,23 @@ def openvino_generator(job):
     return run, openvino_genai.__version__
 
 
+def decider(system, job):
+    """Return a function that runs transformers' pipeline for decisions, and the version."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(job["threads"])
+    dtype = getattr(torch, job["dtype"])
+    pipe = transformers.pipeline("decision", model=job["model"], device="cpu", dtype=dtype)
+    questions = job["questions"]
+
+    def run(line):
+        return [pipe({"state": state, "questions": questions}) for state in job["states"]]
+
+    pipe({"state": job["states"][0], "questions": dict([next(iter(questions.items()))])})  # warm-up
+    return run, None, transformers.__version__
+
+
 def scorer(system, job):
     """Return a function that runs the prompts of JOB for any line, and the version."""
     run, version = {"transformers": transformers_runner, "vllm": vllm_runner, "llama": llama_runner}[system](job)
@@ -310,7 +330,8 @@ def main():
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
-    run, reset, version = (scorer if "prompts" in job else generator)(system, job)
+    start = decider if "states" in job else scorer if "prompts" in job else generator
+    run, reset, version = start(system, job)
     answer(version=version)
     for line in sys.stdin:
         if reset:

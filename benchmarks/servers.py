@@ -1,6 +1,6 @@
 """Servers in processes of their own, and a client of threads: the harness's `Peer`, over HTTP.
 
-A server starts on a free port, in its own session. `/health` is polled for at most 180 seconds. If the server fails,
+A server starts on a free port, in its own session. `/health` is polled for at most 600 seconds. If the server fails,
 the end of its log is in the error. A server is stopped while another server runs.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from harness import clocked
 
-READY_SECONDS = 180
+READY_SECONDS = 600
 KV_GIB = 2  # K/V memory of each server
 
 

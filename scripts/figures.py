@@ -99,6 +99,19 @@ def classify(file: dict) -> Iterator[Panel]:
         yield Panel(title, rounds, notes=notes, note_title="accuracy, labels unlike the first row's")
 
 
+def decide(file: dict) -> Iterator[Panel]:
+    for case in file["cases"]:
+        asked = f"{case['states']:,} states x {case['questions']} question{'s' * (case['questions'] > 1)}"
+        tokens = f"{case['tokens']:,} tokens, {case['rows'][-1]:,} unique, the longest prompt {case['longest']}"
+        notes = {_short(name): f"{value:.2g}" for name, value in case["differences"].items()}
+        rounds = {_short(name): taken for name, taken in case["seconds"].items()}
+        if few := case.get("transformers_states"):
+            ran = next((name for name in rounds if name.startswith("transformers")), "")
+            notes |= {ran: f"{few} states, times {case['states'] / few:g}"} if ran and few < case["states"] else {}
+        title = f"Decide: {asked} with a random {case['shape']} model, {tokens}"
+        yield Panel(title, rounds, notes=notes, note_title="largest difference of a probability")
+
+
 def generate(file: dict) -> Iterator[Panel]:
     for case in file["cases"]:
         limit = median(one["seconds"] for one in case["limits"])
@@ -142,6 +155,7 @@ def formats(file: dict) -> Iterator[Panel]:
 PANELS = {
     "rerank": rerank,
     "classify": classify,
+    "decide": decide,
     "generate": generate,
     "cpu": cpu,
     "formats": formats,

@@ -26,7 +26,7 @@ GUIDES = {
     "docs/simulate.md": (),
 }  # fmt: skip
 PAGES = [*FIRST, *GUIDES]
-NEEDED = {"docs/start/server.md": ("openai", "starlette")} | GUIDES
+NEEDED = {f"docs/start/{name}.md": ("openai", "starlette") for name in ("server", "decisions")} | GUIDES
 # Pages whose blocks take a few seconds; the others' are slow.
 QUICK = {"docs/hybrids.md", "docs/looped.md", "docs/simulate.md"}
 NOT_RUN = 5  # blocks of guides that no test runs

@@ -314,7 +314,7 @@ class NumericTasks(TableTasks):
 
         Args:
             states: One state, or a list of states. A state is a text, a JSON object or a TextWithImages. Or a table: a
-                DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of PyArrow, a relation of DuckDB.
+                pandas or Polars DataFrame, a PyArrow Table, RecordBatch or RecordBatchReader, or a DuckDB relation.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].

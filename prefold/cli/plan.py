@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..spec.job import TASKS, JobSpec
-from ..spec.task import DecideOptions
 from .options import machine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
@@ -67,13 +66,14 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     costs, row_bytes = cost_of(job_plan.shape, config), kv_row_bytes(config)
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(job_plan, config, replicas) if replicas and job_plan.tokens else []
-    other = _other_order(spec, input, rows) if job_plan.tokens else None
+    other = _plan_other_order(input, rows) if job_plan.tokens else None
     if as_json:
         counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
         counts |= {"seconds": seconds}
         if other is not None:
-            counts |= {"other_order": {"first": other[0], "rows": other[1].rows}}
+            flops = cost_of(other[1].shape, config)[0]
+            counts |= {"other_order": {"first": other[0], "rows": other[1].rows, "flops": asdict(flops)}}
         if segments:
             counts |= {"segments": [asdict(segment) for segment in segments]}
             counts |= {"replicas": _fleet(segments, gflops and gflops * 1e9)}
@@ -91,26 +91,23 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
         _report(job_plan, input, decode, spec.output.report)
 
 
-def _other_order(spec: JobSpec, input: Input, rows: int) -> tuple[str, JobPlan] | None:
+def _plan_other_order(input: Input, rows: int) -> tuple[str, JobPlan] | None:
     """Return (what stands first in the other order of state and question, the plan of the decisions in that order).
 
     None: the prompt is a template of its own, or the input cannot be read again.
     """
     from ..jobs import plan_job
-    from ..jobs.opening import open_input
 
+    spec = input.spec
     if spec.task != "decide" or not all(map(os.path.isfile, spec.input.names)):
         return None
-    task = input.tasks["decide"]
-    if task.settings.is_own:
+    swapped = input.tasks["decide"].swapped()
+    if swapped is None:
         return None
-    first: Literal["state", "question"] = "question" if task.first == "state" else "state"
-    options = spec.tasks["decide"]
-    assert isinstance(options, DecideOptions)
-    again = open_input(replace(spec, tasks={"decide": replace(options, first=first)}), notice, weights=False)
-    return first, plan_job(
-        again.source, again.adapter, again.tasks, limit=spec.input.limit, window=spec.input.window, max_batch_rows=rows
-    )
+    return swapped.first, plan_job(
+        input.source, input.adapter, {"decide": swapped}, limit=spec.input.limit, window=spec.input.window,
+        max_batch_rows=rows,
+    )  # fmt: skip
 
 
 def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: Any, speed: Any) -> list[str]:

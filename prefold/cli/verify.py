@@ -8,15 +8,25 @@ from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import islice
 from math import isnan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import InputError
 from ..spec.job import JobSpec
 from ..spec.plugins import MEASUREMENTS
+from ..spec.task import DecideOptions
 from .options import all_of, engine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..engine import Engine
+    from ..jobs.opening import Input, Sample
+    from ..jobs.verify import Run
+    from ..tasks.base import Work
 
 _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASUREMENTS.items()}
 
@@ -41,7 +51,10 @@ def verify(
     (the given --dtype against float32, both off), and the two together. In float32 there is only the
     first. With --arithmetic int8 there is one more, of int8 alone (against the dtype's arithmetic, both
     off), and int8 is part of what is compared together. Of --task generate the texts are compared: how
-    many changed, and at which token first.
+    many changed, and at which token first. Of --task decide it is counted how many answers changed.
+
+    With --first state or --first question the decisions are also compared with those in the other order of state and
+    question: how many answers change, and by how much a probability changes at most. Orders are different prompts.
 
     With --reuse shifted the prompts of --task generate are run one after the other, with exact rows and with chunks of
     text reused at other positions (see docs/serving.md), and what likely first tokens changed by is compared with the
@@ -50,6 +63,7 @@ def verify(
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
     prefold verify reviews.jsonl --task classify --labels good,bad --arithmetic int8
+    prefold verify tickets.csv --task decide --questions questions.yaml --first question
     prefold verify asked.jsonl --task generate --reuse shifted --tolerance 0.5 -o shifted.json
     """
     from ..jobs.opening import draw, open_input
@@ -96,6 +110,7 @@ def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
     shared = _run(llm.engine, input.tasks, sample.works, window, sharing)
     plain = _run(llm.engine, input.tasks, sample.works, window, "off")
     pairs = [(f"sharing ({sharing} against off, {dtype})", shared, plain)]
+    order = _compare_orders(llm.engine, sample, input, shared, sharing)
 
     def alone(**reference: Any) -> Any:
         """Returns the runs of the model with other options, once the one before is gone."""
@@ -124,7 +139,36 @@ def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
             else:
                 difference = compare(items, sample.works[task], a[task], b[task])
             differences.append({"comparison": name, "task": task, **asdict(difference)})
-    return differences
+    return differences + order
+
+
+def _compare_orders(
+    engine: Engine, sample: Sample, input: Input, shared: Mapping[str, Run], sharing: str
+) -> list[dict[str, object]]:
+    """Return the comparison of decisions with those in the other order of state and question, if --first is given.
+
+    shared: the runs of the sample in the order of --first
+    """
+    from ..jobs.verify import Run, compare
+
+    spec = input.spec
+    options = spec.tasks.get("decide")
+    if not isinstance(options, DecideOptions) or options.first is None or "decide" not in sample.works:
+        return []
+    task, items, works = input.tasks["decide"].swapped(), sample.items["decide"], sample.works["decide"]
+    others = task.prepare(items)
+    # A prompt may be too long in one of the orders.
+    both = [i for i, (a, b) in enumerate(zip(works, others, strict=True)) if len(a.requests) == _num_requests(b)]
+    chosen = [others[i] for i in both]
+    found = _run(engine, {"decide": task}, {"decide": chosen}, spec.input.window, sharing)["decide"]
+    own = Run(shared["decide"].task, [shared["decide"].results[i] for i in both])
+    difference = compare([items[i] for i in both], chosen, own, found)
+    name = f"order ({options.first} first against {task.first} first)"
+    return [{"comparison": name, "task": "decide", **asdict(difference)}]
+
+
+def _num_requests(work: Work | InputError) -> int:
+    return 0 if isinstance(work, InputError) else len(work.requests)
 
 
 def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], window: int, sharing: str) -> dict[str, Any]:
@@ -153,7 +197,9 @@ def _lines(differences: list[dict[str, Any]]) -> list[str]:
             continue
         largest = f"{f['values']:.3g} in what the model gave, {f['results']:.3g} in the results"
         lines.append(f"  largest difference  {largest}")
-        if f["groups"]:
+        if f["task"] == "decide":
+            lines.append(f"  answers             {f['first']:,} of {f['groups']:,} changed")
+        elif f["groups"]:
             pairs = f"{f['pairs']:,} of {f['all_pairs']:,} pairs"
             orders = f"{f['first']} changed first place, {f['orders']} changed order ({pairs})"
             lines.append(f"  {f['groups']:,} rankings".ljust(22) + orders)

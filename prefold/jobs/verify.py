@@ -89,7 +89,9 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
     """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
     valid = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
     pairs = [(ra, rb) for i in valid for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
-    values = _largest(ra.values - rb.values for ra, rb in pairs)
+    # The last value of a read-out with sums is the id of a token.
+    end = -1 if a.task.readout.sums else None
+    values = _largest((ra.values - rb.values)[..., :end] for ra, rb in pairs)
     flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
     first_scores, second_scores = (
         _rankings(items, valid, [run.task.finish(works[i].note, run.results[i]) for i in valid]) for run in (a, b)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,22 +60,31 @@ class TextBatch:
         self._texts: dict[str, int] = {}
         self._ids: list[np.ndarray | InputError] = []
 
-    def add(self, text: Text) -> Callable[[], np.ndarray]:
+    def add(self, text: Text, lines: Sequence[int] = ()) -> Callable[[], np.ndarray]:
         """Returns a function that returns the text's ids, int32 [n], after `encode`, or raises the InputError of a text
-        that cannot be encoded. Raises InputError where there is no tokenizer."""
+        that cannot be encoded. Raises InputError where there is no tokenizer.
+
+        lines  where lines begin at which texts share parts, in ascending order. Each part is encoded once for all texts
+               that have it, if the tokenizer splits there; the ids are those of the whole text in any case
+        """
         if isinstance(text, np.ndarray):
             return lambda: text
         if self._tokenizer is None:
             raise InputError("the model has no tokenizer", remedy="give token ids instead of text", code="no_tokenizer")
         # A text that is added again is encoded once: all labels of a text have the same prompt.
-        place = self._texts.setdefault(text, len(self._texts))
-        return partial(self._get, place)
+        found = [0, *(self._tokenizer.cut_at(text, line) for line in lines), len(text)]
+        parts = [text[start:stop] for start, stop in pairwise(sorted(set(found)))] or [text]
+        places = [self._texts.setdefault(part, len(self._texts)) for part in parts]
+        return partial(self._get, places[0]) if len(places) == 1 else partial(self._joined, places)
 
     def _get(self, place: int) -> np.ndarray:
         ids = self._ids[place]
         if isinstance(ids, InputError):
             raise ids
         return ids
+
+    def _joined(self, places: Sequence[int]) -> np.ndarray:
+        return np.concatenate([self._get(place) for place in places])
 
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
         """Returns a function that returns the ids of a prompt made of pieces, after `encode`. Neighbouring texts are

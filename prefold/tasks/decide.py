@@ -6,10 +6,11 @@ Each question of a state is a prompt. The prompts of a state share the state, so
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from ..text.decisions import (
     ShownQuestion,
     check_template,
     default_prompt,
-    field_of,
+    image_field,
     is_temperature,
     vllm_prompt,
     written,
@@ -39,7 +40,7 @@ from ..text.valid import plain_json, valid_text
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .classify import softmax
 from .conversations import variables
-from .questions import KINDS, Question, read_questions
+from .questions import KINDS, Question, field_of, read_questions
 from .results import Decision
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
@@ -185,7 +186,7 @@ class LabelReader(Reader):
             used = ", ".join(map(repr, labels[:count]))
             message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
             remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
-            raise InputError(message, field=f"questions[{question.name!r}]", remedy=remedy)
+            raise InputError(message, field=field_of(question.name), remedy=remedy)
         return ids
 
     def _find_ids(self, labels: tuple[str, ...]) -> list[int] | None:
@@ -202,7 +203,7 @@ def too_many_options(question: Question, most: int) -> InputError:
     """Return the error of a question with more options than the model reads."""
     message = f"the question {question.name!r} has {len(question.options)} options"
     remedy = f"give at most {most}, as many as the model reads for a {question.kind} question"
-    return InputError(message, field=f"questions[{question.name!r}]", remedy=remedy, code="out_of_range")
+    return InputError(message, field=field_of(question.name), remedy=remedy, code="out_of_range")
 
 
 class DecideTask(Task):
@@ -247,7 +248,7 @@ class DecideTask(Task):
         self.settings = settings
         self.encoder = DecisionEncoder(inputs.tokenizer, settings)
         self.write = vllm_prompt if options.prompt_style == "vllm" else default_prompt
-        self.first = options.first or "state"
+        self.first: Literal["state", "question"] = options.first or "state"
         self.truncate = options.truncate
         self.questions: list[Question] = []
         errors: dict[str, InputError] = {}
@@ -266,6 +267,14 @@ class DecideTask(Task):
     def example(self) -> Decision:
         mass = 0.0 if isinstance(self.reader, LabelReader) else None
         return Decision({question.name: question.example(mass) for question in self.questions})
+
+    def swapped(self) -> DecideTask | None:
+        """Return the task with the other order of state and question; None if a template says the order."""
+        if self.settings.is_own:
+            return None
+        other = copy(self)
+        other.first = "question" if self.first == "state" else "state"
+        return other
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""
@@ -366,7 +375,7 @@ class DecideTask(Task):
             if not all(isinstance(name, str) and name for name in images):
                 message = "'images' has a name that is no text, or empty"
                 raise InputError(message, field="images", remedy='give {"img-1": image}', code="wrong_type")
-            return state, [(name, image, field_of(name)) for name, image in images.items()]
+            return state, [(name, image, image_field(name)) for name, image in images.items()]
         if not isinstance(images, (list, tuple)):
             remedy = "give a list of images, or {name: image}"
             raise InputError("'images' is not a list", field="images", remedy=remedy, code="wrong_type")
@@ -385,7 +394,7 @@ class DecideTask(Task):
             text = "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
         else:
             text = "".join(names) + text
-        return text, [(name, image, field_of(name)) for name, image in zip(names, images, strict=True)]
+        return text, [(name, image, image_field(name)) for name, image in zip(names, images, strict=True)]
 
     def _prompt(self, asking: _Asked, group: list[Question], batch: TextBatch, shown: set[str]) -> MarkedIds:
         """Add the prompt of a group of questions about a state to a batch. shown: the names of its images are added"""
@@ -394,8 +403,8 @@ class DecideTask(Task):
         if rendered.shown:
             return partial(self._pictured, asking, rendered)
         plain = self.encoder.is_plain(rendered.text)
-        get = partial(_at_end, batch.add(rendered.text)) if plain else partial(self.encoder.encode, rendered.text)
-        state = asking.state
+        text, state = rendered.text, asking.state
+        get = partial(_at_end, batch.add(text, _lines(text, state))) if plain else partial(self.encoder.encode, text)
         if not self.truncate or not isinstance(state, str):
             return get
         return lambda: self._cut(asking, state, group, *get())
@@ -498,6 +507,17 @@ def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Return the ids of a prompt that is read at its end."""
     ids = get()
     return ids, [ids.size]
+
+
+def _lines(text: str, state: object) -> list[int]:
+    """Return where the line of the state begins in a prompt, and the first line with text behind the state."""
+    said = written(state)
+    start = text.find(said)
+    if start < 0:
+        return []
+    after = start + len(said)
+    rest = text[after:]
+    return [start, after + len(rest) - len(rest.lstrip())]
 
 
 def _temperatures(values: object) -> dict[str, float]:

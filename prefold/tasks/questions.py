@@ -6,6 +6,7 @@ Two vocabularies name the same three kinds. System One writes {name: question} w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ MOST_OPTIONS = 255
 Option = str | bool
 _FIELDS = {"noul": ("instructions", "criteria"), "choice": ("instructions", "criteria", "choices"),
            "score": ("instructions", "criteria", "levels")}  # fmt: skip
+_PLACE = re.compile(r"questions\[\d+\]")
 _LOOKS = {
     "noul": '{"type": "noul", "instructions": "Is a refund requested?"}',
     "choice": '{"type": "choice", "instructions": "Which tone?", "criteria": {"calm": null, "angry": "insults"}}',
@@ -93,6 +95,11 @@ class Question:
         return self.answer(np.eye(len(texts))[texts.index(True) if True in texts else 0], label_mass, None)
 
 
+def field_of(name: str) -> str:
+    """Return the field of a question in errors. A request may call a question without a name by its place."""
+    return name if _PLACE.fullmatch(name) else f"questions[{name!r}]"
+
+
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
     """Return (the questions, {name of a wrong question: its error}).
 
@@ -134,7 +141,7 @@ def _named(questions: object) -> list[tuple[str, object]]:
 
 
 def _read(name: str, question: object) -> Question:
-    field = f"questions[{name!r}]"
+    field = field_of(name)
     if not isinstance(question, Mapping):
         message = f"the question {name!r} is of type {type(question).__name__}"
         raise InputError(message, field=field, remedy=f"write it as {_LOOKS['noul']}", code="wrong_type")

@@ -229,7 +229,7 @@ class ImageNames:
         return f"{self._begin}{field}{_END}"
 
 
-def field_of(name: str) -> str:
+def image_field(name: str) -> str:
     """Return the field of an image by its name."""
     made = name.startswith(_NAME) and name.endswith(_END)
     return name.strip(_NAME + _END) if made else f"images[{name!r:.100}]"

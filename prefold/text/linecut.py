@@ -8,8 +8,14 @@ further left or right. So a text may be cut after
     a character that is no white space, one newline | an ASCII letter or digit
 
 and its parts encoded apart: the ids are those of the whole. Few-shot prompts of thousands of tokens that differ in
-their last line are then encoded at the cost of that line. A tokenizer that has a part not known here encodes every
-text whole.
+their last line are then encoded at the cost of that line. At empty lines the expressions differ. GPT-2's takes the last
+newline of white space as a word, so a text may be cut before that newline. The others take white space up to the last
+newline as a word, and never join it with the text behind it, so a text may be cut after that newline.
+
+A BPE tokenizer that does not split into words joins two characters only if an entry of its vocabulary has them side by
+side. So a text may be cut between a newline and a character that follows a newline in no entry.
+
+A tokenizer that has a part not known here encodes every text whole.
 
 The least number of tokens is known of a tokenizer which joins nothing but what its vocabulary lists, and drops nothing
 but single characters that its vocabulary lacks: each other character of a text lies in a token, and no token has more
@@ -21,7 +27,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -45,7 +52,7 @@ TEKKEN = (
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
 )
 
-# The expressions after which a text may be cut between a newline and an ASCII letter or digit.
+# The expressions of which it is known where they split at lines.
 LINE_SAFE_PATTERNS = frozenset({GPT2, LLAMA3, QWEN2, TEKKEN})
 
 
@@ -56,17 +63,79 @@ MAX_DEPTH = 8
 EncodeAll = Callable[[list[str]], list[np.ndarray]]
 
 
-def cuts_at_lines(backend: tokenizers.Tokenizer) -> bool:
-    """Returns whether the texts of a tokenizer may be cut at lines."""
-    model = backend.model
-    return (
-        type(model).__name__ == "BPE"
-        and not model.dropout
-        and settings_of(backend.normalizer) in (None, {"type": "NFC"})
-        and _splits_at_lines(settings_of(backend.pre_tokenizer))
-        # An added token with a newline in it could lie across a cut; one with lstrip takes the newline before it.
-        and not any("\n" in token.content or token.lstrip for token in backend.get_added_tokens_decoder().values())
-    )
+@dataclass(frozen=True, slots=True)
+class LineCuts:
+    """A LineCuts says where the texts of a tokenizer may be cut.
+
+    single   whether there is a cut behind one newline between a character and an ASCII letter or digit
+    empty    where the cut is at a line behind any white space: "before" its newline or "behind" it; "" for no cut
+    refused  characters which such a line may not begin with
+    """
+
+    single: bool
+    empty: Literal["", "before", "behind"]
+    refused: frozenset[str] = frozenset()
+
+    def at(self, text: str, start: int) -> int:
+        """Returns the place where a text may be cut, behind or before the newline of the line that begins at `start`; 0
+        if it may not be cut there."""
+        if start < 2 or text[start - 1] != "\n":
+            return 0
+        first = text[start : start + 1]
+        if self.single and not text[start - 2].isspace() and (not first or (first.isascii() and first.isalnum())):
+            return start
+        if not self.empty or first in self.refused or not self._begins_word(first):
+            return 0
+        return start - 1 if self.empty == "before" else start
+
+    def _begins_word(self, first: str) -> bool:
+        # Tekken's expression joins newlines and slashes. A number may be split off before GPT-2's expression is used.
+        if first.isascii() and not first.isalnum():
+            return first.isprintable() and first not in ("", " ", "/")
+        return first.isalpha() or (first.isnumeric() and self.empty == "behind")
+
+    def last(self, text: str, limit: int) -> int:
+        """Returns the last place <= limit where a text may be cut; 0 if there is none."""
+        newline = text.rfind("\n", 1, limit)
+        while newline > 0:
+            if cut := self.at(text, newline + 1):
+                return cut
+            newline = text.rfind("\n", 1, newline)
+        return 0
+
+
+def line_cuts(backend: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> LineCuts | None:
+    """Returns the LineCuts of a tokenizer with this vocabulary, which includes added tokens; None for a tokenizer whose
+    texts are encoded whole."""
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    # An added token with lstrip takes the newline before it.
+    if type(model).__name__ != "BPE" or model.dropout or any(token.lstrip for token in added):
+        return None
+    pattern = _line_pattern(settings_of(backend.pre_tokenizer))
+    if pattern is not None and settings_of(backend.normalizer) in (None, {"type": "NFC"}):
+        # An added token with a newline in it could lie across a cut.
+        if any("\n" in token.content for token in added):
+            return None
+        if pattern != GPT2:
+            return LineCuts(single=True, empty="behind")
+        # The expression sees a text up to an added token, and would join all newlines before that token.
+        refused = frozenset(token.content[:1] for token in added)
+        return LineCuts(True, "" if any(token.rstrip for token in added) else "before", refused)
+    if "\n" in vocab and _is_one_word(backend):
+        followers = {b for entry in vocab if "\n" in entry for a, b in pairwise(entry) if a == "\n"}
+        return LineCuts(single=False, empty="behind", refused=frozenset(followers))
+    return None
+
+
+def _is_one_word(backend: tokenizers.Tokenizer) -> bool:
+    """Returns whether a tokenizer splits texts at spaces at most, and joins characters by its vocabulary alone."""
+    model, space = backend.model, {"String": " "}
+    if model.ignore_merges or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    normalizer, pre_tokenizer = settings_of(backend.normalizer), settings_of(backend.pre_tokenizer)
+    if normalizer is not None and (normalizer["type"] != "Replace" or normalizer["pattern"] != space):
+        return False
+    return pre_tokenizer is None or (pre_tokenizer["type"] == "Split" and pre_tokenizer["pattern"] == space)
 
 
 def settings_of(part: Any) -> dict[str, Any] | None:
@@ -74,17 +143,20 @@ def settings_of(part: Any) -> dict[str, Any] | None:
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _splits_at_lines(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Returns whether a pre-tokenizer always splits between a newline and a letter or digit."""
+def _line_pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
+    """Returns the expression by which a pre-tokenizer first splits between a newline and a letter or digit, as it
+    always does; None if it does not split there, or if its parts are not known."""
     if pre_tokenizer is None:
-        return False
-    kind = pre_tokenizer["type"]
-    if kind == "Sequence":
+        return None
+    if pre_tokenizer["type"] == "Sequence":
         parts = pre_tokenizer["pretokenizers"]
-        return all(_keeps_lines(part) for part in parts) and any(_splits_at_lines(part) for part in parts)
+        patterns = [_line_pattern(part) for part in parts if _keeps_lines(part)]
+        return next(filter(None, patterns), None) if len(patterns) == len(parts) else None
     if not _keeps_lines(pre_tokenizer):
-        return False
-    return kind == "Split" or (kind == "ByteLevel" and pre_tokenizer["use_regex"])
+        return None
+    if pre_tokenizer["type"] == "ByteLevel":
+        return GPT2 if pre_tokenizer["use_regex"] else None
+    return str(pre_tokenizer["pattern"]["Regex"]) if pre_tokenizer["type"] == "Split" else None
 
 
 def _keeps_lines(part: dict[str, Any]) -> bool:
@@ -106,18 +178,19 @@ def keeps_all(part: dict[str, Any]) -> bool:
     return is_safe and part["invert"] == (part["behavior"] == "Removed")
 
 
-def encode_batch(texts: list[str], encode_all: EncodeAll, depth: int = 0) -> list[np.ndarray]:
+def encode_batch(texts: list[str], encode_all: EncodeAll, places: LineCuts, depth: int = 0) -> list[np.ndarray]:
     """Returns the ids of each text, int32, without special tokens. A common beginning of several texts is encoded once.
 
     encode_all  encodes each text by itself
+    places      where texts may be cut
     depth       how many calls of this function this call lies in
     """
-    cuts = shared_cuts(texts) if depth < MAX_DEPTH else [0] * len(texts)
+    cuts = shared_cuts(texts, places) if depth < MAX_DEPTH else [0] * len(texts)
     heads = {text[:cut]: None for text, cut in zip(texts, cuts, strict=True) if cut}
     # It pays only where the shared beginnings are shorter in all than what the texts save by them.
     if not heads or sum(map(len, heads)) > 0.8 * sum(cuts):
         return encode_all(texts)
-    head_ids = dict(zip(heads, encode_batch(list(heads), encode_all, depth + 1), strict=True))
+    head_ids = dict(zip(heads, encode_batch(list(heads), encode_all, places, depth + 1), strict=True))
     tails = encode_all([text[cut:] for text, cut in zip(texts, cuts, strict=True)])
     return [
         np.concatenate((head_ids[text[:cut]], tail)) if cut else tail
@@ -125,15 +198,15 @@ def encode_batch(texts: list[str], encode_all: EncodeAll, depth: int = 0) -> lis
     ]
 
 
-def shared_cuts(texts: list[str]) -> list[int]:
+def shared_cuts(texts: list[str], places: LineCuts) -> list[int]:
     """Returns for each text the place where it may be cut so that a neighbour has the same beginning; 0 if there is
     none."""
     cuts = [0] * len(texts)
     for i in range(len(texts) - 1):
         shared = common_prefix_length(texts[i], texts[i + 1])
         if shared >= MIN_SHARED:
-            cuts[i] = max(cuts[i], last_cut(texts[i], shared))
-            cuts[i + 1] = last_cut(texts[i + 1], shared)
+            cuts[i] = max(cuts[i], places.last(texts[i], shared))
+            cuts[i + 1] = places.last(texts[i + 1], shared)
     return cuts
 
 
@@ -147,17 +220,6 @@ def common_prefix_length(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def last_cut(text: str, limit: int) -> int:
-    """Returns the last place <= limit where `text` may be cut; 0 if there is none."""
-    newline = text.rfind("\n", 1, limit)
-    while newline > 0:
-        after = text[newline + 1 : newline + 2]
-        if not text[newline - 1].isspace() and (not after or (after.isascii() and after.isalnum())):
-            return newline + 1
-        newline = text.rfind("\n", 1, newline)
-    return 0
 
 
 # NFC writes up to four characters as one (an alpha and three marks), and no other step makes a text shorter.

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InputError
 from .chat import ChatTemplates
-from .linecut import cuts_at_lines, encode_batch, least_tokens
+from .linecut import encode_batch, least_tokens, line_cuts
 from .valid import plain_json, valid_text
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(vocab.values(), default=-1)
         self._least_tokens = least_tokens(backend, vocab)
         self.prefix_ids, self.suffix_ids = _added_ids(backend)
-        self._cuts_at_lines = cuts_at_lines(backend)
+        self._line_cuts = line_cuts(backend, vocab)
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Returns the token ids of a text, int32 [n]. Raises InputError for a text that is not valid Unicode.
@@ -180,7 +180,8 @@ class Tokenizer:
         Unicode."""
         for i, text in enumerate(texts):
             valid_text(text, f"texts[{i}]")
-        ids = encode_batch(list(texts), self._encode_all) if self._cuts_at_lines else self._encode_all(list(texts))
+        places = self._line_cuts
+        ids = encode_batch(list(texts), self._encode_all, places) if places else self._encode_all(list(texts))
         return [self._finish(row, special) for row in ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
@@ -191,6 +192,11 @@ class Tokenizer:
         """Returns the text of each list of token ids. Other threads run meanwhile."""
         texts: list[str] = self.backend.decode_batch(lists, skip_special_tokens=skip_special)
         return texts
+
+    def cut_at(self, text: str, start: int) -> int:
+        """Returns the place where a text may be cut so that the ids of its parts are those of the text: behind or
+        before the newline of the line that begins at `start`; 0 if the text may not be cut there."""
+        return self._line_cuts.at(text, start) if self._line_cuts else 0
 
     def is_longer(self, text: str, tokens: int) -> bool:
         """Returns whether a text certainly has more than so many tokens, judged without encoding it."""

@@ -70,7 +70,14 @@ class SystemOne(Deciding):
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
         (decision,) = answers
-        return {"answers": {name: _system_one(answer) for name, answer in _all(decision).items()}}
+        of = _all(decision)
+        diagnostics = {
+            name: {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
+            for name, answer in of.items()
+            if answer.label_mass is not None
+        }
+        known = {"diagnostics": diagnostics} if diagnostics else {}  # where vLLM has them
+        return {"answers": {name: _system_one(answer) for name, answer in of.items()}, **known}
 
 
 class Decisions(Deciding):
@@ -129,13 +136,11 @@ def _all(decision: Decision) -> dict[str, DecisionAnswer]:
 
 def _system_one(answer: DecisionAnswer) -> Result:
     """Return an answer as System One has it."""
-    diagnostics = {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
-    known = {} if answer.label_mass is None else {"diagnostics": diagnostics}
     if answer.type == "noul":
-        return {"type": "noul", "noul": answer.probabilities["true"], **known}
+        return {"type": "noul", "noul": answer.probabilities["true"]}
     own = {"legend": answer.legend} if answer.type == "score" else {}
     of = {"confidence": answer.confidence, "probabilities": answer.to_dict()["probabilities"]}
-    return {"type": answer.type, answer.type: answer.value, **own, **of, **known}
+    return {"type": answer.type, answer.type: answer.value, **own, **of}
 
 
 def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:

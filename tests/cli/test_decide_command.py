@@ -5,17 +5,21 @@ from __future__ import annotations
 import base64
 import csv
 import json
+import random
 import shutil
 from pathlib import Path
 
 import PIL.Image
 import pytest
+import yaml
 from adapters import write_adapter
 from click.testing import CliRunner
 from tiny import tiny_checkpoint
 from tiny_vision import drawing, tiny_vision
 
+from prefold import LLM
 from prefold.cli import main
+from prefold.jobs.report.progress import format_seconds
 
 QUESTIONS = """
 refund: {type: noul, instructions: "Is money owed?"}
@@ -193,13 +197,49 @@ def test_the_adapter_of_the_settings_is_used_by_jobs_and_lines(run, tmp_path, mo
     assert "adapter" in run("run", "batch.jsonl", *model, "-o", "out.jsonl", status=1)
 
 
-def test_plan_counts_the_rows_of_both_orders(run):
-    options = ("--task", "decide", "--state", "body", "--questions", "q.yaml", "--empty", "keep", "--limit", "1")
-    found = json.loads(run("plan", "in.csv", *options, "--json"))
-    other = json.loads(run("plan", "in.csv", *options, "--first", "question", "--json"))
-    assert found["other_order"] == {"first": "question", "rows": other["rows"]}
-    assert other["other_order"] == {"first": "state", "rows": found["rows"]} and other["rows"] != found["rows"]
-    assert "with --first question: " in run("plan", "in.csv", *options)
+@pytest.mark.parametrize("count", [1, 10])
+@pytest.mark.parametrize("words", [4, 40])
+def test_a_plan_of_both_orders_is_what_is_computed(run, model, tmp_path, count, words):
+    draw = random.Random(count)
+    asked = {f"q{i}": {"type": "noul", "instructions": f"is {i} {draw.choice('abc')}?"} for i in range(count)}
+    states = [" ".join(draw.choice(("refund", "the", "yes")) for _ in range(words)) for _ in range(12)]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"state": state}) + "\n" for state in states))
+    options = ("many.jsonl", "--task", "decide", "--questions", "asked.json")
+    llm = LLM(model, dtype="float32")
+    for first, other in (("state", "question"), ("question", "state")):
+        plan = json.loads(run("plan", *options, "--first", first, "--json"))
+        before = llm.stats.rows_computed
+        llm.decide(states, asked, first=first)
+        assert plan["rows"] == llm.stats.rows_computed - before
+        swapped = json.loads(run("plan", *options, "--first", other, "--json"))
+        assert plan["other_order"] == {"first": other, "rows": swapped["rows"], "flops": swapped["flops"]["full"]}
+        assert plan["rows"] != swapped["rows"]
+    about = format_seconds(sum(plan["flops"]["full"].values()) / 1e6)
+    line = f"with --first question: {plan['rows']:,} rows, about {about}"
+    assert line in run("plan", *options, "--gflops", "0.001").splitlines()
+    llm.close()
+
+
+def test_verify_counts_the_answers_that_change_with_the_order(run, model):
+    options = ("--task", "decide", "--state", "body", "--questions", "q.yaml", "--empty", "keep")
+    plain = json.loads(run("verify", "in.csv", *options, "--json"))
+    assert [one["comparison"].split()[0] for one in plain] == ["sharing"]
+    (sharing, order) = json.loads(run("verify", "in.csv", *options, "--first", "question", "--json"))
+    assert sharing["results"] < 1e-4 and order["comparison"] == "order (question first against state first)"
+    questions, llm = yaml.safe_load(QUESTIONS), LLM(model, dtype="float32")
+    states = ["charged twice", "thanks"]  # an empty state cannot be asked
+    ours, theirs = (llm.decide(states, questions, first=first) for first in ("question", "state"))
+    pairs = [(a[name].probabilities, b[name].probabilities) for a, b in zip(ours, theirs, strict=True) for name in a]
+    changed = sum(max(a, key=a.get) != max(b, key=b.get) for a, b in pairs)
+    assert (order["items"], order["groups"], order["first"]) == (2, 6, changed)
+    largest = max(abs(a[option] - b[option]) for a, b in pairs for option in a)
+    assert order["results"] == pytest.approx(largest, abs=1e-5) and largest > 1e-3
+    text = run("verify", "in.csv", *options, "--first", "state")
+    assert (
+        "order (state first against question first)" in text and f"answers             {changed} of 6 changed" in text
+    )
+    llm.close()
 
 
 def test_texts(run):

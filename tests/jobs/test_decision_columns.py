@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from prefold.jobs.fields import Template
+
 from prefold.jobs.tables import Columns, DecisionColumns
 from prefold.tasks.questions import read_questions
 from prefold.tasks.results import Decision

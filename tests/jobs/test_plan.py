@@ -16,9 +16,11 @@ from prefold.jobs.source import open_source
 from prefold.jobs.tables import TableAdapter
 from prefold.jobs.verify import NEIGHBOURS, Run, compare, sample_items
 from prefold.model import ModelConfig, Plane, RopeConfig
-from prefold.spec.requests import Request, Result
+from prefold.spec.requests import Readout, Request, Result
 from prefold.tasks.base import Work
-from prefold.tasks.results import Embedding
+from prefold.tasks.classify import softmax
+from prefold.tasks.questions import read_questions
+from prefold.tasks.results import Decision, Embedding
 from prefold.tasks.results import Score as ScoreAnswer
 from prefold.tasks.rows import Columns
 from prefold.tasks.run import calibrated, run_items
@@ -223,3 +225,17 @@ def test_outputs_weigh_where_a_plan_is_cut(tmp_path):
     assert plan.limits == [100] * 8
     plan.limits[0] = 800
     assert [one.prompts for one in place(plan, config(), 2)] == [1, 7]
+
+
+def test_the_most_likely_token_is_no_value_that_moves():
+    class Decide:
+        readout = Readout("logits", (7, 9), sums=True)
+
+        def finish(self, note, results):
+            (question,), _ = read_questions({"q": {"type": "noul"}})
+            return Decision({"q": question.answer(softmax(results[0].values[:2]), None, None)})
+
+    work = Work([Request(np.array([1]))])
+    one, other = (Run(Decide(), [[Result(np.array(values))]]) for values in ([1.0, 2, 3, 50], [1.5, 1.25, 3, 9000]))
+    found = compare([{"state": "s"}], [work], one, other)
+    assert (found.values, found.groups, found.first) == (0.75, 1, 1)

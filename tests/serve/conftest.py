@@ -45,6 +45,7 @@ def llm(tmp_path_factory):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = TOOLS + settings["chat_template"].replace("['content']", "['content'] or ''")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "decision.json").write_text(json.dumps({"labels": {"noul": ["yes", "no"]}}))  # "Yes" is several tokens
     made = LLM(str(folder), dtype="float32", kv_memory=1 << 23, cache=CacheOptions(min_overlap=0))
     made.folder = folder
     return made

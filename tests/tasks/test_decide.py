@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,40 @@ def test_each_token_is_computed_once(llms, first, count):
     llm.decide(states, questions, first=first)
     unique = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
     assert llm.stats.rows_computed - before == len(unique)
+
+
+class CountingTokenizer:
+    """A tokenizer that keeps the texts it encodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.seen = tokenizer, []
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def encode_batch(self, texts, special=True):
+        self.seen += texts
+        return self.tokenizer.encode_batch(texts, special)
+
+
+@pytest.mark.parametrize("first", [None, "question"])
+def test_a_state_and_a_question_are_each_encoded_once(llms, first):
+    llm = llms("llama")
+    questions = {f"q{i}": {"type": "noul", "instructions": f"question {i} is asked? " * 9} for i in range(10)}
+    states = [f"state {i} tells.\n\nMore: " * 9 + "end" for i in range(10)]
+    task = llm.task("decide", questions=questions, first=first)
+    counting = CountingTokenizer(llm.tokenizer)
+    task.inputs = replace(task.inputs, tokenizer=counting)
+    works = task.prepare(states)
+    for state in range(10):
+        assert sum(text.count(f"state {state} ") for text in counting.seen) == 9
+        assert sum(text.count(f"question {state} ") for text in counting.seen) == 9
+    for state, work in zip(states, works, strict=True):
+        for request, question in zip(work.requests, task.questions, strict=True):
+            text = default_prompt(
+                state, "noul", question.instructions, ["true", "false"], ["yes", "no"], [None, None], first or "state"
+            )
+            assert request.tokens.tolist() == llm.tokenizer.encode(task.encoder.message(text), special=False).tolist()
 
 
 def test_the_mass_of_labels_is_over_the_vocabulary(llms):

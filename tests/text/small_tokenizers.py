@@ -99,6 +99,18 @@ def sentencepiece(vocab_size: int = 500) -> Tokenizer:
     return tokenizer
 
 
+def one_word(vocab_size: int = 500) -> Tokenizer:
+    """A BPE tokenizer with byte fallback that splits texts at spaces alone, as Gemma's tokenizer.json describes it."""
+    spec = json.loads(sentencepiece(vocab_size).to_str())
+    spec["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    behavior = {"behavior": "MergedWithPrevious", "invert": False}
+    spec["pre_tokenizer"] = {"type": "Split", "pattern": {"String": " "}, **behavior}
+    tokenizer = Tokenizer.from_str(json.dumps(spec))
+    tokenizer.add_tokens([AddedToken("\n" * n, normalized=False) for n in range(2, 6)])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIALS])
+    return tokenizer
+
+
 class FolderCheckpoint:
     """As much of a Checkpoint as reading a folder needs."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 
 import numpy as np
@@ -11,37 +13,64 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from prefold.text import Tokenizer
-from prefold.text.linecut import common_prefix_length, cuts_at_lines, encode_batch, last_cut, shared_cuts
+from prefold.text.linecut import common_prefix_length, encode_batch, line_cuts, shared_cuts
 
-KINDS = ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken"]
+KINDS = ["gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gemma"]
 # What may stand on both sides of a line's end, the awkward cases among them.
 ENDS = ["x", "word", "1", "12", "!", "...", "'", "é", "日", "😀", "\u0301", "\x1c", "\u200b", "/"]
-ENDS += ["<|im_end|>", "<think>"]
-STARTS = ["Text", "a", "Z", "9", "s", "t", "12345", "re", "Label: yes"]
+ENDS += ["<|im_end|>", "<think>", " ", "\t", ""]
+STARTS = ["Text", "a", "Z", "9", "s", "t", "12345", "re", "Label: yes", "{", '"x"', "/x", "'ll", "é", "日", "½", "Ⅷ"]
+STARTS += ["<|im_end|>", "<think>", "<x", "\u0301", "(", " a", "\tx", "", "▁", "😀"]
+LEADS = ["", "ab ", "\n\n"]
+NEWLINES = ["\n", "\n\n", "\n\n\n", "\r\n", " \n", "\n \n", "\r\n\r\n", "\t\n\n", "\u2028\n"]
+
+
+def cuts_of(backend: Backend):
+    return line_cuts(backend, backend.get_vocab(with_added_tokens=True))
+
+
+def encoded(backend: Backend, *parts: str) -> list[int]:
+    return [id for part in parts for id in backend.encode(part, add_special_tokens=False).ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_may_be_cut_where_last_cut_says(backends, kind):
+def test_a_text_may_be_cut_where_it_is_said(backends, kind):
     backend = Backend.from_str(backends[kind])
-    for end in ENDS:
-        for start in STARTS:
-            for lead in ("", "ab ", "\n\n", "  ", "\r\n"):
-                text = f"{lead}{end}\n{start} and more"
-                cut = last_cut(text, len(text))
-                if cut:
-                    whole = backend.encode(text, add_special_tokens=False).ids
-                    parts = [backend.encode(part, add_special_tokens=False).ids for part in (text[:cut], text[cut:])]
-                    assert parts[0] + parts[1] == whole, (text, cut)
+    places, cut = cuts_of(backend), 0
+    for lead, end, newlines, start in itertools.product(LEADS, ENDS, NEWLINES, STARTS):
+        text = f"{lead}{end}{newlines}{start} and more" if start else f"{lead}{end}{newlines}"
+        line = len(lead + end + newlines)
+        for place in {places.at(text, line), places.last(text, len(text))} - {0}:
+            cut += 1
+            assert encoded(backend, text[:place], text[place:]) == encoded(backend, text), (text, place)
+    assert cut > 2400
 
 
-def test_last_cut_refuses_unsafe_places():
-    for text in ("a\n\nText", "a \nText", "a\n Text", "a\r\nText", "a\n/x", "a\n日", "a\n'll", "\nText", "a\n"[:1]):
-        assert last_cut(text, len(text)) == 0, text
-    assert last_cut("a\nText", 6) == 2
-    assert last_cut("a\nText", 2) == 2
-    assert last_cut("a\nText", 1) == 0
-    assert last_cut("a\nb\n\nc", 6) == 2
-    assert last_cut("a\n", 2) == 2
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_texts_may_be_cut_at_each_line(backends, kind):
+    backend, draw = Backend.from_str(backends[kind]), random.Random(3)
+    places, pieces, cut = cuts_of(backend), [*ENDS, *STARTS, *NEWLINES, *NEWLINES, *"ab.\n", *TEXTS], 0
+    for _ in range(400):
+        text = "".join(draw.choice(pieces) for _ in range(draw.randint(3, 14)))
+        cuts = {places.at(text, line) for line in range(len(text) + 1)} - {0}
+        cut += len(cuts)
+        ends = [0, *sorted(cuts), len(text)]
+        parts = [text[start:stop] for start, stop in itertools.pairwise(ends)]
+        assert encoded(backend, *parts) == encoded(backend, text), (text, cuts)
+    assert cut > 300
+
+
+def test_places_where_no_text_is_cut(backends):
+    joined, gpt2, one_word = (cuts_of(Backend.from_str(backends[kind])) for kind in ("qwen2", "smollm", "gemma"))
+    for text in ("a\n Text", "a\n/x", "\nText", "a", "a\n\u0301", "a\n\n/x"):
+        assert [places.last(text, len(text)) for places in (joined, gpt2)] == [0, 0], text
+    assert [places.last("a\n", 2) for places in (joined, gpt2)] == [2, 2]
+    assert [places.last("a\n\nText", 7) for places in (joined, gpt2, one_word)] == [3, 2, 3]
+    assert [places.last("a\nText", 6) for places in (joined, gpt2, one_word)] == [2, 2, 2]
+    assert [places.last("a\n\n1", 4) for places in (joined, gpt2)] == [3, 0]
+    assert [places.last("a\n\n<x", 5) for places in (joined, gpt2)] == [3, 0]
+    assert joined.last("a\nText", 2) == 2 and joined.last("a\nText", 1) == 0
+    assert joined.last("a\nb\n\n\t", 6) == 2
 
 
 def test_common_prefix_length():
@@ -73,15 +102,15 @@ def family(rng: random.Random) -> list[str]:
 def test_batches_equal_single_texts(backends, kind):
     backend = Backend.from_str(backends[kind])
     ours = Tokenizer(Backend.from_str(backends[kind]))
-    assert ours._cuts_at_lines
+    places = cuts_of(backend)
     rng = random.Random(1)
     cut = 0
     for _ in range(20):
         texts = [text for _ in range(rng.randrange(1, 4)) for text in family(rng)]
-        cut += sum(c > 0 for c in shared_cuts(texts))
-        for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
+        cut += sum(c > 0 for c in shared_cuts(texts, places))
+        for text, ids in zip(texts, ours.encode_batch(texts, special=False), strict=True):
             assert ids.tolist() == backend.encode(text, add_special_tokens=False).ids
-    assert cut > 30
+    assert cut > 20
 
 
 def test_the_shared_beginning_is_encoded_once(backends):
@@ -95,7 +124,7 @@ def test_the_shared_beginning_is_encoded_once(backends):
         seen += sum(map(len, batch))
         return ours._encode_all(batch)
 
-    ids = encode_batch(texts, counting)
+    ids = encode_batch(texts, counting, cuts_of(ours.backend))
     assert seen < 2 * len(head) + 20 * 3 * 40
     assert [i.tolist() for i in ids] == [ours.encode(text).tolist() for text in texts]
 
@@ -104,10 +133,10 @@ def test_tokenizers_whose_parts_are_not_known_are_left_alone(backends):
     def cut(change) -> bool:
         backend = Backend.from_str(backends["qwen2"])
         change(backend)
-        return cuts_at_lines(backend)
+        return cuts_of(backend) is not None
 
     assert cut(lambda b: None)
-    assert not cuts_at_lines(Backend.from_str(backends["sentencepiece"]))
+    assert cuts_of(Backend.from_str(backends["sentencepiece"])) is None
     assert not cut(lambda b: b.add_tokens([AddedToken("x\ny")]))
     assert not cut(lambda b: b.add_tokens([AddedToken("<m>", lstrip=True)]))
     assert not cut(lambda b: setattr(b, "normalizer", normalizers.Lowercase()))
@@ -116,3 +145,23 @@ def test_tokenizers_whose_parts_are_not_known_are_left_alone(backends):
     assert not cut(lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Split("\n", "isolated")))
     only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     assert not cut(lambda b: setattr(b, "pre_tokenizer", only))
+
+
+def test_a_vocabulary_refuses_cuts_that_its_entries_lie_across(backends):
+    spec = json.loads(backends["gemma"])
+    places = cuts_of(Backend.from_str(json.dumps(spec)))
+    assert places.last("a\nText", 6) == 2 and places.last("a\n{x", 6) == 2
+    vocab = spec["model"]["vocab"]
+    vocab["\nT"] = max(len(vocab), *(token["id"] for token in spec["added_tokens"])) + 1
+    spec["model"]["merges"].append(["\n", "T"])
+    backend = Backend.from_str(json.dumps(spec))
+    assert cuts_of(backend).last("a\nText", 6) == 0 and cuts_of(backend).last("a\n{x", 6) == 2
+    assert encoded(backend, "a\n", "Text") != encoded(backend, "a\nText")
+
+
+def test_gpt2s_expression_joins_newlines_before_an_added_token(backends):
+    backend = Backend.from_str(backends["smollm"])
+    backend.add_tokens(["Q"])
+    assert cuts_of(backend).last("a\n\nQuestion", 9) == 0 and cuts_of(backend).last("a\n\nquestion", 9) == 2
+    backend.add_special_tokens([AddedToken("<r>", rstrip=True)])
+    assert cuts_of(backend).last("a\n\nquestion", 9) == 0 and cuts_of(backend).last("a\nquestion", 9) == 2

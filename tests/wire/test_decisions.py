@@ -58,7 +58,8 @@ def test_answers_of_system_one():
     (item,), meta = SystemOne.of({"state": {"k": 1}, "questions": questions, "assets": {}}).read({})
     body = SystemOne.response(meta, [decided(item["questions"])], model="m", id="1")
     diagnostics = {"label_mass": 0.9, "argmax_is_label": True}
-    assert body["answers"]["a"] == {"type": "noul", "noul": 0.75, "diagnostics": diagnostics}
+    assert body["answers"]["a"] == {"type": "noul", "noul": 0.75}
+    assert body["diagnostics"] == {"a": diagnostics, "b": diagnostics}
     assert body["answers"]["b"]["legend"] == {"0": "x", "1": "y", "2": "z"} and body["answers"]["b"]["score"] == 0.375
 
 

@@ -37,17 +37,69 @@ def test_decisions(client, llm):
     questions = [
         {"type": "choice", "instructions": "Which tone?", "choices": choices, "name": "tone"},
         {"type": "score", "instructions": "How bad?", "levels": levels},
+        {"type": "predicate", "instructions": "Is it bad?", "name": "is bad"},
     ]
     expected = llm.decide("I was charged twice.", questions)
-    found = client.decisions.create(model="tiny", input="I was charged twice.", questions=questions)
-    tone, bad = found.answers
-    assert (tone.choice, tone.name) == (expected["tone"].value, "tone")
+    found = client.decisions.create(
+        model="tiny", input="I was charged twice.", questions=questions, prompt_cache_key="k", safety_identifier="u"
+    )
+    tone, bad, is_bad = found.answers
+    assert (tone.type, tone.choice, tone.name) == ("choice", expected["tone"].value, "tone")
     of = {one.value: one.probability for one in tone.probabilities}
     assert of == pytest.approx(expected["tone"].probabilities, abs=1e-5)
+    assert tone.confidence == pytest.approx(expected["tone"].confidence, abs=1e-5)
     assert bad.score == pytest.approx(expected["1"].value, abs=1e-5) and bad.probabilities[2].label == "high"
-    assert found.usage.total_tokens == found.usage.input_tokens == expected.num_tokens
-    with pytest.raises(openai.BadRequestError, match="distinct single tokens"):  # of the tiny model "Yes" is several
-        client.decisions.create(model="tiny", input="x", questions=[{"type": "predicate", "instructions": "?"}])
+    assert (is_bad.type, is_bad.name, bad.name) == ("predicate", "is bad", None)
+    assert is_bad.probability == pytest.approx(expected["is bad"].probabilities["true"], abs=1e-5)
+    assert found.usage.total_tokens == found.usage.input_tokens == expected.num_tokens and found.model == "tiny"
+    again = client.decisions.create(model="tiny", input="I was charged twice.", questions=questions)
+    assert 0 < again.usage.input_tokens_details.cached_tokens <= again.usage.input_tokens
+
+
+def test_a_conversation_is_decided_on(client, llm):
+    user = [{"type": "input_text", "text": "charged twice"}, {"type": "input_json", "data": {"order": 7}}]
+    conversation = [
+        {"role": "developer", "content": "Be strict."},
+        {"role": "user", "content": user, "type": "message"},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "paid"},
+    ]
+    choices = [{"value": True}, {"value": "true"}]
+    question = {"type": "choice", "instructions": [{"type": "input_text", "text": "Refund?"}], "choices": choices}
+    (answer,) = client.decisions.create(model="tiny", input=conversation, questions=[question]).answers
+    text = (
+        'developer: Be strict.\n\nuser: charged twice\n{"order": 7}\n\nassistant: calls look({})\n\nlook returns: paid'
+    )
+    expected = llm.decide(text, [question | {"instructions": "Refund?"}])["0"]
+    assert [one.value for one in answer.probabilities] == [True, "true"] and answer.choice == expected.value
+    assert answer.probabilities[0].probability == pytest.approx(expected.probabilities[True], abs=1e-5)
+
+
+def test_four_hundred_questions(client):
+    questions = [{"type": "predicate", "instructions": f"{i}?", "name": f"q{i}"} for i in range(400)]
+    found = client.decisions.create(model="tiny", input="yes", questions=questions)
+    assert [one.name for one in found.answers] == [one["name"] for one in questions]
+    assert all(0 <= one.probability <= 1 for one in found.answers)
+    with pytest.raises(openai.BadRequestError, match="401 questions") as caught:
+        client.decisions.create(model="tiny", input="yes", questions=[*questions, questions[0]])
+    assert (caught.value.param, caught.value.code) == ("questions", "too_many")
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "param"),
+    [
+        ({"questions": [{"type": "free", "instructions": "?"}]}, "type 'free'", "questions[0].type"),
+        ({"questions": [{"type": "score", "instructions": "?", "levels": [{"label": "a"}] * 27}]}, "27 options", None),
+        ({"input": ""}, "'input' is empty", "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "not in the input", None),
+        ({"input": "yes " * 9000}, "tokens", "input"),
+    ],
+)
+def test_a_request_for_decisions_that_is_wrong(client, body, says, param):
+    asked = {"model": "tiny", "input": "x", "questions": [{"type": "predicate", "instructions": "?"}]} | body
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        client.decisions.create(**asked)
+    assert param is None or caught.value.param == param
 
 
 def test_several_prompts_and_samples(client, llm):
