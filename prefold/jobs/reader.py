@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, UnsupportedModelError
 from ..spec.requests import Request
@@ -22,6 +22,9 @@ from ..trie import Feed, Spool
 from .output import Output
 from .record import ParsedRecord, Record, RecordAdapter, Source, error_text
 from .report.progress import Counts
+
+if TYPE_CHECKING:
+    from .review import Review
 
 # Gathers the results of a record's requests, which run at different times, by the tags that the requests carry.
 #
@@ -138,6 +141,7 @@ class Job:
     early     whether the engine takes requests before the input is read to its end, where it is one stream
     collect   whether to keep the shape of the stream and the steps, for the report
     seed      what the seeds of records that sample without a seed of their own are made of
+    review    what keeps something of each record's answers for the end of the job, and ends it; None: nothing does
     """
 
     source: Source
@@ -151,6 +155,7 @@ class Job:
     early: bool = False
     collect: bool = False
     seed: int = 0
+    review: Review | None = None
     make_spool: Callable[[], Spool] = Spool
 
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, JobError, record_error
 from ..spec.fields import near
@@ -16,6 +16,9 @@ from ..text.valid import valid_text
 from ..wire.decisions import state_of
 from .fields import Template, as_text, is_empty, lookup, parse_cell, without_filler
 from .record import ParsedRecord, Record, error_object, plain
+
+if TYPE_CHECKING:
+    from .review import Gold
 
 # The names that every output line has beside the fields of its task's answer.
 _OF_LINES = {"record", "id", "error", "results"}
@@ -46,6 +49,7 @@ class Columns:
     tools      for generate: a column of the tools that the chat template writes
     adapter    a column that names the LoRA adapter; null or an empty text for none
     image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
+    gold       columns of true answers
     id         a column whose value the output line repeats; "record", where no column has that name, is the record's
                number
     keep       further columns that the output line repeats: {name in the line: column}
@@ -61,6 +65,7 @@ class Columns:
     query: Template | None = None
     document: Template | None = None
     continuation: Template | None = None
+    gold: tuple[str, ...] = ()
     id: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict)
     keep_all: bool = False
@@ -76,7 +81,12 @@ class Columns:
         ]
         names = [path for template in templates for path in template.paths]
         single = (self.messages, self.tools, self.adapter, self.image, self.id)
-        return [*names, *(path for path in single if path), *self.keep.values()]
+        return [*names, *(path for path in single if path), *self.gold, *self.keep.values()]
+
+    def state_columns(self, data: Mapping[str, Any]) -> list[str]:
+        """Return the columns of a record that hold the state of decisions."""
+        paths = [self.messages] if self.messages is not None else self.state.paths if self.state is not None else []
+        return list(dict.fromkeys(path if path in data else path.split(".")[0] for path in paths))
 
 
 def kept_name(reserved: Collection[str], column: str) -> str:
@@ -130,6 +140,8 @@ class TableAdapter:
     chat         for generate: a prompt is what a user says, and is put into the chat template
     keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
     filled       objects come from Arrow, which fills the fields that they lack with null
+    gold         reads the true answers of decisions
+    shows        whether the columns of a state of decisions are kept, for rows that a person reviews
 
     Raises JobError where a column is to be repeated under a name that lines have themselves.
     """
@@ -143,6 +155,8 @@ class TableAdapter:
         chat: bool = False,
         keep_empty: bool = False,
         filled: bool = False,
+        gold: Gold | None = None,
+        shows: bool = False,
     ):
         self.reserved = self.reserved_for(task, has_id=columns.id is not None)
         for name in columns.keep:
@@ -158,6 +172,7 @@ class TableAdapter:
         self._chat = chat
         self._keep_empty = keep_empty
         self._filled = filled
+        self.gold, self._shows = gold, shows
         self._names = self._field_names()
         self.labels: Counter[str] = Counter()  # of this run's lines
 
@@ -205,6 +220,10 @@ class TableAdapter:
             every = data if columns.keep_all else ()
             repeated = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
             meta["keep"] = repeated | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
+        if self.gold is not None:
+            meta["gold"] = self.gold.of(data, number, meta.get("id"))
+        if self._shows:
+            meta["row"] = {name: plain(data.get(name)) for name in columns.state_columns(data)}
         return meta
 
     def _items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
@@ -389,7 +408,8 @@ PREFIX = "answer_"
 class DecisionColumns(TableAdapter):
     """The TableAdapter of "decide" for tables that people read: a column NAME with the value of each question.
 
-    Beside it is NAME_p, the probability of this value; of a score NAME_confidence. With `every` there are also the
+    Beside it is NAME_p, the probability of this value; of a score NAME_confidence; and NAME_review, whether the answer
+    is doubtful, if there is a threshold. With `every` there are also the
     probability of each option, NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question that could not be
     answered has NAME_error in place of these.
 
@@ -402,25 +422,30 @@ class DecisionColumns(TableAdapter):
 
     def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
         assert isinstance(answer, Decision)
-        own: dict[str, Any] = {}
-        for name, one in answer.answers.items():
-            own[name] = one.value
-            of = one.to_dict()["probabilities"]
-            if one.type != "score":
-                own[f"{name}_p"] = max(one.probabilities.values())
-            if one.type == "score" or self._every:
-                own[f"{name}_confidence"] = one.confidence
-            if self._every:
-                pairs = (
-                    of.items() if isinstance(of, dict) else ((str(part["value"]), part["probability"]) for part in of)
-                )
-                own |= {f"{name}_p_{option}": p for option, p in pairs}
-                own |= {} if one.label_mass is None else {f"{name}_label_mass": one.label_mass}
-        own |= {f"{name}_error": str(error) for name, error in answer.errors.items()}
+        own = decision_columns(answer, every=self._every)
         line = {name: value for name, value in answer.line().items() if self._keeps or name != "answers"}
         # A column of the line itself keeps its name: a question called "record" becomes answer_record.
         return {(PREFIX + name if name in self.reserved or name in self.columns_used.keep else name): value
                 for name, value in own.items()} | line  # fmt: skip
+
+
+def decision_columns(decision: Decision, *, every: bool = False) -> dict[str, Any]:
+    """Return {column: value} of the answers of a Decision, as DecisionColumns has them."""
+    own: dict[str, Any] = {}
+    for name, one in decision.answers.items():
+        own[name] = one.value
+        of = one.to_dict()["probabilities"]
+        if one.type != "score":
+            own[f"{name}_p"] = max(one.probabilities.values())
+        if one.type == "score" or every:
+            own[f"{name}_confidence"] = one.confidence
+        if one.review is not None:
+            own[f"{name}_review"] = one.review
+        if every:
+            pairs = of.items() if isinstance(of, dict) else ((str(part["value"]), part["probability"]) for part in of)
+            own |= {f"{name}_p_{option}": p for option, p in pairs}
+            own |= {} if one.label_mass is None else {f"{name}_label_mass": one.label_mass}
+    return own | {f"{name}_error": str(error) for name, error in decision.errors.items()}
 
 
 class AnswerColumns(TableAdapter):

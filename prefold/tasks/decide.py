@@ -5,6 +5,8 @@ Each question of a state is a prompt. The prompts of a state share the state, so
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -13,7 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.identity import model_identity
 from ..errors import InputError
+from ..spec.calibration import Calibration, QuestionCalibration
+from ..spec.fields import checked
 from ..spec.requests import Readout, Request, Result
 from ..spec.task import DecideOptions
 from ..text.decisions import (
@@ -26,9 +31,10 @@ from ..text.decisions import (
 )
 from ..text.valid import plain_json
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
+from .calibration import Judgement
 from .classify import softmax
 from .questions import KINDS, Question, read_questions
-from .results import Answer, Decision
+from .results import Answer, Decision, DecisionAnswer
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
@@ -169,6 +175,52 @@ class DecideTask(Task):
                 errors[question.name] = error
         for error in errors.values():
             raise error
+        self.calibration: Calibration | None = None
+        self.review_below: float | None = None
+        if options.review_below is not None:
+            self.review_below = checked(float, options.review_below, "review_below", least=0, most=1, quoted=False)
+
+    @property
+    def marks(self) -> bool:
+        """Return whether answers say if they are doubtful."""
+        return self.review_below is not None or self.calibration is not None
+
+    def source(self, checkpoint: Checkpoint) -> dict[str, str | None]:
+        """Return what the probabilities depend on beside the questions, as the fields of a Calibration."""
+        settings, identity = self.settings, model_identity(checkpoint)
+        order = [self.write.__name__, self.first] if settings.template is None else []
+        labels = {kind: [*settings.labels_of(kind)] for kind in KINDS}
+        parts = [order, self.encoder.source, labels, settings.noul_options, settings.escapes, {**settings.temperature}]
+        prompt = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+        own = {"model": identity["name"], "model_digest": identity["digest"], "prompt": prompt}
+        return own | {"adapter": self.inputs.adapter}
+
+    def calibrate(self, calibration: Calibration, checkpoint: Checkpoint) -> None:
+        """Correct all answers by a calibration. Raise InputError if it was made with another model, prompt or
+        question."""
+        calibration.check_source(**self.source(checkpoint))  # type: ignore[arg-type]
+        if self.questions:
+            calibration.check_names([question.name for question in self.questions])
+        self.calibration = calibration
+        for question in self.questions:
+            self._calibration_of(question)
+
+    def fitted(self, judgements: Sequence[Judgement], precision: float, checkpoint: Checkpoint) -> Calibration:
+        """Return the calibration of those questions whose answers had enough true ones beside them."""
+        named = {question.name: question for question in self.questions}
+        applied = {} if self.calibration is None else self.calibration.questions
+        questions = {
+            one.name: one.calibration(named[one.name], applied.get(one.name))
+            for one in judgements
+            if one.fit is not None
+        }
+        source: Any = self.source(checkpoint)
+        return Calibration(questions=questions, precision=precision, **source)
+
+    def _calibration_of(self, question: Question) -> QuestionCalibration | None:
+        if self.calibration is None:
+            return None
+        return self.calibration.of_question(question.name, question.digest, question.options)
 
     def _as_item(self, item: Any) -> Any:
         """Return a value as an item. A mapping without the field `state` is a state."""
@@ -185,6 +237,10 @@ class DecideTask(Task):
             message = f"decision.json says that the model decides with the LoRA adapter in its folder {folder!r}"
             remedy = "load that folder (--adapter NAME=FOLDER, adapters={name: folder}), and name it"
             raise InputError(message, field="adapter", remedy=remedy, code="missing_option")
+        if self.calibration is not None and item.adapter not in (None, self.calibration.adapter):
+            message = f"the calibration was not made with the adapter {item.adapter!r}"
+            remedy = "leave the calibration out, or make one for each adapter"
+            raise InputError(message, field="adapter", remedy=remedy, code="calibration_mismatch")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"
@@ -196,7 +252,7 @@ class DecideTask(Task):
         state = self.inputs.bounded(state, "state", self.truncate, left=self.truncate == "left")
         asked = []
         for question in questions:
-            error = attempt(self.reader.check, question) if item.questions is not None else None
+            error = attempt(self._check, question) if item.questions is not None else None
             if isinstance(error, InputError):
                 errors[question.name] = error
             else:
@@ -223,6 +279,11 @@ class DecideTask(Task):
             return work_of(requests, **note)
 
         return make
+
+    def _check(self, question: Question) -> None:
+        """Raise InputError for a question that cannot be read, or that is not the calibrated one of its name."""
+        self.reader.check(question)
+        self._calibration_of(question)
 
     def _prompt(self, state: object, group: list[Question], batch: TextBatch) -> MarkedIds:
         """Add the prompt of a group of questions about a state to a batch."""
@@ -288,15 +349,24 @@ class DecideTask(Task):
         for question, result in zip(questions, results, strict=True):
             values = np.asarray(result.values, dtype=np.float64)
             scores, mass, is_label = self.reader.scores(question, values)
-            p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
+            calibration = None if self.calibration is None else self.calibration.questions.get(question.name)
+            temperature = self.settings.temperature.get(question.kind, 1.0)
+            p = softmax(scores / (temperature if calibration is None else temperature * calibration.temperature))
             if question.kind == "noul" and self.settings.noul_options[0] == "false":
                 p = p[::-1]
-            answers[question.name] = question.answer(p, mass, is_label)
+            answers[question.name] = self._marked(question.answer(p, mass, is_label), calibration)
         errors = {name: InputError(e["message"], field=e.get("field"), remedy=e.get("remedy", ""), code=e["code"])
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
         cached = [result.cached_tokens for result in results]
         known = None if None in cached else sum(cached)  # type: ignore[arg-type]
         return Decision(answers, errors, note["tokens"], cached_tokens=known)
+
+    def _marked(self, answer: DecisionAnswer, calibration: QuestionCalibration | None) -> DecisionAnswer:
+        """Return an answer that says whether it is doubtful, if there is a threshold for its question."""
+        if self.review_below is None and calibration is None:
+            return answer
+        threshold = self.review_below if calibration is None or self.review_below is not None else calibration.threshold
+        return replace(answer, review=threshold is None or max(answer.probabilities.values()) < threshold)
 
 
 def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:

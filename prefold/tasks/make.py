@@ -10,6 +10,7 @@ from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
 from ..errors import InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
+from ..spec.calibration import Calibration
 from ..spec.requests import Exits
 from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
 from ..text.decisions import DecisionSettings
@@ -154,10 +155,12 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     settings = DecisionSettings.of(checkpoint)
     names = checkpoint.config.get("architectures")
     head = HEADS.get(str(names[0])) if isinstance(names, list) and names else None
-    if head is not None:
-        return DecideTask(inputs, o, settings, head(checkpoint))
-    require_lm_head(inputs.config, checkpoint, "decide")
-    return DecideTask(inputs, o, settings)
+    if head is None:
+        require_lm_head(inputs.config, checkpoint, "decide")
+    task = DecideTask(inputs, o, settings, None if head is None else head(checkpoint))
+    if o.calibration is not None:
+        task.calibrate(Calibration.of(o.calibration), checkpoint)
+    return task
 
 
 def _problem_type(checkpoint: Checkpoint) -> ProblemType | None:

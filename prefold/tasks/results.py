@@ -264,6 +264,7 @@ class DecisionAnswer(Jsonable):
         label_mass: probability of all labels over the whole vocabulary; None: a head was read
         argmax_is_label: whether the most likely token is one of the labels; None: a head was read
         legend: of a score {level: its text}
+        review: whether the probability of the most likely option is below the threshold; None: there is no threshold
     """
 
     type: Literal["noul", "choice", "score"]
@@ -273,6 +274,7 @@ class DecisionAnswer(Jsonable):
     label_mass: float | None = None
     argmax_is_label: bool | None = None
     legend: dict[str, Any] | None = None
+    review: bool | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return {name of a field: its value as JSON has it}, without fields that are None.

@@ -112,7 +112,8 @@ def _all(decision: Decision) -> dict[str, DecisionAnswer]:
 def _system_one(answer: DecisionAnswer) -> Result:
     """Return an answer as System One has it."""
     diagnostics = {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
-    known = {} if answer.label_mass is None else {"diagnostics": diagnostics}
+    diagnostics |= {} if answer.review is None else {"review": answer.review}
+    known = {} if answer.label_mass is None and answer.review is None else {"diagnostics": diagnostics}
     if answer.type == "noul":
         return {"type": "noul", "noul": answer.probabilities["true"], **known}
     own = {"legend": answer.legend} if answer.type == "score" else {}
