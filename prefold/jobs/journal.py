@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ..errors import JobError
-from .record import RecordSet, format_ranges, parse_ranges
+from .record import Extra, RecordSet, format_ranges, parse_ranges
 
 _VERSION = 3  # 2 named options by what the command line was given, such as "labels": "a,b"
 _SEAL = len(',"crc":"01234567"}\n')
@@ -132,7 +132,7 @@ class Journal:
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
-    def commit(self, numbers: list[int], offset: int, errors: int, extras: Sequence[list[Any]] = ()) -> None:
+    def commit(self, numbers: list[int], offset: int, errors: int, extras: Sequence[Extra] = ()) -> None:
         """Record that the lines of the records `numbers` are on disk, up to `offset`; `errors` of them are errors.
         extras: what the end of the job needs of them"""
         for number in numbers:
@@ -142,7 +142,7 @@ class Journal:
         entry = {"to": offset, "done": format_ranges(numbers), "errors": errors}
         self._append(entry | ({"extras": extras} if extras else {}))
 
-    def extras(self) -> Iterator[list[Any]]:
+    def extras(self) -> Iterator[Extra]:
         """Yield the extras of all entries. Entries that do not count are cut off before a job goes on."""
         try:
             for _, entry, _ in self._entries():

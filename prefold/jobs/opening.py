@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.identity import folder_digest, model_identity
 from ..cluster.backends import Backend, backend_for
@@ -28,6 +28,9 @@ from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_fle
 from .output import OutputOptions, open_output, partial_path
 from .reader import Job
 from .source import check_grown
+
+if TYPE_CHECKING:
+    from .review import Review
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
         raise SpecError(message, field="image")
     kind, own_options = _adapter_kind(task, spec)
     if task == "decide":
-        from .review import gold_of
+        from .gold import gold_of
 
         own_options |= {"gold": (gold := gold_of(spec)), "shows": _marks(spec)}
         columns["gold"] = () if gold is None else gold.paths
@@ -275,7 +278,7 @@ def open_job(input: Input, notify: Notify) -> Job:
     )  # fmt: skip
 
 
-def _review(input: Input) -> Any:
+def _review(input: Input) -> Review | None:
     """Return what compares decisions with true answers and collects doubtful ones; None for other jobs."""
     gold = getattr(input.adapter, "gold", None)
     if input.spec.task != "decide" or (gold is None and not _marks(input.spec)):

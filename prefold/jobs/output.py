@@ -26,7 +26,7 @@ from ..errors import JobError
 from ..spec.files import replacing, writing
 from .columns import TableForm, cell, need_pyarrow, write_parquet
 from .journal import Journal, covers, journal_path
-from .record import RecordSet
+from .record import Extra, RecordSet
 from .source import as_noted
 
 COMMIT_SECONDS = 1.0
@@ -84,7 +84,7 @@ class Output:
     def release(self) -> None:
         """Writes the lines that were held back, in place of an old output."""
 
-    def write(self, number: int, line: str, failed: bool, extra: list[Any] | None = None) -> None:
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         """Take the line of a record; subclasses write it.
 
         failed  whether the line is an error
@@ -101,7 +101,7 @@ class Output:
         """Commits the remaining lines, and ends the output."""
         self.commit()
 
-    def extras(self) -> Iterable[list[Any]]:
+    def extras(self) -> Iterable[Extra]:
         """Return what was written as `extra` for the records that have their line, once for each, also by earlier
         runs."""
         return ()
@@ -132,16 +132,16 @@ class StreamOutput(Output):
     def __init__(self, stream: BinaryIO):
         super().__init__()
         self._stream = stream
-        self._extras: list[list[Any]] = []
+        self._extras: list[Extra] = []
 
-    def write(self, number: int, line: str, failed: bool, extra: list[Any] | None = None) -> None:
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         with self._lock, writing("standard output"):
             self._stream.write((line + "\n").encode())
             self.done.add(number)
             self._extras += [] if extra is None else [extra]
             super().write(number, line, failed)
 
-    def extras(self) -> Iterable[list[Any]]:
+    def extras(self) -> Iterable[Extra]:
         return self._extras
 
     def commit(self, *, due_only: bool = False) -> None:
@@ -172,7 +172,7 @@ class FileOutput(Output):
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
         # Records' numbers with their lines and extras, so that no signal parts them.
-        self._pending: list[tuple[int, bytes, list[Any] | None]] = []
+        self._pending: list[tuple[int, bytes, Extra | None]] = []
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
@@ -256,7 +256,7 @@ class FileOutput(Output):
         self._file.truncate(self.journal.offset)
         self.begun = True
 
-    def write(self, number: int, line: str, failed: bool, extra: list[Any] | None = None) -> None:
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         data = (line + "\n").encode()
         if self._finish is not None:
             data = b"%d\t" % number + data
@@ -315,7 +315,7 @@ class FileOutput(Output):
             if not keeps_lines:
                 self._remove_lines()
 
-    def extras(self) -> Iterable[list[Any]]:
+    def extras(self) -> Iterable[Extra]:
         return self.journal.extras()
 
     def _remove_lines(self) -> None:

@@ -27,7 +27,7 @@ from ..trie import LiveInput, Windows
 from ..trie.live_windows import See, watched
 from .output import Output
 from .reader import DoneRecord, Gather, Job, Reader, ReadyBatch
-from .record import RecordAdapter, Source, dumps, error_text
+from .record import Extra, RecordAdapter, Source, dumps, error_text
 from .report.icicle import StreamShape
 from .report.page import StepLog
 from .report.progress import Counts, Progress
@@ -99,7 +99,7 @@ class Flow:
             line, extra = answer
             self.job.output.write(record.number, line, failed=False, extra=extra)
 
-    def _line(self, task: Any, record: DoneRecord) -> tuple[str, list[Any] | None]:
+    def _line(self, task: Any, record: DoneRecord) -> tuple[str, Extra | None]:
         """Return (the output line of a record with all results, what the end of the job needs of it). Raise InputError
         as the task's `finish` does."""
         answers = [finish(task, note, values) for note, values in record.items]

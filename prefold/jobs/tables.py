@@ -18,7 +18,7 @@ from .fields import Template, as_text, is_empty, lookup, parse_cell, without_fil
 from .record import ParsedRecord, Record, error_object, plain
 
 if TYPE_CHECKING:
-    from .review import Gold
+    from .gold import Gold
 
 # The names that every output line has beside the fields of its task's answer.
 _OF_LINES = {"record", "id", "error", "results"}
@@ -83,7 +83,7 @@ class Columns:
         single = (self.messages, self.tools, self.adapter, self.image, self.id)
         return [*names, *(path for path in single if path), *self.gold, *self.keep.values()]
 
-    def state_columns(self, data: Mapping[str, Any]) -> list[str]:
+    def state_columns(self, data: Mapping[str, object]) -> list[str]:
         """Return the columns of a record that hold the state of decisions."""
         paths = [self.messages] if self.messages is not None else self.state.paths if self.state is not None else []
         return list(dict.fromkeys(path if path in data else path.split(".")[0] for path in paths))
@@ -429,12 +429,12 @@ class DecisionColumns(TableAdapter):
                 for name, value in own.items()} | line  # fmt: skip
 
 
-def decision_columns(decision: Decision, *, every: bool = False) -> dict[str, Any]:
+def decision_columns(decision: Decision, *, every: bool = False) -> dict[str, object]:
     """Return {column: value} of the answers of a Decision, as DecisionColumns has them."""
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     for name, one in decision.answers.items():
         own[name] = one.value
-        of = one.to_dict()["probabilities"]
+        of: Any = one.to_dict()["probabilities"]
         if one.type != "score":
             own[f"{name}_p"] = max(one.probabilities.values())
         if one.type == "score" or every:

@@ -189,11 +189,11 @@ def fit_temperature(logs: Floats, gold: Ints) -> float:
         gold: The place of the true option of each row.
     """
     rows = np.arange(len(gold))
-    shifted = logs - logs.max(axis=1, keepdims=True)  # 0 at the most likely option: an exponent cannot overflow
+    below = logs - logs.max(axis=1, keepdims=True)  # 0 at the most likely option: an exponent cannot overflow
 
     def slope(log_inverse: float) -> float:
-        mean = (softmax(shifted * np.exp(log_inverse)) * shifted).sum(axis=1)
-        return float((mean - shifted[rows, gold]).mean())
+        mean = (softmax(below * np.exp(log_inverse)) * below).sum(axis=1)
+        return float((mean - below[rows, gold]).mean())
 
     low, high = (float(-np.log(bound)) for bound in BOUNDS[::-1])
     for _ in range(60):

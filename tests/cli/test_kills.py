@@ -55,6 +55,10 @@ for line in sys.stdin:
 
 EMBED = ["embed", "--dimensions", "3", "--max-batch-rows", "64"]
 GENERATE = ["generate", "--prompt", "text", "--max-tokens", "6", "--temperature", "1", "--seed", "7"]
+QUESTIONS = json.dumps({"q": {"type": "choice", "criteria": {"a": None, "b": None}}})
+TEMPLATE = "{{ state }} {{ question.labels|join }}"
+DECIDE = ["decide", "--state", "text", "--questions", QUESTIONS, "--template", TEMPLATE, "--gold", "label",
+          "--max-batch-rows", "64"]  # fmt: skip
 JOBS = {
     "plain.jsonl": EMBED,
     "ordered.jsonl": [*EMBED, "--keep-order"],
@@ -64,6 +68,7 @@ JOBS = {
     "stream.jsonl": [*EMBED, "--stream", "--window", "1500"],
     "texts.jsonl.gz": GENERATE,
     "samples.parquet": [*GENERATE, "--n", "2", "--kv-memory", "300KB", "--keep-order"],
+    "decided.csv": [*DECIDE, "--review-below", "1", "--save-calibration", "fitted.json", "--keep-order"],
     "windows.csv": [*GENERATE, "--stream", "--window", "1500", "--keep-order"],
 }
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -132,13 +137,22 @@ class Killed:
         assert self.read(name) == want
         left = sorted(path.name for path in self.folder.glob(f"{name}*"))
         assert left == [name, f"{name}.journal"]
+        if name == "decided.csv":
+            self.check_review(want)
         if self.rng.random() < 0.3:
             before = (self.folder / name).read_bytes()
             assert self.run(name) == 3 and (self.folder / name).read_bytes() == before
 
     def clear(self, name):
-        for path in self.folder.glob(f"{name}*"):
+        for path in (*self.folder.glob(f"{name}*"), *self.folder.glob("*.review.*"), *self.folder.glob("fitted.json")):
             path.unlink()
+
+    def check_review(self, want):
+        """Each record that was decided is there once, for a person, and counted once."""
+        decided = [line["record"] for line in want if not line.get("error")]
+        assert [int(row["record"]) for row in _read_table(self.folder / "decided.review.csv")] == decided
+        halves = json.loads((self.folder / "fitted.json").read_text())["questions"]["q"]["figures"]
+        assert sum(half["before"]["rows"] for half in halves.values()) == len(decided)
 
     def read(self, name):
         """The records, in input order; embeddings as nearly as another batch leaves them."""
@@ -147,6 +161,7 @@ class Killed:
         for line in lines:
             line["record"] = int(line["record"])
             line.pop("cached_tokens", None)
+            line |= {"q_p": round(float(line["q_p"]), 3)} if line.get("q_p") else {}
             for choice in line.get("choices") or ():
                 if isinstance(choice, dict):
                     choice.pop("cached_tokens", None)
@@ -187,7 +202,7 @@ def killed(model, tmp_path, environment):
     with (tmp_path / "in.jsonl").open("w") as file:
         for i in range(RECORDS):
             words = rng.choice(["yes", "no", "the", "abc", "q"], int(rng.integers(5, 40)))
-            record = {"id": f"r{i}", "text": " ".join(words)}
+            record = {"id": f"r{i}", "text": " ".join(words), "label": "ab"[i % 2]}
             file.write("{bad\n" if i % 41 == 5 else json.dumps(record) + "\n")
     killed = Killed(tmp_path, model, environment, seed=11)
     yield killed
