@@ -96,10 +96,11 @@ def _lines_of(judgement: Judgement, precision: float) -> list[str]:
     )
     if judgement.threshold is None:
         return [*lines, f"            no threshold makes {precision:.4g} of the answers right"]
-    right = f"{check.right / check.decided:.1%} of them right" if check.decided else "none of them"
+    decided = f"{check.decided / before.rows:.1%} of the other {before.rows:,}, "
+    decided += f"{check.right / max(1, check.decided):.1%} of them right"
     lines.append(
-        f"            threshold {judgement.threshold:.4g} for precision {precision:.4g}: decides"
-        f" {check.decided / before.rows:.1%} of the other {before.rows:,}, {right}"
+        f"            threshold {judgement.threshold:.4g} for precision {precision:.4g}: decides "
+        + (decided if check.decided else f"none of the other {before.rows:,}")
     )
     return lines
 
