@@ -178,8 +178,9 @@ class Review:
                 judgement = judge(question, np.array(numbers), p, np.array(places), conclusion.precision)
                 conclusion.judgements.append(judgement)
             if self.gold.unused and self._spec.input.limit is None:
-                name = self._spec.input.gold_file
-                conclusion.notes.append(f"{self.gold.unused:,} rows of {name} belong to no record that was read")
+                count, name = self.gold.unused, self._spec.input.gold_file
+                subject = f"1 row of {name} belongs" if count == 1 else f"{count:,} rows of {name} belong"
+                conclusion.notes.append(f"{subject} to no record that was read")
         if self._spec.output.save_calibration is not None:
             conclusion.notes.append(self._save(conclusion.judgements, Path(self._spec.output.save_calibration)))
         return conclusion

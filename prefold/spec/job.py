@@ -338,6 +338,7 @@ class JobSpec:
         """Raise SpecError for options that exclude each other, whatever the input holds."""
         self.output.check()
         self._check_json_columns()
+        self._check_gold()
         if self.task is None:
             return
         self.check_tasks((self.task,), self.task)
@@ -345,7 +346,6 @@ class JobSpec:
             raise SpecError("--prompt and --messages exclude each other", field="messages")
         if self.task == "decide" and self.input.state and self.input.messages:
             raise SpecError("--state and --messages exclude each other", field="messages")
-        self._check_gold()
         if self.task != "generate" and not self.input.messages:
             self.check_conversations("add --messages COLUMN")
         if self.task == "rerank" and self.input.image:
@@ -374,6 +374,11 @@ class JobSpec:
                 if name in self.given:
                     flag = f"--{name.replace('_', '-')}"
                     raise SpecError(f"{flag} needs true answers", field=name, remedy="add --gold COLUMN")
+        if self.output.save_calibration is not None and self.input.adapter_column is not None:
+            message = "--save-calibration and --adapter-column exclude each other: a calibration is of one adapter"
+            raise SpecError(message, field="save_calibration")
+        if self.output.review is not None and self.task is None:
+            raise SpecError("--review is for tables; give a table and --task decide", field="review")
         if self.output.review is not None and self.given.isdisjoint(("review_below", "calibration")):
             remedy = "add --review-below P or --calibration FILE"
             raise SpecError("--review: nothing says which answers are doubtful", field="review", remedy=remedy)

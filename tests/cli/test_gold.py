@@ -100,7 +100,7 @@ def test_true_answers_in_an_object_or_a_table_are_the_same(run):
         writer.writerows([row["id"], row["label"], row["level"]] for row in reversed(rows))
         writer.writerow(["r999", "calm", 0])
     said = run("in.csv", "--gold-file", "gold.csv", "--id", "id")
-    assert figures(said) == want and "1 rows of gold.csv belong to no record" in said
+    assert figures(said) == want and " 1 row of gold.csv belongs to no record" in said
     # A record of JSON lines without a true answer is not counted.
     Path("in.jsonl").write_text('{"body": "a"}\n{"body": "b", "gold": {"tone": "calm"}}\n')
     said = run("in.jsonl", "--gold", "gold")
@@ -178,6 +178,8 @@ def test_a_calibration_of_other_questions_is_refused(run):
         (("--gold-file", "gold.csv", "--gold", "tone=gold"), "row 2 of --gold-file gold.csv has the record of", 1),
         (("--gold", "label", "--save-calibration", "in.csv"), "would replace the input", 1),
         (("--review-below", "1.5"), "1.5", 2),
+        (("--review-below", "0.5", "--review", "r.txt"), "r.txt cannot be written", 1),
+        (("--gold", "label", "--save-calibration", "c", "--adapter-column", "id"), "is of one adapter", 2),
     ],
 )
 def test_options_that_are_wrong_stop_before_the_first_record(run, arguments, says, status):
@@ -295,6 +297,32 @@ def test_the_report_draws_the_figures(run):
     assert bad["whole"]["mean_error"] > 0 and any("temperature" in line for line in tone["lines"])
     run("in.csv", "-o", "plain.csv", "--report", "p.html")
     assert '"calibration":[]' in Path("p.html").read_text()
+
+
+def test_lines_of_a_batch_are_calibrated_and_have_no_review_file(run, model):
+    run("in.csv", *GOLD, "--save-calibration", "c.json")
+    file = json.loads(Path("c.json").read_text())
+    question = {"type": "choice", "criteria": {"calm": "polite", "angry": None}}
+    body = {"state": "yes 1 text", "questions": {"tone": question}}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/systemone", "body": body}
+    Path("in.jsonl").write_text(json.dumps(line) + "\n")
+
+    def lines(*arguments, status=0):
+        done = CliRunner().invoke(main, ["run", "in.jsonl", "-m", model, "--dtype", "float32", *arguments])
+        assert done.exit_code == status, done.output
+        return done.output
+
+    lines("-o", "plain.jsonl")
+    lines("-o", "after.jsonl", "--calibration", "c.json")
+    plain, after = (lines_of(name)[0]["response"]["body"]["answers"]["tone"] for name in ("plain.jsonl", "after.jsonl"))
+    p = {
+        name: value ** (1 / file["questions"]["tone"]["temperature"]) for name, value in plain["probabilities"].items()
+    }
+    assert after["probabilities"] == pytest.approx(
+        {name: value / sum(p.values()) for name, value in p.items()}, abs=1e-6
+    )
+    assert isinstance(after["diagnostics"]["review"], bool) and "review" not in plain["diagnostics"]
+    assert "--review is for tables" in lines("--review", "r.csv", "--review-below", "0.5", status=2)
 
 
 def test_texts_are_marked(run):

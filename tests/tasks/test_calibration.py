@@ -11,6 +11,7 @@ import pytest
 from tiny import tiny_checkpoint
 
 from prefold import LLM, Calibration, InputError, JobError
+from prefold.tasks import make_task
 from prefold.tasks.calibration import (
     BINS,
     BOUNDS,
@@ -63,7 +64,8 @@ def test_the_temperature_that_made_the_answers_is_found(temperature):
     (question,), _ = read_questions({"q": {"type": "choice", "criteria": dict.fromkeys("abcd")}})
     found = judge(question, range(1, len(gold) + 1), p, gold, 0.9)
     before, after = found.check.before, found.check.after
-    assert found.temperature == pytest.approx(temperature, rel=0.1)
+    chosen = in_fit_half(range(1, len(gold) + 1))
+    assert found.temperature == fit_temperature(np.log(p[chosen]), gold[chosen]) == pytest.approx(temperature, rel=0.1)
     assert after.calibration_error < 0.03 and (temperature == 1 or before.calibration_error > 0.08)
     assert after.log_loss == pytest.approx(figures(true, gold).log_loss, abs=0.03) and before.accuracy == after.accuracy
     assert found.fit.before.rows + found.check.before.rows == found.whole.rows == 6000
@@ -159,6 +161,9 @@ def test_a_level_has_no_number_if_texts_are_numbers():
     (read,), _ = read_questions({"q": {"type": "score", "criteria": ["1", "2", "3"]}})
     with pytest.raises(InputError, match=r"is 0, which is no option.*one of 1, 2, 3"):
         read.place_of(0, "c")
+    (read,), _ = read_questions({"q": {"type": "score", "criteria": ["same", "same", "other"]}})
+    with pytest.raises(InputError, match=r"is 'same', which is no option"):
+        read.place_of("same", "c")
 
 
 def texts(count):
@@ -187,6 +192,9 @@ def test_llm_calibrates_and_decides(llm):
     one, other = (llm.decide(states[0], QUESTIONS, calibration=made, review_below=p) for p in (sure, (1 + sure) / 2))
     assert (one["refund"].review, other["refund"].review) == (False, True)
     assert None not in [answer.review for answer in one.values()]
+    never = replace(made, questions={"tone": replace(own, threshold=None)})
+    assert all(decision["tone"].review for decision in llm.decide(states, QUESTIONS, calibration=never))
+    assert llm.decide(states[0], QUESTIONS, calibration=never, review_below=0)["tone"].review is False
     # What is fitted to calibrated answers is the whole correction.
     twice = llm.calibrate(states, QUESTIONS, {"tone": gold["tone"]}, calibration=made)
     assert twice.questions["tone"].temperature == pytest.approx(own.temperature, rel=1e-4)
@@ -219,6 +227,11 @@ def test_a_calibration_is_of_a_model_a_prompt_and_questions(llm, folder, tmp_pat
         llm_of_other.decide(states[0], {"tone": tone}, calibration=made)
     with pytest.raises(InputError, match="made with the adapter 'a'"):
         llm.decide(states[0], {"tone": tone}, calibration=replace(made, adapter="a"))
+    task = make_task("decide", llm.checkpoint, llm.tokenizer, adapters=("a",), calibration=made)
+    items = [{"state": "s", "questions": {"tone": question}} for question in (tone, {**tone, "instructions": "?"})]
+    good, other, adapted = task.prepare([*items, {**items[0], "adapter": "a"}])
+    assert good.requests and "made with other instructions" in str(other)
+    assert "was not made with the adapter 'a'" in str(adapted)
 
 
 def test_true_answers_that_are_wrong_are_named(llm):
