@@ -139,7 +139,7 @@ class Calibration:
             used = [f"the adapter {name!r}" if name else "no adapter" for name in (self.adapter, adapter)]
             raise _mismatch(f"was made with {used[0]}, and this job has {used[1]}")
         if self.prompt != prompt:
-            parts = "the template, --prompt-style, --first, labels and temperatures"
+            parts = "template, --prompt-style, --first, labels and temperatures"
             raise _mismatch("was made with another prompt", remedy=f"give the same {parts}, or fit it again")
 
     def check_names(self, asked: Iterable[str]) -> None:

@@ -196,7 +196,7 @@ def fit_temperature(logs: Floats, gold: Ints) -> float:
         return float((mean - below[rows, gold]).mean())
 
     low, high = (float(-np.log(bound)) for bound in BOUNDS[::-1])
-    for _ in range(60):
+    for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if slope(middle) > 0 else (middle, high)
     return float(np.exp(-(low + high) / 2))
