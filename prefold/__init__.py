@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .llm import LLM
+    from .spec.calibration import Calibration
     from .spec.requests import Generated, GenerationStats, Grammar, Sampling, Stats, TokenLogprobs
     from .tasks.results import Classification, Decision, Piece, Ranking, Score
     from .text.media import TextWithImages
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CacheOptions",
+    "Calibration",
     "Checkpoint",
     "CheckpointError",
     "Classification",
@@ -59,8 +61,14 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {"LLM": "llm", "CacheOptions": "spec.model", "Checkpoint": "checkpoint", "FilledTemplate": "text.prompts"}
-_MODULES |= {"TextWithImages": "text.media"}
+_MODULES = {
+    "LLM": "llm",
+    "CacheOptions": "spec.model",
+    "Calibration": "spec.calibration",
+    "Checkpoint": "checkpoint",
+    "FilledTemplate": "text.prompts",
+}
+_MODULES |= {"TextWithImages": "text.media", "Calibration": "spec.calibration"}
 _MODULES |= dict.fromkeys(("Classification", "Decision", "Piece", "Ranking", "Score"), "tasks.results")
 _MODULES |= dict.fromkeys(
     ("Generated", "GenerationStats", "Grammar", "Sampling", "Stats", "TokenLogprobs"), "spec.requests"

@@ -182,10 +182,10 @@ for layer in {WITHOUT_TORCH}:
 def test_public_names():
     """What a user names is at the root; this list is a promise."""
     assert prefold.__all__ == [
-        "LLM", "CacheOptions", "Checkpoint", "CheckpointError", "Classification", "Decision", "FilledTemplate",
-        "FleetError", "ForkedError", "Generated", "GenerationStats", "Grammar", "InputError", "JobError",
-        "MissingExtraError", "OutOfMemoryError", "Piece", "PrefoldError", "RankError", "Ranking", "Sampling", "Score",
-        "Stats", "TextWithImages", "TokenLogprobs", "UnsupportedModelError", "__version__",
+        "LLM", "CacheOptions", "Calibration", "Checkpoint", "CheckpointError", "Classification", "Decision",
+        "FilledTemplate", "FleetError", "ForkedError", "Generated", "GenerationStats", "Grammar", "InputError",
+        "JobError", "MissingExtraError", "OutOfMemoryError", "Piece", "PrefoldError", "RankError", "Ranking",
+        "Sampling", "Score", "Stats", "TextWithImages", "TokenLogprobs", "UnsupportedModelError", "__version__",
     ]  # fmt: skip
     assert dir(prefold) == sorted(prefold.__all__)
     for name in prefold.__all__:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypedDict
 
+from ..spec.calibration import Calibration
 from ..spec.model import CacheOptions, ImageSettings, LoopedSettings
 from ..spec.task import Grammar, JsonSpace, Normalization, Pooling, Truncate
 
@@ -72,6 +73,8 @@ class DecideKeywords(NumberKeywords, total=False):
     template: str | None
     first: Literal["state", "question"] | None
     temperature: Mapping[str, float] | None
+    calibration: Calibration | Mapping[str, object] | None
+    review_below: float | None
 
 
 class ScoreKeywords(NumberKeywords, total=False):

@@ -1,4 +1,4 @@
-"""The methods of LLM whose answers are numbers: embed, rerank, classify, decide, score."""
+"""The methods of LLM whose answers are numbers: embed, rerank, classify, decide, calibrate, score."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, Literal, TypeVar, Unpack, cast, overload
 
 import numpy as np
 
-from ..errors import InputError
-from ..spec.fields import checked
-from ..tasks import ClassifyItem, DecideItem, EmbedItem, RerankItem, ScoreItem, Work
+from ..errors import InputError, warn_caller
+from ..spec.calibration import Calibration
+from ..spec.fields import checked, near
+from ..tasks import ClassifyItem, DecideItem, DecideTask, EmbedItem, RerankItem, ScoreItem, Work
+from ..tasks.calibration import LEAST_ROWS, judge
+from ..tasks.questions import Question
 from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
 from ..text.media import TextWithImages
@@ -363,6 +366,58 @@ class NumericTasks(TableTasks):
         )
         return _only(answers) if single else answers
 
+    def calibrate(
+        self,
+        states: Sequence[object],
+        questions: Questions,
+        gold: Mapping[str, Sequence[object]],
+        *,
+        precision: float = 0.95,
+        **options: Unpack[DecideKeywords],
+    ) -> Calibration:
+        """Fit a temperature and a threshold for each question of `decide`, by states with true answers.
+
+        One half of the states chooses both (which half a state is in depends on its number alone). The `figures` of
+        each question in the result show accuracy, log loss and calibration error of both halves, before and after.
+
+        Args:
+            states: The states, as for `decide`.
+            questions: The questions, as for `decide`.
+            gold: {question: the true answer for each state}. An answer is an option; of a noul true or false; of a
+                score the number of a level or its text; None: it is not known.
+            precision: The share of right answers among those from the threshold on.
+            **options: As for `decide`. With `calibration`, the result contains its temperatures.
+
+        Returns:
+            The Calibration, for `decide(..., calibration=...)`. Questions with too few true answers are not in it.
+
+        Raises:
+            InputError: A question, a state or a true answer is wrong, or no question has enough true answers.
+
+        Example:
+            >>> calibration = llm.calibrate(states, questions, {"refund": [True, False, None, ...]})
+            >>> calibration.save("calibration.json")
+        """
+        states = as_list(states, "states")
+        precision = checked(float, precision, "precision", least=0, most=1, above=True, quoted=False)
+        call, named, task_options = read_call("states", [DecideItem(one) for one in states], False, "raise", options)
+        task = cast(DecideTask, self.task("decide", questions=questions, **task_options))
+        places = _places_of(gold, task.questions, len(states))
+        decisions: list[Decision] = self._answers(task, named, call)
+        judgements = []
+        for question in [question for question in task.questions if question.name in places]:
+            known = [i for i, place in enumerate(places[question.name]) if place is not None]
+            own = [[*decisions[i][question.name].probabilities.values()] for i in known]
+            true = np.array([places[question.name][i] for i in known])
+            judgements.append(judge(question, [i + 1 for i in known], np.array(own), true, precision))
+        few = [one.name for one in judgements if one.fit is None]
+        remedy = f"give more true answers: each half needs {LEAST_ROWS}"
+        if len(few) == len(judgements):
+            raise InputError("no question has enough true answers", field="gold", remedy=remedy, code="too_few")
+        if few:
+            warn_caller(f"{', '.join(few)} cannot be calibrated; {remedy}")
+        return task.fitted(judgements, precision, self.checkpoint)
+
     @overload
     def score(  # type: ignore[overload-overlap]
         self,
@@ -455,6 +510,31 @@ class NumericTasks(TableTasks):
         results: Iterator[Score | InputError] = iter(self._answers(task, flat, call))
         answers = [[next(results) for _ in pairs] if many else next(results) for pairs in lists]
         return _only(answers) if single else answers
+
+
+def _places_of(gold: object, questions: Sequence[Question], count: int) -> dict[str, list[int | None]]:
+    """Return {question: the place of the true option for each state, None where it is unknown}."""
+    if not isinstance(gold, Mapping):
+        remedy = "give {question: true answers}"
+        raise InputError(f"gold is of type {type(gold).__name__}", field="gold", remedy=remedy, code="wrong_type")
+    named, places = {question.name: question for question in questions}, {}
+    for name, answers in gold.items():
+        if name not in named:
+            remedy = f"{near(name, named)}the questions are {', '.join(named)}"
+            raise InputError(f"gold: there is no question {name!r}", field="gold", remedy=remedy, code="unknown_field")
+        values = as_list(answers, f"gold[{name!r}]")
+        if not isinstance(values, list) or len(values) != count:
+            size = len(values) if isinstance(values, list) else 1
+            message = f"gold[{name!r}] has {size} true answers for {count} states"
+            raise InputError(
+                message, field="gold", remedy="give one for each state; None: unknown", code="wrong_length"
+            )
+        own = named[name]
+        places[name] = [
+            None if value is None or value == "" or value != value else own.place_of(value, f"gold[{name!r}][{i}]")
+            for i, value in enumerate(values)
+        ]
+    return places
 
 
 def _error_of(work: Work | InputError, results: Sequence[Any] | None) -> InputError | None:

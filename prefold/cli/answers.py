@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "stream", "limit", "id_column", "keep",
              "prompt", "state", "messages", "query", "document", "continuation", "adapter_column", "input_format",
              "delimiter", "max_cell_lines", "empty", "media_folder", "json_columns", "scores", "ray", "url", "replicas",
-             "tokenizer", "backend", "backend_option", "answers", "answers_bytes")  # fmt: skip
+             "tokenizer", "backend", "backend_option", "answers", "answers_bytes",
+             "gold", "gold_file", "review", "precision", "save_calibration")  # fmt: skip
 
 
 _CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)
@@ -170,7 +171,8 @@ def _show_decide(texts: list[str], answers: list[Decision]) -> None:
             )
             best = sorted(one.probabilities.items(), key=lambda pair: -pair[1])[:3]
             rest = ", ".join(f"{option} {p:.1%}" for option, p in best)
-            click.echo(f"  {name}: {click.style(str(shown), bold=True)}  ({rest})")
+            doubt = click.style("  doubtful", fg="yellow") if one.review else ""
+            click.echo(f"  {name}: {click.style(str(shown), bold=True)}  ({rest}){doubt}")
         for name, error in answer.errors.items():
             click.echo(f"  {name}: {click.style(str(error), fg='red')}")
 

@@ -133,6 +133,8 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
             lines.append(f"  model     {stored_in}computed in {summary.dtype}{passes}")
     if not spec.given.isdisjoint(("labels", "labels_file")):
         lines += _label_lines(adapter.labels)
+    if summary.conclusion is not None:
+        lines += summary.conclusion.lines()
     for model, count in getattr(adapter, "other_models", {}).items():
         lines.append(f"  model     {count:,} requests asked for {model!r}; {spec.model_name} answered them")
     return lines
@@ -235,6 +237,7 @@ def report(summary: Any, input: Input) -> None:
         trie_note=note,
         steps=summary.steps,
         generation=[] if generation is None else _generation_table(generation),
+        calibration=[] if summary.conclusion is None else summary.conclusion.data(),
         decode=None if tokenizer is None else readable(tokenizer.decode),
     )
     write_report(page, page_path)

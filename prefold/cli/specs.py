@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..errors import InputError, JobError
+from ..spec.calibration import Calibration
 from ..spec.fields import SpecError, kind_of, parameter_of
 from ..spec.files import as_utf8, read_argument, read_text
 from ..spec.job import FleetSpec, InputSpec, JobSpec, OutputSpec
@@ -69,6 +70,8 @@ def job_spec(values: Values, given: Collection[str] | None = None, task: str | N
     task, conversations = task or named, _conversations(values, read)
     adapter = _only_adapter(model, values)
     tasks = {name: _task_spec(name, values, read, adapter) for name in ([task] if task else OPTIONS)}
+    if values.get("gold_file") is not None:
+        read.note("gold_file", values["gold_file"])
     return _part(
         JobSpec, values,
         model=model,
@@ -291,6 +294,13 @@ def _questions(given: Values, read: _Reader) -> dict[str, Any]:
     return {"questions": questions}
 
 
+def _calibration(given: Values, read: _Reader) -> dict[str, Any]:
+    if not (name := given.get("calibration")):
+        return {}
+    # As JSON, since the journal names what differs in it.
+    return {"calibration": Calibration.load(read.note("calibration", name.removeprefix("@"))).to_dict()}
+
+
 def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
     formats = [name for name in FORMATS if given.get(name)]
     if not formats:
@@ -314,7 +324,7 @@ def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
 _CONVERTED: dict[str, Callable[[Values, _Reader], dict[str, Any]]] = {
     "max_tokens": _max_tokens, "truncate": _truncate, "tools": _tools, "words": _words, "labels": _labels,
     "examples": _examples, "questions": _questions, "stop": _stop, "stop_ids": _stop_ids, "logit_bias": _logit_bias,
-    "grammar": _grammar, "chat_template_kwargs": _template_variables,
+    "grammar": _grammar, "calibration": _calibration, "chat_template_kwargs": _template_variables,
 }  # fmt: skip
 
 

@@ -8,7 +8,8 @@ the job; each of the others commits a piece of the output. For example
 says that the output's bytes up to 81,234 hold the lines of these records (and of those committed before), and that
 three of all these lines are errors. The lines reach the output, then the disk, and only then is their commit written.
 A job that is resumed cuts off what lies behind the last commit and computes it again, so every record has exactly one
-line whenever the process dies.
+line whenever the process dies. An entry may also have `extras`, what the end of the job needs of these records beside
+their lines.
 
 `crc` is the CRC-32 of the entry without `crc`, begun with the checksum of the line before, so that an entry which is
 damaged, missing or in the wrong place is noticed. The last line may be torn, and then does not count; damage before it
@@ -20,13 +21,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from ..errors import JobError
-from .record import RecordSet, format_ranges, parse_ranges
+from .record import Extra, RecordSet, format_ranges, parse_ranges
 
 _VERSION = 3  # 2 named options by what the command line was given, such as "labels": "a,b"
 _SEAL = len(',"crc":"01234567"}\n')
@@ -131,13 +132,23 @@ class Journal:
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
-    def commit(self, numbers: list[int], offset: int, errors: int) -> None:
-        """Records that the lines of the records `numbers` are on disk, up to `offset`; `errors` of them are errors."""
+    def commit(self, numbers: list[int], offset: int, errors: int, extras: Sequence[Extra] = ()) -> None:
+        """Record that the lines of the records `numbers` are on disk, up to `offset`; `errors` of them are errors.
+        extras: what the end of the job needs of them"""
         for number in numbers:
             if not self.done.add(number):
                 raise AssertionError(f"record {number} has a second line")
         self.offset, self.errors = offset, errors
-        self._append({"to": offset, "done": format_ranges(numbers), "errors": errors})
+        entry = {"to": offset, "done": format_ranges(numbers), "errors": errors}
+        self._append(entry | ({"extras": extras} if extras else {}))
+
+    def extras(self) -> Iterator[Extra]:
+        """Yield the extras of all entries. Entries that do not count are cut off before a job goes on."""
+        try:
+            for _, entry, _ in self._entries():
+                yield from entry.get("extras", ())
+        finally:
+            self._file.seek(0, os.SEEK_END)
 
     def grow(self, input: dict[str, Any]) -> None:
         """Records that the job's input has become longer. input: its present identity"""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.identity import folder_digest, model_identity
 from ..cluster.backends import Backend, backend_for
@@ -30,6 +30,9 @@ from .models import LazyTasks, Notify, batch_sampling, check_tokenizer, load_fle
 from .output import OutputOptions, open_output, partial_path
 from .reader import Job
 from .source import check_grown
+
+if TYPE_CHECKING:
+    from .review import Review
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,11 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
         message = "--image with the task score needs continuations to score: add --continuation COLUMN"
         raise SpecError(message, field="image")
     kind, own_options = _adapter_kind(task, spec)
+    if task == "decide":
+        from .gold import gold_of
+
+        own_options |= {"gold": (gold := gold_of(spec)), "shows": _marks(spec)}
+        columns["gold"] = () if gold is None else gold.paths
     reserved = kind.reserved_for(task, has_id=table.id_column is not None)
     used_columns = Columns(**columns, id=table.id_column, **_kept(reserved, spec, source.columns))
     adapter = kind(
@@ -176,7 +184,12 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
     return adapter
 
 
-def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, bool]]:
+def _marks(spec: JobSpec) -> bool:
+    """Return whether decisions say which answers are doubtful."""
+    return not spec.given.isdisjoint(("review_below", "calibration"))
+
+
+def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, Any]]:
     """Return (the class of the adapter, the options that it has of its own)."""
     from .tables import AnswerColumns, DecisionColumns, LabelColumns, TableAdapter
 
@@ -254,10 +267,17 @@ def open_job(input: Input, notify: Notify) -> Job:
         ),
         fingerprint(input, seed),
     )
+    review = _review(input)
+    if review is not None:
+        try:
+            review.check(ended=output.ended)
+        except JobError:
+            output.close()
+            raise
     return Job(
         input.source, input.adapter, tasks, load, output, limit=spec.input.limit, window=spec.input.window,
         streaming=spec.input.stream, early=input.is_fleet, collect=bool(spec.output.report), seed=seed or 0,
-        has_seed=spec.seed is not None, kept=kept,
+        has_seed=spec.seed is not None, kept=kept, review=review,
     )  # fmt: skip
 
 
@@ -268,6 +288,16 @@ def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
     model, config = input.spec.model.for_job(), input.checkpoint.config
     device = choose_device(model.device)
     return open_kept(model, input.checkpoint, choose_dtype(model.dtype, config, device), device, notify)
+
+
+def _review(input: Input) -> Review | None:
+    """Return what compares decisions with true answers and collects doubtful ones; None for other jobs."""
+    gold = getattr(input.adapter, "gold", None)
+    if input.spec.task != "decide" or (gold is None and not _marks(input.spec)):
+        return None
+    from .review import Review
+
+    return Review(input.spec, input.tasks["decide"], gold, input.checkpoint)
 
 
 def _seed(path: Path | None, input: Input) -> int:
@@ -292,6 +322,8 @@ def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
     adapters = own_adapters(input.checkpoint, input.tokenizer, spec.model.adapters)
     if adapters:
         options["adapter"] = {name: folder_digest(Path(folder)) for name, folder in adapters.items()}
+    if "gold_file" in options:
+        options["gold_file"] = _digest(read_bytes(options["gold_file"]))
     parts = {
         "input": input.source.identity,
         "format": input.source.format,
@@ -323,13 +355,21 @@ def _check_paths(path: Path | None, input: Input) -> None:
     if path is not None:
         made = [(path, "output"), (partial_path(path), "partial output"), (journal_path(path), "journal")]
     made += [(report, "report")] if report else []
+    made += [(name, role) for name, role in _written(spec) if name is not None]
     for place, (file, role) in enumerate(made):
         for other, other_role in (*used, *made[:place]):
             if same_file(file, other):
                 raise JobError(f"the {role} {file} would replace the {other_role} {other}; give another name")
-    for written in (path, report):
+    for written in (path, report, *(name for name, _ in _written(spec))):
         if written is not None and written != "-":
             _check_place(Path(written))
+
+
+def _written(spec: JobSpec) -> list[tuple[Path | str | None, str]]:
+    """Return (path, what it is) of the files that the end of a job of decisions writes."""
+    from .review import review_path
+
+    return [(review_path(spec), "review file"), (spec.output.save_calibration, "calibration")]
 
 
 def _matches(path: Path, pattern: str) -> bool:

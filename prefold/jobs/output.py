@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from io import TextIOWrapper
@@ -26,7 +26,7 @@ from ..errors import JobError
 from ..spec.files import replacing, writing
 from .columns import TableForm, cell, need_pyarrow, write_parquet
 from .journal import Journal, covers, journal_path
-from .record import RecordSet
+from .record import Extra, RecordSet
 from .source import as_noted
 
 COMMIT_SECONDS = 1.0
@@ -86,8 +86,12 @@ class Output:
     def release(self) -> None:
         """Writes the lines that were held back, in place of an old output."""
 
-    def write(self, number: int, line: str, failed: bool) -> None:
-        """Takes the line of a record; subclasses write it. failed: whether the line is an error"""
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
+        """Take the line of a record; subclasses write it.
+
+        failed  whether the line is an error
+        extra   what the end of the job needs of the record beside its line, as JSON: see `extras`
+        """
         self.count += 1
         self.errors += failed
         self.first_error = self.first_error or (line if failed else None)
@@ -98,6 +102,11 @@ class Output:
     def finish(self) -> None:
         """Commits the remaining lines, and ends the output."""
         self.commit()
+
+    def extras(self) -> Iterable[Extra]:
+        """Return what was written as `extra` for the records that have their line, once for each, also by earlier
+        runs."""
+        return ()
 
     def close(self) -> None: ...
 
@@ -125,12 +134,17 @@ class StreamOutput(Output):
     def __init__(self, stream: BinaryIO):
         super().__init__()
         self._stream = stream
+        self._extras: list[Extra] = []
 
-    def write(self, number: int, line: str, failed: bool) -> None:
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         with self._lock, writing("standard output"):
             self._stream.write((line + "\n").encode())
             self.done.add(number)
+            self._extras += [] if extra is None else [extra]
             super().write(number, line, failed)
+
+    def extras(self) -> Iterable[Extra]:
+        return self._extras
 
     def commit(self, *, due_only: bool = False) -> None:
         with self._lock, writing("standard output"):
@@ -160,7 +174,8 @@ class FileOutput(Output):
         self._finish = finish_for(self.path, options.keep_order, options.form)
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
-        self._pending: list[tuple[int, bytes]] = []  # records' numbers with their lines, so that no signal parts them
+        # Records' numbers with their lines and extras, so that no signal parts them.
+        self._pending: list[tuple[int, bytes, Extra | None]] = []
         self._bytes = 0
         self._last = time.monotonic()
         self._broken: JobError | None = None
@@ -244,12 +259,12 @@ class FileOutput(Output):
         self._file.truncate(self.journal.offset)
         self.begun = True
 
-    def write(self, number: int, line: str, failed: bool) -> None:
+    def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
         data = (line + "\n").encode()
         if self._finish is not None:
             data = b"%d\t" % number + data
         with self._lock:
-            self._pending.append((number, data))
+            self._pending.append((number, data, extra))
             self._bytes += len(data)
             super().write(number, line, failed)
             if self._bytes >= COMMIT_BYTES or time.monotonic() - self._last >= self._commit_seconds:
@@ -269,7 +284,7 @@ class FileOutput(Output):
         if not self._pending:
             return
         self.before_commit()
-        data = b"".join(line for _, line in self._pending)
+        data = b"".join(line for _, line, _ in self._pending)
         try:
             with writing(self.lines_path, "what is written is kept", RESUME):
                 self._begin()
@@ -277,9 +292,9 @@ class FileOutput(Output):
                 while num_bytes < len(data):
                     num_bytes += self._file.write(data[num_bytes:])
                 os.fsync(self._file.fileno())
-                self.journal.commit(
-                    [number for number, _ in self._pending], self.journal.offset + len(data), self.errors
-                )
+                numbers = [number for number, _, _ in self._pending]
+                extras = [extra for _, _, extra in self._pending if extra is not None]
+                self.journal.commit(numbers, self.journal.offset + len(data), self.errors, extras)
             self._pending, self._bytes = [], 0
         except JobError as error:
             self._broken = error
@@ -303,6 +318,9 @@ class FileOutput(Output):
             self.journal.finish(self.limit, keeps_lines=keeps_lines)
             if not keeps_lines:
                 self._remove_lines()
+
+    def extras(self) -> Iterable[Extra]:
+        return self.journal.extras()
 
     def _remove_lines(self) -> None:
         """Removes the lines of which the output was made."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.requests import Answer
 from ..errors import InputError, UnsupportedModelError
@@ -24,6 +24,9 @@ from ..trie import Feed, Spool
 from .output import Output
 from .record import ParsedRecord, Record, RecordAdapter, Source, error_text
 from .report.progress import Counts
+
+if TYPE_CHECKING:
+    from .review import Review
 
 # Gathers the results of a record's requests, which run at different times, by the tags that the requests carry.
 #
@@ -142,6 +145,7 @@ class Job:
     seed      what the seeds of records that sample without a seed of their own are made of
     has_seed  whether the user gave that seed; answers that were drawn with another one are not kept
     kept      has answers of earlier jobs, and keeps those of this one; None: nothing is kept
+    review    what keeps something of each record's answers for the end of the job, and ends it; None: nothing does
     """
 
     source: Source
@@ -157,6 +161,7 @@ class Job:
     seed: int = 0
     has_seed: bool = False
     kept: KeptAnswers | None = None
+    review: Review | None = None
     make_spool: Callable[[], Spool] = Spool
 
 

@@ -101,6 +101,8 @@ def error_object(error: InputError) -> dict[str, Any]:
     return out
 
 
+Extra = list[object]  # what the end of a job needs of a record beside its line, as JSON
+
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.protocol import Engine
 from ..engine.requests import Answer
@@ -28,10 +28,13 @@ from ..trie import LiveInput, Windows
 from ..trie.live_windows import See, watched
 from .output import Output
 from .reader import DoneRecord, Gather, Job, Reader, ReadyBatch
-from .record import RecordAdapter, Source, dumps, error_text
+from .record import Extra, RecordAdapter, Source, dumps, error_text
 from .report.icicle import StreamShape
 from .report.page import StepLog
 from .report.progress import Counts, Progress
+
+if TYPE_CHECKING:
+    from .review import Conclusion
 
 
 class Flow:
@@ -112,12 +115,16 @@ class Flow:
             line = error_text(adapter, record.number, record.meta, answer)
             self.job.output.write(record.number, line, failed=True)
         else:
-            self.job.output.write(record.number, answer, failed=False)
+            line, extra = answer
+            self.job.output.write(record.number, line, failed=False, extra=extra)
 
-    def _line(self, task: Task, record: DoneRecord) -> str:
-        """Returns the output line of a record with all results. Raises InputError as the task's `finish` does."""
+    def _line(self, task: Task, record: DoneRecord) -> tuple[str, Extra | None]:
+        """Return (the output line of a record with all results, what the end of the job needs of it). Raise InputError
+        as the task's `finish` does."""
         answers = [finish(task, note, values) for note, values in record.items]
-        return dumps(self.job.adapter.line(record.number, record.meta, answers))
+        review = self.job.review
+        extra = None if review is None else review.extra(record.number, record.meta, answers)
+        return dumps(self.job.adapter.line(record.number, record.meta, answers)), extra
 
 
 def run_beside(
@@ -219,6 +226,7 @@ class Summary:
     passes: str = ""  # in words, what computed forward passes
     replicas: str = ""  # what became of them, in words, where there are several
     first_error: str | None = None  # the line of the first record that failed in this run
+    conclusion: Conclusion | None = None  # of a job whose answers are reviewed
 
     @property
     def computed(self) -> int:
@@ -261,7 +269,10 @@ class _Run:
     def run(self) -> Summary:
         started_at = time.perf_counter()
         if self.output.ended:
-            self.output.close()
+            try:
+                self._conclude()
+            finally:
+                self.output.close()
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
             return self.summary
         try:
@@ -273,6 +284,7 @@ class _Run:
                     raise Interrupted(self.signal)  # it came when all that had been read was computed
                 self.graceful = True
                 self.output.finish()
+                self._conclude()
         except BaseException as error:
             # What the handler of a signal raises within compiled code may come out as any other exception.
             if self.ending is not None or isinstance(error, KeyboardInterrupt):
@@ -299,6 +311,12 @@ class _Run:
         self.summary.first_error = self.output.first_error
         self.summary.seconds = time.perf_counter() - started_at
         return self.summary
+
+    def _conclude(self) -> None:
+        """End the review of the answers, when all lines are written. A job that is killed here does so when it is run
+        again."""
+        if self.job.review is not None:
+            self.summary.conclusion = self.job.review.conclude(self.output.extras())
 
     def _work(self, started_at: float) -> None:
         self.reader.has_work.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, JobError, record_error
 from ..tasks.results import PREFIX, Answer, Classification, Decision, names_in_lines
@@ -14,6 +14,9 @@ from ..text.fields import lookup
 from ..text.valid import valid_text
 from ..wire.decisions import state_of
 from .record import ParsedRecord, Record, error_object, plain
+
+if TYPE_CHECKING:
+    from .gold import Gold
 
 # The names that every output line has beside the fields of its task's answer.
 _OF_LINES = {"record", "id", "error", "results"}
@@ -32,6 +35,9 @@ class TableAdapter:
     Arguments are those of RowReader. If the last column of prompts holds a list, the record's line has the results of
     the whole list.
 
+    gold   reads the true answers of decisions
+    shows  whether the columns of a state of decisions are kept, for rows that a person reviews
+
     Raises JobError where a column is to be repeated under a name that lines have themselves.
     """
 
@@ -40,6 +46,9 @@ class TableAdapter:
         task: str,
         columns: Columns,
         render_chat: Callable[[list[Any]], Any] | None = None,
+        *,
+        gold: Gold | None = None,
+        shows: bool = False,
         **options: bool,
     ):
         self.reserved = self.reserved_for(task, has_id=columns.id is not None)
@@ -53,6 +62,7 @@ class TableAdapter:
         # A conversation becomes the state of a decision as it does over HTTP.
         self._rows = RowReader(task, columns, state_of if task == "decide" else render_chat, **options)
         self.columns = None if columns.keep_all else self._rows.used
+        self.gold, self._shows = gold, shows
         self.labels: Counter[str] = Counter()  # of this run's lines
 
     def check(self, have: list[str] | None) -> None:
@@ -95,6 +105,10 @@ class TableAdapter:
             every = data if columns.keep_all else ()
             repeated = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
             meta["keep"] = repeated | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
+        if self.gold is not None:
+            meta["gold"] = self.gold.of(data, number, meta.get("id"))
+        if self._shows:
+            meta["row"] = {name: plain(data.get(name)) for name in columns.state_columns(data)}
         return meta
 
     def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:

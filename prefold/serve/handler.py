@@ -32,6 +32,7 @@ from ..engine.protocol import Engine
 from ..engine.samples import Sample, TextPiece
 from ..engine.schedule.fair import FairAdmission
 from ..errors import InputError
+from ..spec.calibration import Calibration
 from ..spec.requests import Generated, Owner, Readout, Request, Result, Sampling, TokenLogprobs
 from ..spec.server import ServerSpec
 from ..spec.task import GenerationOptions
@@ -100,7 +101,10 @@ class RequestHandler:
         self._paths = {path: paths[path] for path in sorted(paths, key=len, reverse=True) if os.sep in path}
         self.fingerprint = fingerprint(llm)
         names = ("max_n", "max_logprobs", "escape_special")
-        self._of_texts = {name: getattr(options, name) for name in names}
+        self._of_task = {"generate": {name: getattr(options, name) for name in names}, "decide": {}}
+        if options.calibration is not None:
+            self._of_task["decide"] = {"calibration": Calibration.load(options.calibration)}
+            llm.task("decide", **self._of_task["decide"])  # a calibration of another model is refused at the start
 
     def _note_step(self, step: StepInfo) -> None:
         self.watch.note(step)
@@ -192,7 +196,7 @@ class RequestHandler:
         """Returns the task of an order, within the server's limits and the order's prefix of salts. Its requests can
         read no file of this machine but the tenant's uploads, and their images have the prefix too. For a model without
         logits a conversation can be tokenised, but not continued."""
-        options = {**(self._of_texts if order.task == "generate" else {}), **order.options}
+        options = {**self._of_task.get(order.task, {}), **order.options}
         if order.task == "generate" and not order.computes and not self.llm.config.lm_head:
             inputs = inputs_of(self.llm.config, self.llm.tokenizer, options.pop("max_length", None))
             task: Any = GenerateTask(inputs, GenerationOptions(**options))

@@ -293,14 +293,14 @@ class Server(uvicorn.Server):
         started_at = time.perf_counter()
         try:
             llm = load()
+            # The loaded objects stay. Searching them for garbage again and again would stop all threads for 0.1 s.
+            gc.collect()
+            gc.freeze()
+            self.state.ready(llm)
         except BaseException as error:
             self.error, self.state.status = error, "failed"
             self.should_exit = True
             return
-        # The loaded objects stay. Searching them for garbage again and again would stop all threads for 0.1 s.
-        gc.collect()
-        gc.freeze()
-        self.state.ready(llm)
         self.say(f"ready after {time.perf_counter() - started_at:.1f} s: {', '.join(self.state.names)} on {self.url}")
         if passes := getattr(llm, "passes", ""):
             self.say(passes)

@@ -55,6 +55,18 @@ class InputSpec:
     media_folder: str | None = option(
         None, "Images may be given as paths in this folder; nothing outside of it is read.", metavar="FOLDER"
     )
+    gold: tuple[str, ...] = option(
+        (),
+        "True answers, which the probabilities are compared with: a column (of several questions an object {question:"
+        " answer}), or QUESTION=COLUMN,... May be repeated.",
+        metavar="COLUMN",
+    )
+    gold_file: str | None = option(
+        None,
+        "Read the columns of --gold from this table, whose column record (with --id: id) says of which record."
+        "  [default for --gold: QUESTION_gold, as in a file of --review]",
+        metavar="FILE",
+    )
     id_column: str | None = option(None, "A column that the output repeats as id.", metavar="COLUMN", flags="--id")
     keep: tuple[str, ...] = option(
         (),
@@ -125,6 +137,20 @@ class OutputSpec:
         "  [default: label for CSV and Parquet; else the objects of JSON lines]",
         one_of=(None, "label", "all"),
     )
+    review: str | None = option(
+        None,
+        "Write the records with a doubtful answer to this table, in which the true answers can be filled in.  [default"
+        " with --review-below and -o: NAME.review beside the output]",
+        metavar="FILE", journal=False,
+    )  # fmt: skip
+    precision: float = option(
+        0.95, "With --gold: look for the threshold from which on this share of the answers is right.",
+        least=0, most=1, above=True, journal=False,
+    )  # fmt: skip
+    save_calibration: str | None = option(
+        None, "With --gold: write the temperatures and thresholds that fit to a file for --calibration.",
+        metavar="FILE", journal=False,
+    )  # fmt: skip
     json_columns: bool = option(
         False,
         "Each property of a JSON answer becomes a column of its own, beside text. Needs --json-schema or"
@@ -312,6 +338,7 @@ class JobSpec:
         """Raise SpecError for options that exclude each other, whatever the input holds."""
         self.output.check()
         self._check_json_columns()
+        self._check_gold()
         if self.task is None:
             return
         self.check_tasks((self.task,), self.task)
@@ -340,6 +367,22 @@ class JobSpec:
                 (flag,) = flags_of(entry, entry.name)
                 raise SpecError(f"{flag} is for conversations", field=entry.name, remedy=remedy)
 
+    def _check_gold(self) -> None:
+        """Raise SpecError if what needs true answers, or doubtful ones, has none."""
+        if not self.input.gold and self.input.gold_file is None:
+            for name in ("precision", "save_calibration"):
+                if name in self.given:
+                    flag = f"--{name.replace('_', '-')}"
+                    raise SpecError(f"{flag} needs true answers", field=name, remedy="add --gold COLUMN")
+        if self.output.save_calibration is not None and self.input.adapter_column is not None:
+            message = "--save-calibration and --adapter-column exclude each other: a calibration is of one adapter"
+            raise SpecError(message, field="save_calibration")
+        if self.output.review is not None and self.task is None:
+            raise SpecError("--review is for tables; give a table and --task decide", field="review")
+        if self.output.review is not None and self.given.isdisjoint(("review_below", "calibration")):
+            remedy = "add --review-below P or --calibration FILE"
+            raise SpecError("--review: nothing says which answers are doubtful", field="review", remedy=remedy)
+
     def _check_json_columns(self) -> None:
         """Raise SpecError for --json-columns if answers are not JSON objects, or if a record has several answers."""
         if not self.output.json_columns:
@@ -366,7 +409,7 @@ def _journal_name(task: str, name: str) -> str:
 _TEXTS = {
     "embed": ("prompt",),
     "classify": ("prompt",),
-    "decide": ("state",),
+    "decide": ("state", "gold", "gold_file"),
     "rerank": ("query", "document"),
     "score": ("prompt", "continuation"),
     "generate": ("prompt", "tools"),
@@ -376,11 +419,15 @@ _OF_ALL_COLUMNS = (
     "max_cell_lines",
 )  # fmt: skip
 # Parameters of a task's command that are no options of the task itself.
-BESIDE = {"classify": ("scores",), "decide": ("scores",), "generate": ("chat", "recommended", "seed", "json_columns")}
+BESIDE = {
+    "classify": ("scores",),
+    "decide": ("scores", "review", "precision", "save_calibration"),
+    "generate": ("chat", "recommended", "seed", "json_columns"),
+}
 # Parameters that name a column, or say what is read from columns.
 COLUMNS = (
     "prompt", "state", "messages", "query", "document", "continuation", "tools", "adapter_column", "image", "id_column",
-    "keep", "empty",
+    "keep", "empty", "gold", "gold_file",
 )  # fmt: skip
 
 

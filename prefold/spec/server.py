@@ -66,6 +66,12 @@ class ServerSpec:
         " template has <think>.",
         one_of=("auto", "think", "none"),
     )  # fmt: skip
+    calibration: str | None = option(
+        None,
+        "Temperatures and thresholds of decisions, from `prefold decide --save-calibration`: for requests that ask a"
+        " question of this name and content.",
+        metavar="FILE",
+    )
     access_log: str = option(
         "off",
         "Log a line about each request, as text or as a JSON object: never prompts, answers or keys. Without a value:"

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 from ..errors import InputError
+from .calibration import Calibration
 from .fields import check_options, check_values, kind_of, option
 
 Truncate = bool | Literal["left", "right"]
@@ -324,6 +325,18 @@ class DecideOptions(TaskSpec):
     temperature: Mapping[str, float] | None = option(
         None, "{kind of question: what its logits are divided by} (default: from decision.json, else 1).", None
     )
+    calibration: Calibration | Mapping[str, object] | None = option(
+        None,
+        "A temperature and a threshold for each question, from --save-calibration or llm.calibrate. On the command line"
+        " a JSON file.",
+        metavar="FILE",
+    )
+    review_below: float | None = option(
+        None,
+        "Mark an answer as doubtful if the probability of its most likely option is below this (default: the"
+        " thresholds of the calibration, if there is one).",
+        least=0, most=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -290,8 +290,9 @@ class ClassifyHeadTask(Task):
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    z = np.exp(scores - scores.max())
-    return z / z.sum()
+    """Return the softmax over the last axis."""
+    z = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return z / z.sum(axis=-1, keepdims=True)
 
 
 def _warn_of_lengths(tokens: Mapping[str, int]) -> None:

@@ -5,6 +5,8 @@ Each question of a state is a prompt. The prompts of a state share the state, so
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -15,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.identity import model_identity
 from ..errors import InputError
+from ..spec.calibration import Calibration, QuestionCalibration
 from ..spec.fields import checked
 from ..spec.plugins import load_plugins
 from ..spec.requests import Namespace, Readout, Request, Result
@@ -38,10 +42,11 @@ from ..text.decisions import (
 from ..text.media import ImageIds, Picture, TextWithImages, notes_in, refuse_images
 from ..text.valid import plain_json, valid_text
 from .base import Inputs, Task, TextBatch, Work, attempt, work_of
+from .calibration import Judgement
 from .classify import softmax
 from .conversations import variables
 from .questions import KINDS, Question, field_of, read_questions
-from .results import Decision
+from .results import Decision, DecisionAnswer
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
@@ -262,11 +267,58 @@ class DecideTask(Task):
                 errors[question.name] = error
         for error in errors.values():
             raise error
+        self.calibration: Calibration | None = None
+        self.review_below: float | None = None
+        if options.review_below is not None:
+            self.review_below = checked(float, options.review_below, "review_below", least=0, most=1, quoted=False)
+
+    @property
+    def marks(self) -> bool:
+        """Return whether answers say if they are doubtful."""
+        return self.review_below is not None or self.calibration is not None
+
+    def source(self, checkpoint: Checkpoint) -> dict[str, str | None]:
+        """Return what the probabilities depend on beside the questions, as the fields of a Calibration."""
+        settings, identity = self.settings, model_identity(checkpoint)
+        order = [self.write.__name__, self.first] if settings.template is None else []
+        labels = {kind: [*settings.labels_of(kind)] for kind in KINDS}
+        parts = [order, self.encoder.source, labels, settings.noul_options, settings.escapes, {**settings.temperature}]
+        prompt = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+        own = {"model": identity["name"], "model_digest": identity["digest"], "prompt": prompt}
+        return own | {"adapter": self.inputs.adapter}
+
+    def calibrate(self, calibration: Calibration, checkpoint: Checkpoint) -> None:
+        """Correct all answers by a calibration. Raise InputError if it was made with another model, prompt or
+        question."""
+        calibration.check_source(**self.source(checkpoint))  # type: ignore[arg-type]
+        if self.questions:
+            calibration.check_names([question.name for question in self.questions])
+        self.calibration = calibration
+        for question in self.questions:
+            self._calibration_of(question)
+
+    def fitted(self, judgements: Sequence[Judgement], precision: float, checkpoint: Checkpoint) -> Calibration:
+        """Return the calibration of those questions whose answers had enough true ones beside them."""
+        named = {question.name: question for question in self.questions}
+        applied = {} if self.calibration is None else self.calibration.questions
+        questions = {
+            one.name: one.calibration(named[one.name], applied.get(one.name))
+            for one in judgements
+            if one.fit is not None
+        }
+        source: Any = self.source(checkpoint)
+        return Calibration(questions=questions, precision=precision, **source)
+
+    def _calibration_of(self, question: Question) -> QuestionCalibration | None:
+        if self.calibration is None:
+            return None
+        return self.calibration.of_question(question.name, question.digest, question.options)
 
     @property
     def example(self) -> Decision:
         mass = 0.0 if isinstance(self.reader, LabelReader) else None
-        return Decision({question.name: question.example(mass) for question in self.questions})
+        found = {} if self.calibration is None else self.calibration.questions
+        return Decision({q.name: self._marked(q.example(mass), found.get(q.name)) for q in self.questions})
 
     def swapped(self) -> DecideTask | None:
         """Return the task with the other order of state and question; None if a template says the order."""
@@ -286,6 +338,10 @@ class DecideTask(Task):
         if item.questions is not None and self.questions:
             message = "the item has questions of its own, and all items are asked the same"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
+        if self.calibration is not None and item.adapter not in (None, self.calibration.adapter):
+            message = f"the calibration was not made with the adapter {item.adapter!r}"
+            remedy = "leave the calibration out, or make one for each adapter"
+            raise InputError(message, field="adapter", remedy=remedy, code="calibration_mismatch")
         questions, errors = (self.questions, {}) if item.questions is None else read_questions(item.questions)
         if not questions and not errors:
             message = "there are no questions"
@@ -293,7 +349,7 @@ class DecideTask(Task):
         asking = self._asking(item)
         asked = []
         for question in questions:
-            error = attempt(self.reader.check, question) if item.questions is not None else None
+            error = attempt(self._check, question) if item.questions is not None else None
             if isinstance(error, InputError):
                 errors[question.name] = error
             else:
@@ -332,6 +388,11 @@ class DecideTask(Task):
             return work_of(requests, list(asking.pictures.values()), **note)
 
         return make
+
+    def _check(self, question: Question) -> None:
+        """Raise InputError for a question that cannot be read, or that is not the calibrated one of its name."""
+        self.reader.check(question)
+        self._calibration_of(question)
 
     def _asking(self, item: DecideItem) -> _Asked:
         """Return what all prompts of an item have in common. Raise InputError for what cannot be asked."""
@@ -493,14 +554,23 @@ class DecideTask(Task):
             values = [np.asarray(result.values, dtype=np.float64) for result in read]
             scored = self.reader.all_scores(group, values, about)
             for question, (scores, mass, is_label) in zip(group, scored, strict=True):
-                p = softmax(scores / self.settings.temperature.get(question.kind, 1.0))
+                calibration = None if self.calibration is None else self.calibration.questions.get(question.name)
+                temperature = self.settings.temperature.get(question.kind, 1.0)
+                p = softmax(scores / (temperature if calibration is None else temperature * calibration.temperature))
                 if question.kind == "noul" and self.settings.noul_options[0] == "false":
                     p = p[::-1]
-                answers[question.name] = question.answer(p, mass, is_label)
+                answers[question.name] = self._marked(question.answer(p, mass, is_label), calibration)
         errors = {name: InputError(e["message"], field=e.get("field"), remedy=e.get("remedy", ""), code=e["code"])
                   for name, e in note.get("errors", {}).items()}  # fmt: skip
         known = None if None in cached else sum(cached)  # type: ignore[arg-type]
         return Decision(answers, errors, note["tokens"], notes_in(note), cached_tokens=known)
+
+    def _marked(self, answer: DecisionAnswer, calibration: QuestionCalibration | None) -> DecisionAnswer:
+        """Return an answer that says whether it is doubtful, if there is a threshold for its question."""
+        if self.review_below is None and calibration is None:
+            return answer
+        threshold = self.review_below if calibration is None or self.review_below is not None else calibration.threshold
+        return replace(answer, review=threshold is None or max(answer.probabilities.values()) < threshold)
 
 
 def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:

@@ -11,6 +11,7 @@ from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, InputError, UnsupportedModelError
 from ..model import ModelConfig, config_from
+from ..spec.calibration import Calibration
 from ..spec.requests import Exits
 from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, RerankOptions, TaskSpec, options_of
 from ..text.decisions import CONFIG, DecisionSettings, check_labels
@@ -164,7 +165,10 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     elif head.max_length is not None:
         limit = head.max_length
         inputs = replace(inputs, max_length=limit if inputs.max_length is None else min(limit, inputs.max_length))
-    return DecideTask(inputs, o, settings, head)
+    task = DecideTask(inputs, o, settings, head)
+    if o.calibration is not None:
+        task.calibrate(Calibration.of(o.calibration), checkpoint)
+    return task
 
 
 def _decision_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, str]:

@@ -6,9 +6,12 @@ Two vocabularies name the same three kinds. System One writes {name: question} w
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -54,6 +57,48 @@ class Question:
         """Return the options as a prompt writes them."""
         return [option if isinstance(option, str) else str(option).lower() for option in self.options]
 
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of all that a prompt says of the question, and of its options."""
+        parts = [self.kind, self.instructions, self.options, self.descriptions]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+    def place_of(self, value: object, field: str) -> int:
+        """Return the place of a true answer among the options.
+
+        value  of a noul true or false, yes or no, 1 or 0; of a choice an option; of a score a level's number from 0 or
+               its text, or the text alone if texts of levels are numbers. Numbers may be written as text
+        field  the name of the column that holds it, for errors
+
+        Raise InputError for any other value.
+        """
+        word, places = _word(value), self._places
+        place = places.get(word.lower() if self.kind == "noul" else word) if word is not None else None
+        if self.kind == "choice":  # true and "true" may be two options
+            same = [i for i, one in enumerate(self.options) if type(one) is type(value) and one == value]
+            place = same[0] if same else place
+        if place is None:
+            message = f"{field!r} is {value!r:.100}, which is no option of the question {self.name!r}"
+            remedy = f"give one of {', '.join(places)}"
+            if len(remedy) > 1000:
+                remedy = f"{remedy[:1000]}, ..."
+            raise InputError(message, field=field, remedy=remedy, code="out_of_range")
+        return place
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Return {a true answer, as text: its place among the options}."""
+        if self.kind == "noul":
+            return {"true": 0, "false": 1, "yes": 0, "no": 1, "1": 0, "0": 1}
+        words, places = self.words, {}
+        if self.kind == "score":
+            texts = [text if isinstance(text, str) else "" for text in self.descriptions]
+            are_numbers = any(text.strip().lstrip("+-").replace(".", "", 1).isdigit() for text in texts)
+            places = {} if are_numbers else {word: i for i, word in enumerate(words)}
+            words = [text or str(i) for i, text in enumerate(texts)] if not are_numbers else texts
+        # A text that two options have names neither of them.
+        return places | {word: i for i, word in enumerate(words) if words.count(word) == 1}
+
     def note(self) -> list[object]:
         """Return what `from_note` makes the question of, as far as its answer needs it, in JSON."""
         return [self.name, self.kind, list(self.options), list(self.descriptions) if self.kind == "score" else []]
@@ -98,6 +143,17 @@ class Question:
 def field_of(name: str) -> str:
     """Return the field of a question in errors. A request may call a question without a name by its place."""
     return name if _PLACE.fullmatch(name) else f"questions[{name!r}]"
+
+
+def _word(value: object) -> str | None:
+    """Return a true answer as text; None for what is none. A whole number may come as 5.0, as out of a table."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return str(bool(value)).lower()
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return str(int(value)) if value == value // 1 else str(value)
+    return None
 
 
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:

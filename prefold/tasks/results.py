@@ -287,6 +287,7 @@ class DecisionAnswer(Jsonable):
         label_mass: probability of all labels over the whole vocabulary; None: a head was read
         argmax_is_label: whether the most likely token is one of the labels; None: a head was read
         legend: of a score {level: its text}
+        review: whether the probability of the most likely option is below the threshold; None: there is no threshold
     """
 
     type: Literal["noul", "choice", "score"]
@@ -296,6 +297,7 @@ class DecisionAnswer(Jsonable):
     label_mass: float | None = None
     argmax_is_label: bool | None = None
     legend: dict[str, Any] | None = None
+    review: bool | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Return {name of a field: its value as JSON has it}, without fields that are None.
@@ -311,11 +313,15 @@ class DecisionAnswer(Jsonable):
         whole = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"probabilities": of}
         return {name: value for name, value in whole.items() if value is not None}
 
-    def beside(self, name: str, every: bool) -> dict[str, float]:
+    def beside(self, name: str, every: bool) -> dict[str, float | bool]:
         """Return the columns beside the answer's value; see `columns` of Decision. name: of the question"""
-        own = {} if self.type == "score" else {f"{name}_p": max(self.probabilities.values())}
+        own: dict[str, float | bool] = {}
+        if self.type != "score":
+            own[f"{name}_p"] = max(self.probabilities.values())
         if self.type == "score" or every:
             own[f"{name}_confidence"] = self.confidence
+        if self.review is not None:
+            own[f"{name}_review"] = self.review
         if every:
             of: Any = self.to_dict()["probabilities"]
             pairs = of.items() if isinstance(of, dict) else ((str(p["value"]), p["probability"]) for p in of)
@@ -367,8 +373,9 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
 
     def columns(self, every: bool = False) -> dict[str, object]:
         """Return a column NAME with the value of each question, and NAME_p, the probability of this value; of a score
-        NAME_confidence. With `every` there are also the probability of each option, NAME_p_OPTION, NAME_confidence and
-        NAME_label_mass. A question with the name of one of these columns is called answer_NAME.
+        NAME_confidence; and NAME_review, whether the answer is doubtful, if there is a threshold. With `every` there
+        are also the probability of each option, NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question with the
+        name of one of these columns is called answer_NAME.
         """
         beside = {name: answer.beside(name, every) for name, answer in self.answers.items()}
         taken = {column for columns in beside.values() for column in columns}

@@ -33,6 +33,7 @@ class Columns:
     messages   a column of chat messages, in place of prompt or state
     tools      for generate: a column of the tools that the chat template writes
     adapter    a column that names the LoRA adapter; null or an empty text for none
+    gold       columns of true answers
     image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
     id         a column whose value the output line repeats; "record", where no column has that name, is the record's
                number
@@ -49,6 +50,7 @@ class Columns:
     query: Template | None = None
     document: Template | None = None
     continuation: Template | None = None
+    gold: tuple[str, ...] = ()
     id: str | None = None
     keep: Mapping[str, str] = field(default_factory=dict)
     keep_all: bool = False
@@ -64,7 +66,12 @@ class Columns:
         ]
         names = [path for template in templates for path in template.paths]
         single = (self.messages, self.tools, self.adapter, self.image, self.id)
-        return [*names, *(path for path in single if path), *self.keep.values()]
+        return [*names, *(path for path in single if path), *self.gold, *self.keep.values()]
+
+    def state_columns(self, data: Mapping[str, object]) -> list[str]:
+        """Return the columns of a record that hold the state of decisions."""
+        paths = [self.messages] if self.messages is not None else self.state.paths if self.state is not None else []
+        return list(dict.fromkeys(path if path in data else path.split(".")[0] for path in paths))
 
 
 def kept_name(reserved: Collection[str], column: str) -> str:

@@ -71,13 +71,9 @@ class SystemOne(Deciding):
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Decision]) -> Result:
         (decision,) = answers
         of = _all(decision)
-        diagnostics = {
-            name: {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
-            for name, answer in of.items()
-            if answer.label_mass is not None
-        }
-        known = {"diagnostics": diagnostics} if diagnostics else {}  # where vLLM has them
-        return {"answers": {name: _system_one(answer) for name, answer in of.items()}, **known}
+        diagnostics = {name: known for name, answer in of.items() if (known := _diagnostics(answer))}
+        more = {"diagnostics": diagnostics} if diagnostics else {}  # where vLLM has them
+        return {"answers": {name: _system_one(answer) for name, answer in of.items()}, **more}
 
 
 class Decisions(Deciding):
@@ -132,6 +128,13 @@ def _all(decision: Decision) -> dict[str, DecisionAnswer]:
     for error in decision.errors.values():
         raise error
     return decision.answers
+
+
+def _diagnostics(answer: DecisionAnswer) -> Result:
+    """Return what is known of an answer beside System One's fields."""
+    labels = {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
+    known = {} if answer.label_mass is None else labels
+    return known if answer.review is None else known | {"review": answer.review}
 
 
 def _system_one(answer: DecisionAnswer) -> Result:

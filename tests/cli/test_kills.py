@@ -58,6 +58,10 @@ for line in sys.stdin:
 
 EMBED = ["embed", "--dimensions", "3", "--max-batch-rows", "64"]
 GENERATE = ["generate", "--prompt", "text", "--max-tokens", "6", "--temperature", "1", "--seed", "7"]
+QUESTIONS = json.dumps({"q": {"type": "choice", "criteria": {"a": None, "b": None}}})
+TEMPLATE = "{{ state }} {{ question.labels|join }}"
+DECIDE = ["decide", "--state", "text", "--questions", QUESTIONS, "--template", TEMPLATE, "--gold", "label",
+          "--max-batch-rows", "64"]  # fmt: skip
 JOBS = {
     "plain.jsonl": EMBED,
     "ordered.jsonl": [*EMBED, "--keep-order"],
@@ -69,6 +73,7 @@ JOBS = {
     "samples.parquet": [*GENERATE, "--n", "2", "--kv-memory", "300KB", "--keep-order"],
     "kept.jsonl": [*EMBED, "--answers", "answers"],
     "kept.csv": [*GENERATE, "--answers", "answers", "--keep-order"],
+    "decided.csv": [*DECIDE, "--review-below", "1", "--save-calibration", "fitted.json", "--keep-order"],
     "windows.csv": [*GENERATE, "--stream", "--window", "1500", "--keep-order"],
 }
 SIGNALS = [signal.SIGKILL] * 3 + [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -142,15 +147,24 @@ class Killed:
             (model,) = file.models()
             assert file.check() == [] and model.answers == sum(not line.get("error") for line in want)
             file.close()
+        if name == "decided.csv":
+            self.check_review(want)
         if self.rng.random() < 0.3:
             before = (self.folder / name).read_bytes()
             assert self.run(name) == 3 and (self.folder / name).read_bytes() == before
 
     def clear(self, name):
-        for path in self.folder.glob(f"{name}*"):
+        for path in (*self.folder.glob(f"{name}*"), *self.folder.glob("*.review.*"), *self.folder.glob("fitted.json")):
             path.unlink()
         if self.rng.random() < 0.8:  # else the next job knows the answers
             shutil.rmtree(self.folder / "answers", ignore_errors=True)
+
+    def check_review(self, want):
+        """Each record that was decided is there once, for a person, and counted once."""
+        decided = [line["record"] for line in want if not line.get("error")]
+        assert [int(row["record"]) for row in _read_table(self.folder / "decided.review.csv")] == decided
+        halves = json.loads((self.folder / "fitted.json").read_text())["questions"]["q"]["figures"]
+        assert sum(half["before"]["rows"] for half in halves.values()) == len(decided)
 
     def read(self, name):
         """The records, in input order; embeddings as nearly as another batch leaves them."""
@@ -159,6 +173,7 @@ class Killed:
         for line in lines:
             line["record"] = int(line["record"])
             line.pop("cached_tokens", None)
+            line |= {"q_p": round(float(line["q_p"]), 3)} if line.get("q_p") else {}
             for choice in line.get("choices") or ():
                 if isinstance(choice, dict):
                     choice.pop("cached_tokens", None)
@@ -199,7 +214,7 @@ def killed(model, tmp_path, environment):
     with (tmp_path / "in.jsonl").open("w") as file:
         for i in range(RECORDS):
             words = rng.choice(["yes", "no", "the", "abc", "q"], int(rng.integers(5, 40)))
-            record = {"id": f"r{i}", "text": " ".join(words)}
+            record = {"id": f"r{i}", "text": " ".join(words), "label": "ab"[i % 2]}
             file.write("{bad\n" if i % 41 == 5 else json.dumps(record) + "\n")
     killed = Killed(tmp_path, model, environment, seed=11)
     yield killed

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from tiny import tiny_checkpoint
 
+from prefold import Calibration
 from prefold.cli import main
 
 
@@ -71,6 +72,16 @@ def test_a_model_that_cannot_be_loaded(tmp_path):
         assert process.wait(60) == 1
         said = process.stderr.read()
     assert "Traceback" not in said and str(tmp_path) in said
+
+
+def test_a_calibration_of_another_model_ends_the_server(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    Calibration(questions={}, model="other", model_digest="d", prompt="p").save(tmp_path / "c.json")
+    process, _ = start("--port", "0", "-m", str(folder), "--calibration", str(tmp_path / "c.json"))
+    with process.stderr:
+        assert process.wait(60) == 1
+        said = process.stderr.read()
+    assert "Traceback" not in said and "the calibration was made with another model (other" in said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import click
 import pytest
 
 import prefold
+from prefold import Calibration
 from prefold.cli import main
 from prefold.cli.specs import job_spec
 from prefold.cluster.backends import backend_for
@@ -23,7 +24,7 @@ VALUES = {
     "labels": "a,b", "labels_file": "labels.txt", "examples": "examples.jsonl", "route": (0, 1), "stop": ("x",),
     "stop_id": (3,), "choice": ("a", "b"), "keep": ("a",), "backend_option": ("a=1",), "allow_media_host": ("a.org",),
     "tools": "column", "arithmetic": "int8", "kv_dtype": "bfloat16", "exits": "save", "normalization": "bytes",
-    "questions": '{"a": {"type": "noul"}}',
+    "questions": '{"a": {"type": "noul"}}', "gold": ("a",), "calibration": "calibration.json",
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def test_every_option_that_changes_a_result_changes_the_identity_of_a_job(task, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "labels.txt").write_text("a\nb\n")
     (tmp_path / "examples.jsonl").write_text('{"text": "x", "label": "a"}\n')
+    Calibration(questions={}, model="m", model_digest="d", prompt="p").save(tmp_path / "calibration.json")
     declared = job_parameters() | task_parameters(task) | model_fields()
     options = {option.name: option for option in main.commands[task].params if option.name in declared}
     alike = job_spec({}, task=task).identity()

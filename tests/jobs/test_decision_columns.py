@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from prefold.jobs.fields import Template
 
 from prefold.jobs.tables import Columns, DecisionColumns
 from prefold.tasks.questions import read_questions
 from prefold.tasks.results import Decision
+from prefold.text.fields import Template
 
 QUESTIONS = [
     {"type": "noul", "name": "refund"},

@@ -130,6 +130,7 @@ class Report:
     trie_note: str = ""
     steps: StepLog | None = None
     generation: list[tuple[str, str]] = field(default_factory=list)
+    calibration: list[dict[str, object]] = field(default_factory=list)
     decode: Callable[[np.ndarray], str] | None = None
 
     def data(self) -> dict[str, Any]:
@@ -145,6 +146,7 @@ class Report:
             "totals": {"tokens": self.tokens, "rows": self.rows},
             "barText": self._bar_text(),
             "generation": self.generation,
+            "calibration": self.calibration,
             "settings": self.settings,
             "machine": self.machine,
             "nodes": nodes,
