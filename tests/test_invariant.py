@@ -28,10 +28,11 @@ def test_a_model_answers_alike_in_any_company(tmp_path, family, dtype):
     check_invariant(tiny_checkpoint(tmp_path, family, **FAMILIES[family]), dtype=dtype)
 
 
-@pytest.mark.parametrize("weights", ["file", "dtype"])
+@pytest.mark.parametrize("weights", ["file", "auto"])
 def test_the_built_in_model_answers_alike_however_its_weights_lie(weights):
     options: dict[str, Any] = {"dtype": "float32", "invariant": True, "weights": weights}
     with LLM("smollm2-135m", **options) as llm:
+        assert ("as stored" in llm.passes) == (weights == "file")
         prompts = prompts_of(3000, 12)
         found = llm.embed(prompts)
         for number in (0, 5):

@@ -72,12 +72,21 @@ NOTHING = StoredWeights({}, None, None)
 
 
 def stored_weights(
-    wish: str, weights: Iterable[Weight], source: StoredSource, dtype: torch.dtype, device: torch.device, ranks: Alone
+    wish: str,
+    weights: Iterable[Weight],
+    source: StoredSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Alone,
+    *,
+    invariant: bool = False,
 ) -> StoredWeights:
     """Returns which weights stay as they are stored.
 
-    wish  "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
-          memory is plenty
+    wish       "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
+               memory is plenty
+    invariant  whether few rows are multiplied as many are, for which the dtype is faster: "auto" and "fast" keep none
+               as stored if memory is plenty
 
     Measured with SmolLM2-135M as Q4_1, beside packed weights of the dtype. In float32 one sequence decodes 2 to 2.5
     times as fast, eight 1.2 to 1.8 times, 32 and rows of prompts as fast (AVX2, AVX-512). In bfloat16 with AMX one
@@ -96,7 +105,7 @@ def stored_weights(
         return NOTHING
     every = list(weights)
     sizes = {i: size for i, weight in enumerate(every) if (size := _stored_size(weight, source, dtype, compiled))}
-    if wish == "fast" and dtype == torch.bfloat16:
+    if (wish == "fast" and dtype == torch.bfloat16) or (wish != "file" and invariant):
         total = sum(weight.parameter.nbytes for weight in every)
         if total <= COMFORTABLE * available_memory(device):
             return NOTHING

@@ -90,7 +90,8 @@ def load_model(
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model_weights(model))
-    stored = stored_weights(keep if int8 is None else "file", weights, source, dtype, device, ranks)
+    wish = keep if int8 is None else "file"
+    stored = stored_weights(wish, weights, source, dtype, device, ranks, invariant=config.invariant)
     check_memory(checkpoint, weights, device, dtype, stored)
     if int8 is None:
         fill_all(weights, source, device, pack=pack, stored=stored)
