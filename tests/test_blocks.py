@@ -29,7 +29,7 @@ PAGES = [*FIRST, *GUIDES]
 NEEDED = {f"docs/start/{name}.md": ("openai", "starlette") for name in ("server", "decisions")} | GUIDES
 # Pages whose blocks take a few seconds; the others' are slow.
 QUICK = {"docs/hybrids.md", "docs/looped.md", "docs/simulate.md"}
-NOT_RUN = 5  # blocks of guides that no test runs
+NOT_RUN = 6  # blocks of guides that no test runs
 CODE, DATA = {"sh", "python"}, {"json", "toml", "ini", "dockerfile", "text"}
 # Blocks without a comment that cannot run here, by what they contain, and why.
 CANNOT = {

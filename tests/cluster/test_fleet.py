@@ -109,7 +109,7 @@ def test_a_job_on_a_fleet_computes_equal_records_once(tmp_path, early):
     check_complete(source, out)
     computed = sum(replicas.given.values())
     assert (stats.requests, stats.repeats) == (400, 400 - computed)
-    assert computed == 40 or (early and computed < 80)  # what the feed had answered before the spool is sent once more
+    assert computed == 40 or (early and computed <= 80)  # what the feed had answered before the spool is sent once more
 
 
 def test_a_job_that_began_as_a_stream_goes_on_with_no_wrong_path():
