@@ -241,9 +241,11 @@ def test_every_other_option_of_a_command_is_read():
     tables = {*model_fields(ModelSpec, ImageSettings, LoopedSettings, CacheOptions), *ServerSpec.__annotations__}
     attributes = {parameter: one.name for parameter, one in job_parameters().items()}
     tables |= {name for task in OPTIONS for names in cli_names(task).values() for name in names}
+    reads = set(re.findall(r"\.(\w+)", code))
+    named = set(re.findall(r"""["'](\w+)(?=["'])""", code)) | set(re.findall(r"\b(\w+):", code))
     for command, options in main.commands.items():
         for option in options.params:
             known = option.name in tables or not option.expose_value
             own = attributes.get(option.name)
-            read = re.search(rf"""\.{own}\b""" if own else rf"""["']{option.name}["']|\b{option.name}:""", code)
+            read = own in reads if own else option.name in named
             assert known or read, f"no code reads --{option.name} of {command}"

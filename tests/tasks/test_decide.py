@@ -235,7 +235,8 @@ def test_a_state_and_a_question_are_each_encoded_once(llms, first):
             text = default_prompt(
                 state, "noul", question.instructions, ["true", "false"], ["yes", "no"], [None, None], first or "state"
             )
-            assert request.tokens.tolist() == llm.tokenizer.encode(task.encoder.message(text).text, special=False).tolist()
+            written = task.encoder.message(text).text
+            assert request.tokens.tolist() == llm.tokenizer.encode(written, special=False).tolist()
 
 
 def test_the_mass_of_labels_is_over_the_vocabulary(llms):
