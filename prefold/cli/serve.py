@@ -47,7 +47,7 @@ _SERVER = all_of(
     *(declared(name, option) for name, option in _OPTIONS.items()),
     click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
                  help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
-    model_group("serve", "machine", "engine"),
+    model_group("serve", "machine", "engine", "answers"),
     media_options,
     generation_options,
 )  # fmt: skip

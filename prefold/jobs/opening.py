@@ -287,6 +287,7 @@ def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
 
     model, config = input.spec.model.for_job(), input.checkpoint.config
     device = choose_device(model.device)
+    model = replace(model, adapters=own_adapters(input.checkpoint, input.tokenizer, model.adapters) or None)
     return open_kept(model, input.checkpoint, choose_dtype(model.dtype, config, device), device, notify)
 
 

@@ -235,7 +235,7 @@ class BatchWork:
         owner, llm = Owner(batch.tenant or None, is_batch=True), self._handler.llm
         tasks = _Tasks(self._handler, self._keys.salt_prefix(Tenant(batch.tenant or None)), owner)
         seed = int.from_bytes(hashlib.blake2b(batch.id.encode(), digest_size=6).digest())
-        job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed)
+        job = Job(source, adapter, tasks, lambda: llm, output, window=WINDOW_TOKENS, seed=seed, kept=llm.kept)
         total, room = body["request_counts"]["total"], self._store.bytes_left(batch.tenant)
 
         def stopping() -> bool:

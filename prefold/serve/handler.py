@@ -46,6 +46,7 @@ from ..wire.answers import Events
 from ..wire.body import TaskOrder
 from ..wire.completions import Echo
 from .http import json_of
+from .kept import KnownAnswers
 from .keys import Keys
 from .limits import (
     SHORT_BYTES,
@@ -125,12 +126,18 @@ class RequestHandler:
 
     async def _results(self, order: TaskOrder) -> tuple[list[Answer], bool]:
         replies: list[ResponseStream]
-        async with self._streams_of(order, text=False) as (task, works, replies):
-            answers = dict.fromkeys(range(len(replies)))
+        async with self._streams_of(order, text=False) as (task, works, replies, known):
+            answers: dict[int, Any] = dict.fromkeys(range(len(replies)))
             async with aclosing(events_of(replies)) as events:
                 async for number, answer in events:  # the first that fails ends the others
                     answers[number] = answer
-        if task.readout.kind == "tokens":
+        is_text = task.readout.kind == "tokens"
+        if known is not None:
+            every = [*answers.values()] if is_text else known.merged(answers[0])
+            answers = answers if is_text else {0: every}
+            if None in known.answers:
+                await self.in_pool(order.owner, known.keep, every)
+        if is_text:
             results = [[answer] for answer in answers.values()]
         else:
             numbers = iter(answers[0])
@@ -155,7 +162,7 @@ class RequestHandler:
         """Yields b"" when the order has been accepted, by when errors of the request are raised, and then the events of
         its response as they come."""
         writer = order.events
-        async with self._streams_of(order, text=True) as (task, works, replies):
+        async with self._streams_of(order, text=True) as (task, works, replies, _):
 
             def ended(number: int, answer: Any) -> tuple[Generation, bytes]:
                 result = result_or_raise(*finish_items(task, [works[number]], [[answer]]))
@@ -243,9 +250,10 @@ class RequestHandler:
     @asynccontextmanager
     async def _streams_of(
         self, order: TaskOrder, *, text: bool
-    ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream]]]:
-        """Gives (task, a Work of each item, replies) of an order that the engine works for within the context, and
-        counts it where the context ends well. There is a reply for each text to generate, or one for all numbers."""
+    ) -> AsyncIterator[tuple[Any, list[Work], list[ResponseStream], KnownAnswers | None]]:
+        """Give (task, a Work of each item, replies, known answers) of an order that the engine works for within the
+        context, and count it if the context ends well. There is a reply for each text to generate, which a known answer
+        is put into, or one for all numbers that are not known."""
         started_at, loop = time.perf_counter(), asyncio.get_running_loop()
         makes_text = order.task == "generate" and order.echo is None
         samples = num_samples(order.items) if makes_text else 1  # numbers are read together
@@ -255,6 +263,10 @@ class RequestHandler:
             is_short = is_short and are_soon_ready(order.items, order.num_bytes)
             task, works = self._prepare(order) if is_short else await self._prepare_in_pool(order)
             is_text = task.readout.kind == "tokens"
+            known: KnownAnswers | None = None
+            if self.llm.kept is not None and not text and order.share and order.echo is None:
+                every = [request for work in works for request in work.requests]
+                known = await self.in_pool(order.owner, KnownAnswers, self.llm.kept, task.readout, every, self.engine)
             sizes = [sum(len(request.tokens) for request in work.requests) for work in works]
             if is_text:
                 counts = [work.requests[0].sampling.n for work in works]  # type: ignore[union-attr]
@@ -265,13 +277,20 @@ class RequestHandler:
             with self.backpressure.computing(replies):
                 preparation()
                 try:
-                    requests = [work.requests for work in works]
-                    requests = requests if is_text else [list(chain.from_iterable(requests))]
+                    groups: list[list[Request]] = [work.requests for work in works]
+                    known_texts: Sequence[Any] = [None] * len(groups) if known is None else known.answers
+                    if not is_text:
+                        groups = [list(chain.from_iterable(groups)) if known is None else known.unknown]
+                        known_texts = [None if groups[0] else []]
+                    for number, answer in enumerate(known_texts):
+                        if answer is not None:
+                            groups[number] = []
+                            replies[number].put([answer])
                     # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
                     options = {"text": text, "share": None if order.share or not is_text else False}
-                    begin = partial(self._submit, requests, task.readout, replies, **options)
+                    begin = partial(self._submit, groups, task.readout, replies, **options)
                     begin() if is_short else await self.in_pool(order.owner, begin)
-                    yield task, works, replies
+                    yield task, works, replies, known
                 except (asyncio.CancelledError, GeneratorExit):
                     self._metrics.success.labels("abort").inc(len(replies))
                     raise
@@ -295,7 +314,7 @@ class RequestHandler:
         self, groups: Sequence[Sequence[Request]], readout: Readout, replies: Sequence[ResponseStream], **options: Any
     ) -> None:
         for requests, reply in zip(groups, replies, strict=True):
-            if not reply.is_cancelled:
+            if requests and not reply.is_cancelled:
                 self.engine.submit(requests, readout, reply, self.llm.tokenizer, **options)
 
     async def in_pool(self, owner: Owner, function: Any, *arguments: Any) -> Any:

@@ -1,0 +1,50 @@
+"""Kept answers of a server's requests: looked up before the engine has the requests, and kept when they come.
+
+A request's namespace has the prefix of its tenant, so that no tenant gets an answer of another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.protocol import Engine
+from ..engine.requests import Answer
+from ..spec.requests import Readout, Request
+from ..tasks.kept import KeptAnswers
+from ..tasks.run import as_known, same_prompt, tokens_of
+
+
+class KnownAnswers:
+    """A KnownAnswers has the known answers to some requests.
+
+    answers  the answer to each request; None: it has to be run
+    """
+
+    def __init__(self, kept: KeptAnswers, readout: Readout, requests: Sequence[Request], engine: Engine):
+        self._reads = kept.of(readout)
+        self._keyed = self._reads.find(requests, requests, has_seed=False)
+        self.answers: list[Answer | None] = []
+        before: Request | None = None
+        for request, one in zip(requests, self._keyed, strict=True):
+            size = request.tokens.size
+            self.answers.append(None if one.answer is None else as_known(one.answer, size))
+            if one.answer is not None and (before is None or not same_prompt(request, before)):
+                engine.count(requests=1, tokens=tokens_of(one.answer, size), kept=1)
+            before = None if request.sampling is not None else request
+
+    @property
+    def unknown(self) -> list[Request]:
+        """Return the requests that have to be run."""
+        return [one.request for one in self._keyed if one.answer is None]
+
+    def merged(self, answers: Sequence[Answer]) -> list[Any]:
+        """Return the answers to all requests. answers: to the unknown ones"""
+        computed = iter(answers)
+        return [next(computed) if answer is None else answer for answer in self.answers]
+
+    def keep(self, answers: Sequence[Answer]) -> None:
+        """Keep the answers to the unknown requests, out of the answers to all requests."""
+        for one, answer in zip(self._keyed, answers, strict=True):
+            if one.answer is None:
+                self._reads.keep(one.key, answer)
