@@ -238,7 +238,7 @@ def systems_of(
             missing["vLLM"] = str(error)[-600:]
             print(f"vLLM does not run this case: {missing['vLLM']}")
             return {}
-        return {f"vLLM's log-probabilities (vllm {peer.version})": peer.run}
+        return {f"vLLM, log-probabilities (vllm {peer.version})": peer.run}
     systems: dict[str, Any] = {}
     bodies = [json.dumps({"model": model, "state": state, "questions": questions}).encode() for state in states]
     servers = [stack.enter_context(prefold_server("prefold serve", model, dtype=arguments.dtype))]

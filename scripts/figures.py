@@ -73,7 +73,7 @@ def _short(system: str) -> str:
     """Returns the name of a system and its version, without the type of its numbers and its package's name."""
     system = re.sub(r" (bfloat16|float32)$", "", system)
     system = re.sub(r" \((?:transformers|vllm|llama-cpp-python) ([\d.]+)\)$", r" \1", system)
-    return re.sub(r"^(vLLM|transformers|llama\.cpp),? ?(.*?) ?([\d.]+\.[\d.]+)$", _version_first, system)
+    return re.sub(r"^(vLLM|transformers|llama\.cpp)(?:'s|,)? ?(.*?) ?([\d.]+\.[\d.]+)$", _version_first, system)
 
 
 def _version_first(match: re.Match[str]) -> str:
