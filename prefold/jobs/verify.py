@@ -20,7 +20,8 @@ from ..tasks.kept_file import AnswersFile
 from ..tasks.results import Answer, Classification, Decision, Embedding, EmbeddingList, Ranking, Relevance, Score
 from ..tasks.run import run_works
 from ..text import tokenizer_or_none
-from .models import find_model, load_llm
+from . import models
+from .models import find_model
 from .record import Record, RecordAdapter
 
 NEIGHBOURS = 64
@@ -230,7 +231,7 @@ def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[st
         remedy = "`prefold answers DIR` shows the models and options that have some"
         raise InputError(f"no answer of {spec.model_name} with these options can be computed again", remedy=remedy)
     tokenizer = tokenizer_or_none(checkpoint)
-    llm = load_llm(model, checkpoint, tokenizer, is_job=False)
+    llm = models.load_llm(model, checkpoint, tokenizer, is_job=False)
     differences, changed = [], 0
     for readout in dict.fromkeys(readout for readout, *_ in drawn):
         pairs = [(request, answer) for asked, request, answer in drawn if asked == readout]

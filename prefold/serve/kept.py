@@ -6,7 +6,6 @@ A request's namespace has the prefix of its tenant, so that no tenant gets an an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..engine.protocol import Engine
 from ..engine.requests import Answer
@@ -38,7 +37,7 @@ class KnownAnswers:
         """Return the requests that have to be run."""
         return [one.request for one in self._keyed if one.answer is None]
 
-    def merged(self, answers: Sequence[Answer]) -> list[Any]:
+    def merged(self, answers: Sequence[Answer]) -> list[Answer]:
         """Return the answers to all requests. answers: to the unknown ones"""
         computed = iter(answers)
         return [next(computed) if answer is None else answer for answer in self.answers]
