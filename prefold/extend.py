@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .engine.schedule.parts import MakePart as MakeEnginePart
     from .model.config import MlpKind
     from .model.families import Family
-    from .tasks.decide import Reader
+    from .tasks.readers import Reader
     from .worker.parts import MakePart as MakeWorkerPart
 
 __all__ = [
@@ -69,8 +69,8 @@ def register_mixer(name: str, kind: Any) -> None:
 
 def register_head(name: str, make: Callable[[Checkpoint], Reader | None]) -> None:
     """Let a decision head read the answers of models. `name` is an architecture, or a file beside the weights; `make`
-    takes the checkpoint and returns its Reader, or None if the file is that of another head."""
-    from .tasks.decide import HEADS
+    takes the checkpoint and returns its Reader, or None if the file belongs to another head."""
+    from .tasks.readers import HEADS
 
     HEADS[name] = make
 

@@ -36,7 +36,7 @@ def test_a_backend_is_registered(keep):
 
 
 def test_a_head_is_registered(keep):
-    from prefold.tasks.decide import HEADS
+    from prefold.tasks.readers import HEADS
 
     keep(HEADS)
     extend.register_head("own.json", own := lambda checkpoint: None)

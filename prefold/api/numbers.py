@@ -16,6 +16,7 @@ from ..tasks.calibration import LEAST_ROWS, judge
 from ..tasks.questions import Question
 from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
+from ..text.fields import is_empty
 from ..text.media import TextWithImages
 from .arguments import (
     Text,
@@ -321,12 +322,12 @@ class NumericTasks(TableTasks):
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
                 questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
                 or None}; a score has `criteria` [lowest level, ..., highest level].
-            images: For a model that sees images, those of the state: paths, URLs or other image values. A list stands
-                before the state. Of {name: image} each image stands wherever its name occurs in the state or in a
+            images: Images of the state, for a model that sees images: paths, URLs or other values. A list stands
+                before the state. With {name: image} each image stands wherever its name occurs in the state or in a
                 question. For a list of states a list, with the images of each state or None.
-            state: Of a table the column that holds the state, or a text with {column} in it (default: a column called
+            state: For a table: the column that holds the state, or a text with {column} in it (default: a column called
                 state, text or input).
-            scores: Of a table "label" or "all": which probabilities have a column of their own.
+            scores: For a table: "label" or "all", the probabilities that have a column of their own.
             errors: "raise": the first bad state raises its InputError before anything is computed. "return": each bad
                 state has its InputError in its place, and a table has a column `error`.
             **options: Fields of DecideOptions: prompt_style, template, first, temperature, max_length, adapter; and
@@ -383,8 +384,8 @@ class NumericTasks(TableTasks):
         Args:
             states: The states, as for `decide`.
             questions: The questions, as for `decide`.
-            gold: {question: the true answer for each state}. An answer is an option; of a noul true or false; of a
-                score the number of a level or its text; None: it is not known.
+            gold: {question: the true answer for each state}. An answer is an option. For a noul it is true or false,
+                for a score the number of a level or its text. None: it is not known.
             precision: The share of right answers among those from the threshold on.
             **options: As for `decide`. With `calibration`, the result contains its temperatures.
 
@@ -513,7 +514,7 @@ class NumericTasks(TableTasks):
 
 
 def _places_of(gold: object, questions: Sequence[Question], count: int) -> dict[str, list[int | None]]:
-    """Return {question: the place of the true option for each state, None where it is unknown}."""
+    """Return {question: the place of the true option for each state, or None if it is unknown}."""
     if not isinstance(gold, Mapping):
         remedy = "give {question: true answers}"
         raise InputError(f"gold is of type {type(gold).__name__}", field="gold", remedy=remedy, code="wrong_type")
@@ -531,8 +532,7 @@ def _places_of(gold: object, questions: Sequence[Question], count: int) -> dict[
             )
         own = named[name]
         places[name] = [
-            None if value is None or value == "" or value != value else own.place_of(value, f"gold[{name!r}][{i}]")
-            for i, value in enumerate(values)
+            None if is_empty(value) else own.place_of(value, f"gold[{name!r}][{i}]") for i, value in enumerate(values)
         ]
     return places
 

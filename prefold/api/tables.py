@@ -67,7 +67,7 @@ class TableCall:
 
     Attributes:
         task: name of the task
-        argument: the argument that is the table; it is named in errors
+        argument: name of the argument that is the table, for errors
         columns: {option of the command line: (the method's keyword, its value)}: which columns are read
         errors: "raise", or "return": the result has a column `error`
         options: of the task, with `adapter` and `progress`
@@ -271,7 +271,7 @@ class _Compute:
         found = next((vector.size for vector in vectors if isinstance(vector, np.ndarray)), None)
         size = found or size
         added = {name: _array([row.get(name) for row in rows], value, size) for name, value in example.items()}
-        if self._call.task == "decide":  # the names are those of the questions, which the caller can choose
+        if self._call.task == "decide":  # the caller chooses the names of questions
             added = {PREFIX + name if name in have or name == "error" else name: part for name, part in added.items()}
         if self._call.errors == "return":
             added["error"] = pa.array([_message(answer) for answer in answers], pa.string())

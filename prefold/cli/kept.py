@@ -65,7 +65,7 @@ def answers(
 ) -> None:
     """List the answers that jobs have kept in a folder, by model; delete some; or compute a sample again.
 
-    The model and the options of --verify are those of the job. One answer in 16 is kept with its prompt, and can be
+    --verify needs the model and the options of the job. One answer in 16 is kept with its prompt, and can be
     computed again; answers about images cannot.
 
     \b

@@ -67,7 +67,7 @@ def register(
         errors: "raise": a bad row fails the query. "return": it gives NULL with a Python warning, or of structs the
             field `error`.
         chat: Whether prefold_generate puts a prompt into the model's chat template (default: if there is one).
-        **options: Of each task its options: decide={"first": "question"}, generate={"max_tokens": 60}.
+        **options: Options of each task: decide={"first": "question"}, generate={"max_tokens": 60}.
 
     Raises:
         InputError: An option is unknown, or a function of this name exists.
@@ -167,7 +167,7 @@ def _arrow_type(returns: str) -> pa.DataType:
 
 
 class _Functions:
-    """What the functions compute. Each method returns a value or an InputError for each row."""
+    """The computations of the SQL functions. Each method returns a value or an InputError for each row."""
 
     def __init__(self, llm: LLM, options: Mapping[str, Mapping[str, object]], chat: bool):
         self._llm, self._options, self._chat = llm, options, chat
@@ -245,7 +245,7 @@ def _grouped(
     ask: Callable[[K, list[str]], Sequence[T | InputError]],
 ) -> list[T | InputError]:
     """Return what `ask(key, values)` returns for the values of the rows of each key, in the order of the rows. An
-    InputError that it raises is that of each of these rows."""
+    InputError that it raises is the error of each of these rows."""
     places: dict[K, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(key(row), []).append(i)

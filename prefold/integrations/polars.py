@@ -9,9 +9,9 @@
     df.with_columns(pl.col("body").prefold.decide(llm, questions).struct.unnest())
     df.lazy().with_columns(vector=pl.col("body").prefold.embed(llm)).sink_parquet("out.parquet")
 
-Arguments, options and the names of the result's columns are those of the methods of LLM on a table. An expression with
+Arguments, options and names of the result's columns are as for the methods of LLM on a table. An expression with
 several columns is a struct. A null in the input is a null in the output. Polars decides how many rows are computed
-together: those of a DataFrame all at once, those of a stream in parts.
+together: a DataFrame as a whole, a stream in parts.
 """
 
 from __future__ import annotations

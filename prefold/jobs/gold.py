@@ -51,7 +51,7 @@ class Gold:
         return len(self._unused) if self._was_read else 0
 
     def of(self, data: Mapping[str, object], number: int, id: object) -> list[int | None]:
-        """Return the place of the true option of each question; None where it is not known.
+        """Return the place of the true option of each question; None if it is not known.
 
         id: the record's, with --id. Raise InputError for a value that is no option.
         """
@@ -90,7 +90,7 @@ class Gold:
             return answers
         if len(names) == 1 or is_empty(value):
             return {names[0]: value}
-        message = f"{field!r} is {value!r:.80}, which does not say of which question it is the answer"
+        message = f"{field!r} is {value!r:.80}, which does not name its question"
         remedy = "give it an object {question: answer}, or write --gold QUESTION=COLUMN"
         raise InputError(message, field=field, remedy=remedy, code="wrong_type")
 

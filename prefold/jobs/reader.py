@@ -144,7 +144,7 @@ class Job:
     collect   whether to keep the shape of the stream and the steps, for the report
     seed      what the seeds of records that sample without a seed of their own are made of
     has_seed  whether the user gave that seed; answers that were drawn with another one are not kept
-    kept      has answers of earlier jobs, and keeps those of this one; None: nothing is kept
+    kept      has answers of earlier jobs, and keeps the answers of this job; None: nothing is kept
     review    what keeps something of each record's answers for the end of the job, and ends it; None: nothing does
     """
 

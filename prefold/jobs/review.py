@@ -1,4 +1,4 @@
-"""What the end of a job of decisions says: how well the probabilities fit true answers, and which answers are doubtful.
+"""The end of a job of decisions: how well the probabilities fit true answers, and which answers are doubtful.
 
 `Review` keeps of each record what the end of the job needs: the probabilities beside the
 true answers, and the row of a doubtful record. The output keeps it in the journal, in the same entry that commits the
@@ -46,10 +46,10 @@ def review_path(spec: JobSpec) -> Path | None:
 
 @dataclass
 class Conclusion:
-    """What the end of a job says of its answers.
+    """The result of comparing a job's answers with true ones.
 
     judgements   of each question with true answers
-    unanswered   names of the questions without true answers, of a job that has --gold
+    unanswered   names of the questions without true answers, in a job with --gold
     doubtful     records with a doubtful answer; None: there is no threshold
     notes        what was written, or why it was not
     """

@@ -32,7 +32,7 @@ def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
 class TableAdapter:
     """A TableAdapter is the RecordAdapter of rows of a table.
 
-    Arguments are those of RowReader. If the last column of prompts holds a list, the record's line has the results of
+    Arguments are as for RowReader. If the last column of prompts holds a list, the record's line has the results of
     the whole list.
 
     gold   reads the true answers of decisions

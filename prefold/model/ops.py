@@ -26,8 +26,8 @@ PIECE, VECTOR = 1 << 15, 64
 
 
 def settled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x), where a number's result does not depend on its place: PyTorch computes those that do not
-    fill a vector, the last ones of each thread, by other code."""
+    """Return function(x). A number's result does not depend on its place: PyTorch computes the last numbers of a
+    thread, which do not fill a vector, by other code."""
     flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTOR))
     return torch.cat([function(piece) for piece in flat.split(PIECE)])[: x.numel()].view(x.shape)
 

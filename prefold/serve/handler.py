@@ -17,7 +17,7 @@ from contextlib import ExitStack, aclosing, asynccontextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -46,7 +46,7 @@ from ..wire.answers import Events
 from ..wire.body import TaskOrder
 from ..wire.completions import Echo
 from .http import json_of
-from .kept import KnownAnswers
+from .kept import KnownAnswers, groups_of
 from .keys import Keys
 from .limits import (
     SHORT_BYTES,
@@ -277,18 +277,13 @@ class RequestHandler:
             with self.backpressure.computing(replies):
                 preparation()
                 try:
-                    groups: list[list[Request]] = [work.requests for work in works]
-                    known_texts: Sequence[Any] = [None] * len(groups) if known is None else known.answers
-                    if not is_text:
-                        groups = [list(chain.from_iterable(groups)) if known is None else known.unknown]
-                        known_texts = [None if groups[0] else []]
-                    for number, answer in enumerate(known_texts):
+                    groups = groups_of(works, known, is_text=is_text)
+                    for reply, (_, answer) in zip(replies, groups, strict=True):
                         if answer is not None:
-                            groups[number] = []
-                            replies[number].put([answer])
+                            reply.put([answer])
                     # Numbers that are not to be shared are in a namespace of their own, in which they share rows.
                     options = {"text": text, "share": None if order.share or not is_text else False}
-                    begin = partial(self._submit, groups, task.readout, replies, **options)
+                    begin = partial(self._submit, [group for group, _ in groups], task.readout, replies, **options)
                     begin() if is_short else await self.in_pool(order.owner, begin)
                     yield task, works, replies, known
                 except (asyncio.CancelledError, GeneratorExit):

@@ -6,10 +6,12 @@ A request's namespace has the prefix of its tenant, so that no tenant gets an an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from ..engine.protocol import Engine
 from ..engine.requests import Answer
 from ..spec.requests import Readout, Request
+from ..tasks.base import Work
 from ..tasks.kept import KeptAnswers
 from ..tasks.run import as_known, same_prompt, tokens_of
 
@@ -47,3 +49,16 @@ class KnownAnswers:
         for one, answer in zip(self._keyed, answers, strict=True):
             if one.answer is None:
                 self._reads.keep(one.key, answer)
+
+
+def groups_of(
+    works: Sequence[Work], known: KnownAnswers | None, *, is_text: bool
+) -> list[tuple[Sequence[Request], Answer | Sequence[Answer] | None]]:
+    """Return (the requests to run, the answer if there are none) for each reply: one for each text, or one for all
+    numbers."""
+    if not is_text:
+        unknown = list(chain.from_iterable(work.requests for work in works)) if known is None else known.unknown
+        return [(unknown, None if unknown else [])]
+    answers: Sequence[Answer | None] = [None] * len(works) if known is None else known.answers
+    groups = zip(works, answers, strict=True)
+    return [(work.requests, None) if answer is None else ([], answer) for work, answer in groups]

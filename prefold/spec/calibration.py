@@ -143,7 +143,7 @@ class Calibration:
             raise _mismatch("was made with another prompt", remedy=f"give the same {parts}, or fit it again")
 
     def check_names(self, asked: Iterable[str]) -> None:
-        """Raise InputError if a calibrated question is not among the names of those that are asked."""
+        """Raise InputError if a calibrated question is not among the names of the questions that are asked."""
         names = [*asked]
         for name in self.questions:
             if name not in names:

@@ -63,7 +63,7 @@ class InputSpec:
     )
     gold_file: str | None = option(
         None,
-        "Read the columns of --gold from this table, whose column record (with --id: id) says of which record."
+        "Read the columns of --gold from this table. Its column record (with --id: id) names the record."
         "  [default for --gold: QUESTION_gold, as in a file of --review]",
         metavar="FILE",
     )

@@ -255,7 +255,7 @@ class ModelSpec(StepOptions, SlotOptions):
         on="answers", metavar="DIR",
     )  # fmt: skip
     answers_bytes: int = option(
-        4 << 30, "Size of the answers in that folder; those not used for longest go first.",
+        4 << 30, "Maximum size of the answers in that folder; the least recently used are deleted first.",
         least=1, on="answers",
     )  # fmt: skip
 

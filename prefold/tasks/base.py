@@ -65,7 +65,7 @@ class TextBatch:
         that cannot be encoded. Raises InputError where there is no tokenizer.
 
         lines  where lines begin at which texts share parts, in ascending order. Each part is encoded once for all texts
-               that have it, if the tokenizer splits there; the ids are those of the whole text in any case
+               that have it, if the tokenizer splits there. The ids are the same as for the whole text in any case
         """
         if isinstance(text, np.ndarray):
             return lambda: text

@@ -67,7 +67,7 @@ class Half:
         before: of the probabilities as they were answered
         after: of the same rows, with the temperature
         decided: rows whose confidence reaches the threshold, with the temperature
-        right: those of them whose answer is true
+        right: decided records whose answer is true
         bins: before and after, each a list of `BINS` Bin
     """
 
@@ -80,7 +80,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What true answers say about the probabilities of a question.
+    """The probabilities of a question compared with true answers.
 
     Attributes:
         name: of the question
@@ -111,7 +111,7 @@ class Judgement:
         return asdict(self)
 
     def calibration(self, question: Question, applied: QuestionCalibration | None) -> QuestionCalibration:
-        """Return the calibration of the question. applied: the one that the probabilities had already"""
+        """Return the calibration of the question. applied: the calibration that the probabilities already have"""
         assert self.fit is not None and self.check is not None and self.temperature is not None
         halves = {"fit": self.fit, "check": self.check}
         shown = {
@@ -174,7 +174,7 @@ def in_fit_half(numbers: Sequence[int] | Ints) -> Bools:
 
 
 def log_of(probabilities: Floats) -> Floats:
-    """Return the logarithm of probabilities; that of 0 is that of the least number above 0."""
+    """Return the logarithm of probabilities. 0 counts as the least number above 0."""
     return np.log(np.maximum(probabilities, np.finfo(np.float64).smallest_subnormal))
 
 

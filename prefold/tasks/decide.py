@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -21,8 +21,7 @@ from ..checkpoint.identity import model_identity
 from ..errors import InputError
 from ..spec.calibration import Calibration, QuestionCalibration
 from ..spec.fields import checked
-from ..spec.plugins import load_plugins
-from ..spec.requests import Namespace, Readout, Request, Result
+from ..spec.requests import Namespace, Request, Result
 from ..spec.task import DecideOptions
 from ..text.decisions import (
     VLLM_LABELS,
@@ -45,7 +44,8 @@ from .base import Inputs, Task, TextBatch, Work, attempt, work_of
 from .calibration import Judgement
 from .classify import softmax
 from .conversations import variables
-from .questions import KINDS, Question, field_of, read_questions
+from .questions import KINDS, Question, read_questions
+from .readers import LabelReader, Reader
 from .results import Decision, DecisionAnswer
 
 # Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
@@ -57,9 +57,9 @@ class DecideItem:
     """A DecideItem is a state with the questions about it.
 
     state                 a text or a JSON value
-    questions             {name: question} or a list of questions; None: those of the task
+    questions             {name: question} or a list of questions; None: the task's questions
     images                for a model that sees images: a list of images, which stand before the state; or {name:
-                          image}, of which each stands wherever its name occurs in the state or in a question
+                          image}: each stands wherever its name occurs in the state or in a question
     instructions          a text for all questions, which becomes the system message
     chat_template_kwargs  {name: value}, further variables for the chat template
     adapter               the LoRA adapter; None: the task's
@@ -77,7 +77,7 @@ class DecideItem:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What all prompts of an item have in common.
+    """The parts that all prompts of an item have in common.
 
     Attributes:
         state: with the names of images in it
@@ -92,123 +92,6 @@ class _Asked:
     variables: Mapping[str, object]
     pictures: Mapping[str, Picture]
     salt: str
-
-
-class Reader:
-    """What reads the scores of a question's options from rows of its prompt.
-
-    Attributes:
-        readout: what is read of a row
-        settings: how the model is asked
-        max_length: the most tokens of a prompt that the head was made for; None: as many as the model takes
-    """
-
-    readout: Readout
-    settings: DecisionSettings
-    max_length: int | None = None
-
-    def check(self, question: Question) -> object:
-        """Raise InputError if the options of a question cannot be read."""
-
-    def marks(self, question: Question) -> int:
-        """Return how many rows are read for a question: its prompt has as many marks."""
-        return 1
-
-    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float | None, bool | None]:
-        """Return (the score of each option, in the order of the prompt, float64 [options]; the probability of all
-        labels over the vocabulary; whether the most likely token is a label). None: there are no labels.
-
-        values: float64, what the read-out gave before each mark
-        """
-        raise NotImplementedError
-
-    def places(self, marks: Sequence[int], size: int) -> Sequence[int]:
-        """Return how many tokens of a prompt stand before each read: by default before each mark.
-
-        size: tokens of the prompt
-        """
-        return marks
-
-    def note(self, ids: np.ndarray, marks: Sequence[int]) -> object:
-        """Return what `all_scores` has to know of a prompt, as JSON; None: nothing."""
-        return None
-
-    def all_scores(
-        self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
-    ) -> Sequence[tuple[np.ndarray, float | None, bool | None]]:
-        """Return `scores` of all questions of a prompt. values: at all of its places; note: as of `note`"""
-        rows = iter(values)
-        return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
-
-
-# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head, or None if the file
-# is that of another head}. Features enter their heads here.
-HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
-
-
-def head_of(checkpoint: Checkpoint) -> Reader | None:
-    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels.
-
-    A model without weights here, such as one on a server, has no head in a file.
-    """
-    load_plugins()
-    names = checkpoint.config.get("architectures")
-    architecture = str(names[0]) if isinstance(names, list) and names else ""
-    names = [name for name in HEADS if name == architecture or name in head_files(checkpoint)]
-    if checkpoint.format == "dummy":
-        names = [name for name in names if name == architecture]
-    readers = (HEADS[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
-    return next((reader for reader in readers if reader is not None), None)
-
-
-def head_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of files of decision heads that a checkpoint has."""
-    return [name for name in HEADS if checkpoint.file(name) is not None]
-
-
-class LabelReader(Reader):
-    """A LabelReader reads the logits of the options' labels, one token each."""
-
-    def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
-        """questions: those of the task, whose labels alone are read; empty: all labels are"""
-        self.settings = settings
-        self._ids_of = cache(self._find_ids)
-        every = [label for kind in KINDS for label in settings.labels_of(kind)]
-        used = [label for one in questions for label in settings.labels_of(one.kind)[: len(one.options)]]
-        ids = {label: encoder.label_id(label) for label in dict.fromkeys(used or every)}
-        self._label_ids = {label: id for label, id in ids.items() if id is not None}
-        columns = dict.fromkeys(self._label_ids.values())
-        self._column = {id: place for place, id in enumerate(columns)}
-        self.readout = Readout("logits", tuple(columns), sums=True)
-
-    def check(self, question: Question) -> list[int]:
-        """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
-        labels, count = self.settings.labels_of(question.kind), len(question.options)
-        if len(labels) < count:
-            raise too_many_options(question, len(labels))
-        ids = self._ids_of(tuple(labels[:count]))
-        if ids is None:
-            used = ", ".join(map(repr, labels[:count]))
-            message = f"the labels {used} of the question {question.name!r} are not distinct single tokens here"
-            remedy = "give other labels in decision.json beside the weights (with --url: name the model's --tokenizer)"
-            raise InputError(message, field=field_of(question.name), remedy=remedy)
-        return ids
-
-    def _find_ids(self, labels: tuple[str, ...]) -> list[int] | None:
-        ids = [self._label_ids.get(label) for label in labels]
-        return None if None in ids or len({*ids}) < len(ids) else ids  # type: ignore[return-value]
-
-    def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float, bool]:
-        labels, (read,) = self.check(question), values
-        scores = read[[self._column[id] for id in labels]]
-        return scores, min(1.0, float(np.exp(scores - read[-2]).sum())), int(read[-1]) in labels
-
-
-def too_many_options(question: Question, most: int) -> InputError:
-    """Return the error of a question with more options than the model reads."""
-    message = f"the question {question.name!r} has {len(question.options)} options"
-    remedy = f"give at most {most}, as many as the model reads for a {question.kind} question"
-    return InputError(message, field=field_of(question.name), remedy=remedy, code="out_of_range")
 
 
 class DecideTask(Task):
@@ -361,7 +244,7 @@ class DecideTask(Task):
         if unused and len(asked) == len(questions) and not any(isinstance(maker, InputError) for _, maker in makers):
             name = next(name for name in asking.pictures if name in unused)
             message = f"the name {name!r:.100} of an image stands neither in the state nor in a question"
-            raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
+            raise InputError(message, field="images", remedy="write it at the place of the image", code="image_count")
 
         def make() -> Work:
             requests, answered, prompts = [], [], []
@@ -423,7 +306,7 @@ class DecideTask(Task):
             message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
             raise InputError(message, field=name, remedy="leave it out", code="unsupported")
         if values.get("enable_thinking"):
-            message = "the answer is read where the reply begins, so that the model cannot think before it"
+            message = "the answer is read at the start of the reply, so that the model cannot think before it"
             remedy = "leave enable_thinking out"
             raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="unsupported")
         return _Asked(state, system or None, values, pictures, checked(str, item.salt, "salt"))
@@ -500,7 +383,7 @@ class DecideTask(Task):
         )
 
     def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
-        """Return the text of the prompt of a group of questions. state: that of `asking`, or a part of it"""
+        """Return the text of the prompt of a group of questions. state: the state of `asking`, or a part of it"""
         names = tuple(asking.pictures)
         if self.settings.write is not None:
             return self.encoder.written(state, [self._variables(question) for question in group])
@@ -580,7 +463,7 @@ def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:
 
 
 def _lines(text: str, state: object) -> list[int]:
-    """Return where the line of the state begins in a prompt, and the first line with text behind the state."""
+    """Return the starts of two lines of a prompt: of the state, and of the first text behind the state."""
     said = written(state)
     start = text.find(said)
     if start < 0:

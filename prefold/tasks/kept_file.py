@@ -276,7 +276,7 @@ class AnswersFile:
         return digest
 
     def models(self) -> list[ModelRows]:
-        """Returns the models that have answers, the one that was used last first."""
+        """Returns the models that have answers, the last used first."""
         query = """SELECT m.id, m.identity, count(*), sum(a.size), max(a.used) FROM answers a JOIN models m
             ON m.id = a.model GROUP BY m.id ORDER BY max(a.used) DESC"""
         with self._lock:
@@ -295,8 +295,8 @@ class AnswersFile:
     def prune(self, *, most_bytes: int | None = None, unused_since: int | None = None) -> int:
         """Deletes answers, and returns how many.
 
-        most_bytes    those that were not used for longest, until the rest has at most so many bytes
-        unused_since  those that were not used since, in seconds since 1970
+        most_bytes    delete the least recently used answers until the rest has at most so many bytes
+        unused_since  delete answers that were not used since this time, in seconds since 1970
         """
         with self._lock, _transaction(self._db):
             deleted = 0

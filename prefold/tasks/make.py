@@ -17,9 +17,10 @@ from ..spec.task import FILTERS, ClassifyOptions, DecideOptions, EmbedOptions, R
 from ..text.decisions import CONFIG, DecisionSettings, check_labels
 from .base import Inputs, Task
 from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
-from .decide import DecideTask, head_files, head_of
+from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
+from .readers import head_files, head_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
 from .sentence import embed_settings, is_embedder, pair_settings
@@ -187,7 +188,7 @@ _FILES: tuple[Callable[[Checkpoint, Tokenizer | None], dict[str, str]], ...] = (
 def own_adapters(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, given: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return {name: folder} of a model's LoRA adapters: those that its files load with it, and then the given ones.
+    """Return {name: folder} of a model's LoRA adapters: first the adapters that its files name, then the given ones.
 
     Raise CheckpointError for files of a task that do not fit the model, and for a name that two adapters have.
     """

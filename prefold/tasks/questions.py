@@ -66,7 +66,7 @@ class Question:
     def place_of(self, value: object, field: str) -> int:
         """Return the place of a true answer among the options.
 
-        value  of a noul true or false, yes or no, 1 or 0; of a choice an option; of a score a level's number from 0 or
+        value  noul: true or false, yes or no, 1 or 0; choice: an option; score: a level's number from 0 or
                its text, or the text alone if texts of levels are numbers. Numbers may be written as text
         field  the name of the column that holds it, for errors
 

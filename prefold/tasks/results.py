@@ -372,8 +372,8 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         return {**Answer.line(self), "answers": own}
 
     def columns(self, every: bool = False) -> dict[str, object]:
-        """Return a column NAME with the value of each question, and NAME_p, the probability of this value; of a score
-        NAME_confidence; and NAME_review, whether the answer is doubtful, if there is a threshold. With `every` there
+        """Return a column NAME with the value of each question, and NAME_p, the probability of this value (score:
+        NAME_confidence), and NAME_review, whether the answer is doubtful, if there is a threshold. With `every` there
         are also the probability of each option, NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question with the
         name of one of these columns is called answer_NAME.
         """

@@ -159,7 +159,7 @@ class RowReader:
 
     @property
     def used(self) -> set[str]:
-        """Return the names of all columns that are looked at; of a path both it and its first part."""
+        """Return the names of all columns that are looked at. A path counts as itself and as its first part."""
         return {part for path in self.columns.paths() for part in (path, path.split(".")[0])}
 
     def check(self, have: list[str]) -> None:

@@ -60,7 +60,7 @@ def results_of(
 
 
 def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
-    """Returns an answer as that of an equal request, for which nothing was computed. num_tokens: of the prompt"""
+    """Return an answer as the answer to an equal request, for which nothing was computed. num_tokens: of the prompt"""
     if isinstance(answer, Result):
         cached = answer.cached_tokens if answer.cached_tokens is None else num_tokens
         return replace(answer, values=answer.values.copy(), cached_tokens=cached)
@@ -97,7 +97,7 @@ def run_works(
 
     seed     the job's seed (see `with_seed`); None: the task's, or a new one
     on_done  called for each result as it comes
-    kept     has answers of earlier calls, and keeps those of this one; None: nothing is kept
+    kept     has answers of earlier calls, and keeps the answers of this call; None: nothing is kept
     run      as in `results_of`
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]

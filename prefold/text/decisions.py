@@ -236,7 +236,7 @@ def image_field(name: str) -> str:
 
 
 def _pieces(text: str, names: Sequence[str]) -> list[str | Named]:
-    """Return a text in pieces, of which those that stand for images are Named. No piece is empty; an empty text is."""
+    """Return a text in pieces. Pieces that stand for images are Named. No piece is empty; an empty text is."""
     if not names:
         return [text]
     parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)

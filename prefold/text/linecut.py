@@ -52,7 +52,7 @@ TEKKEN = (
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
 )
 
-# The expressions of which it is known where they split at lines.
+# Expressions whose splits at lines are known.
 LINE_SAFE_PATTERNS = frozenset({GPT2, LLAMA3, QWEN2, TEKKEN})
 
 
@@ -65,7 +65,7 @@ EncodeAll = Callable[[list[str]], list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class LineCuts:
-    """A LineCuts says where the texts of a tokenizer may be cut.
+    """The places at which texts may be cut for a tokenizer.
 
     single   whether there is a cut behind one newline between a character and an ASCII letter or digit
     empty    where the cut is at a line behind any white space: "before" its newline or "behind" it; "" for no cut

@@ -194,7 +194,7 @@ class Tokenizer:
         return texts
 
     def cut_at(self, text: str, start: int) -> int:
-        """Returns the place where a text may be cut so that the ids of its parts are those of the text: behind or
+        """Return the place at which a text may be cut so that its parts together have the ids of the text: behind or
         before the newline of the line that begins at `start`; 0 if the text may not be cut there."""
         return self._line_cuts.at(text, start) if self._line_cuts else 0
 

@@ -146,7 +146,7 @@ def test_a_column_is_a_list(llm, method, kind):
     assert call(llm, COLUMNS[kind](values)) == call(llm, list(values))
 
 
-# What takes no table of any kind; the others take those of test_tables_in.py.
+# Methods that take no table; test_tables_in.py has the others.
 NEVER = ("labels", "continuations", "run", *SINGLE)
 REFUSED = [
     (method, kind)

@@ -118,7 +118,7 @@ def test_a_true_answer_that_is_no_option_is_an_error_of_its_record(run):
     run("in.jsonl", "--gold", "g", "-o", "out.jsonl", status=3)
     errors = {line["record"]: line["error"]["message"] for line in lines_of("out.jsonl") if "error" in line}
     assert errors.keys() == {1, 2}
-    assert "'tune', which is not asked" in errors[1] and "does not say of which question" in errors[2]
+    assert "'tune', which is not asked" in errors[1] and "does not name its question" in errors[2]
 
 
 def lines_of(name):
@@ -142,7 +142,7 @@ def test_a_calibration_is_written_and_applied(run):
         total = sum(p.values())
         assert own["probabilities"] == pytest.approx({name: value / total for name, value in p.items()}, abs=1e-6)
         assert own["review"] == (tone["threshold"] is None or max(own["probabilities"].values()) < tone["threshold"])
-    # The figures of the calibrated job are those that the first one promised for all rows together.
+    # The calibrated job has the figures that the first job promised for all rows together.
     parts = [tone["figures"][half]["after"] for half in ("fit", "check")]
     loss = sum(part["log_loss"] * part["rows"] for part in parts) / sum(part["rows"] for part in parts)
     assert figures(applied)["tone"][2] == pytest.approx(loss, abs=6e-4)

@@ -1,4 +1,4 @@
-"""SQL functions of DuckDB, on a tiny random model: the answers are those of the methods of LLM."""
+"""SQL functions of DuckDB, on a tiny random model: the answers equal the answers of LLM's methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model answers, compared bit for bit in different company."""
+"""Comparison of a model's answers, bit for bit, in different company."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefold import LLM
 
 
 def bits(value: Any) -> Any:
-    """What a result consists of, without its numbers of tokens from a cache."""
+    """The parts of a result, without its numbers of tokens from a cache."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: bits(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return {name: part for name, part in fields.items() if "token" not in name or name == "tokens"}
@@ -22,21 +22,21 @@ def bits(value: Any) -> Any:
 
 
 def results(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    """What each prompt is answered with by each task."""
+    """The answers of each task to each prompt."""
     generated = llm.generate(prompts, max_tokens=5, temperature=0.0, logprobs=2, ignore_eos=True)
     means = llm.embed(prompts, pooling="mean")
     return [bits(one) for one in zip(generated, llm.embed(prompts), means, llm.score(prompts), strict=True)]
 
 
 def prompts_of(vocab: int, count: int = 40) -> list[list[int]]:
-    """Prompts of which some begin alike."""
+    """Prompts, some of which begin alike."""
     rng = np.random.default_rng(0)
     stems = [rng.integers(3, vocab, size).tolist() for size in (70, 130, 5)]
     return [stems[rng.integers(3)] + rng.integers(3, vocab, rng.integers(1, 60)).tolist() for _ in range(count)]
 
 
 def check_invariant(folder: Path, **options: Any) -> None:
-    """Compare the answers to some prompts with those that each gets alone, of other steps, and from a cache."""
+    """Compare the answers to some prompts with the answers to each alone, in other steps, and from a cache."""
     with LLM(str(folder), invariant=True, **options) as llm:
         prompts = prompts_of(llm.config.vocab_size)
         found = results(llm, prompts)

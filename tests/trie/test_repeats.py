@@ -32,7 +32,7 @@ requests = st.lists(
 
 
 def content(request: Request, number: int) -> tuple:
-    """What equal requests have in common; that of a draw without a seed has its number, too."""
+    """The key of equal requests. A draw without a seed has its number in it."""
     targets = None if request.targets is None else tuple(request.targets.tolist())
     sampling = request.sampling
     own = number if sampling is not None and sampling.temperature and sampling.seed is None else None

@@ -19,8 +19,8 @@ from ...checkpoint.settings import MOST_LAYERS, Settings
 from ...errors import CheckpointError
 from ...spec.requests import Readout
 from ...tasks.classify import softmax
-from ...tasks.decide import HEADS, Reader
 from ...tasks.questions import Question
+from ...tasks.readers import HEADS, Reader
 from ...text.decisions import MARK, SPLIT, DecisionSettings, ShownQuestion, Token
 from .tensors import HeadTensors, StoredRows, gelu, linear, normed
 
@@ -49,7 +49,7 @@ def _text(value: object) -> str:
 
 
 def _order(kind: str, options: Sequence[str]) -> list[int]:
-    """Return the options of a question in the order of the prompt: those of a choice are sorted by name."""
+    """Return the options of a question in the order of the prompt. The options of a choice are sorted by name."""
     places = range(len(options))
     return sorted(places, key=lambda i: options[i]) if kind == "choice" else list(places)
 

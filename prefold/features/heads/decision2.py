@@ -18,8 +18,8 @@ from ...checkpoint.checkpoint import BACKBONES
 from ...checkpoint.settings import Settings
 from ...errors import CheckpointError, UnsupportedModelError
 from ...spec.requests import Readout
-from ...tasks.decide import HEADS, Reader, too_many_options
 from ...tasks.questions import KINDS, Question
+from ...tasks.readers import HEADS, Reader, too_many_options
 from ...text.decisions import MARK, SPLIT, DecisionSettings, ShownQuestion, Token, is_temperature
 from .tensors import HeadTensors, gelu, linear, normed
 

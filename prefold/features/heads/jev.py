@@ -24,8 +24,8 @@ from ...errors import CheckpointError, InputError, UnsupportedModelError
 from ...model.config import ModelConfig
 from ...model.families import HFConfig, add_families, config_from
 from ...spec.requests import Readout
-from ...tasks.decide import HEADS, Reader, too_many_options
 from ...tasks.questions import KINDS, Question
+from ...tasks.readers import HEADS, Reader, too_many_options
 from ...text.decisions import MARK, DecisionSettings, ShownQuestion, Token, is_temperature, written
 from .tensors import HeadTensors
 

@@ -19,8 +19,8 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...model.config import ModelConfig
 from ...model.families import HFConfig, add_families, config_from
 from ...spec.requests import Readout
-from ...tasks.decide import HEADS, Reader
 from ...tasks.questions import KINDS, Question
+from ...tasks.readers import HEADS, Reader
 from ...text.decisions import MARK, DecisionSettings, ShownQuestion, Token
 from .tensors import HeadTensors
 

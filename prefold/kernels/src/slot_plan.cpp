@@ -212,7 +212,7 @@ class SlotPlanner {
         if (!all) limit[r] = limit[r] / kPlaces * kPlaces;
       }
       for (const Piece& piece : pieces_) {
-        // A portion at a time where the queries' limits lie within a piece.
+        // A piece is cut at the limits of its queries.
         for (int64_t from = piece.position, stop = from + piece.count; piece.shared && from < stop;) {
           uint32_t queries = 0;
           int64_t to = stop;
@@ -251,7 +251,7 @@ class SlotPlanner {
     lists_.own_offsets.push_back(static_cast<int64_t>(lists_.own.size()));
   }
 
-  // Adds slots to the list of a query, of which they are the first if it is fresh.
+  // Adds slots to the list of a query. fresh: the list is empty.
   void add_own_run(int64_t slot, int64_t count, bool fresh) {
     std::vector<OwnRun>& own = lists_.own;
     if (!fresh && own.back().first + own.back().count == slot) {

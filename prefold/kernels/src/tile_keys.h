@@ -86,7 +86,7 @@ class TileKeys {
     }
   }
 
-  // Goes on with keys that have places. What a lane adds up, and in what portions, does not depend on the other lanes.
+  // Adds keys that have places. A lane's numbers and their portions do not depend on the other lanes.
   template <class R>
   void go_on(PlacedReader<R> reader) {
     PlacedChunk chunk;

@@ -1,4 +1,4 @@
-"""Decision heads with random weights: against transformers where it reads them, else against their formulas."""
+"""Decision heads with random weights: against transformers if it reads them, else against their formulas."""
 
 from __future__ import annotations
 

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from nests import Nest, chains, nest_of, random_nest, with_spans
 
 DTYPES = (torch.float32, torch.bfloat16)
-# (query heads, KV heads), numbers of a head: those that fill tiles and vectors, and those that do not.
+# (query heads, KV heads), numbers of a head: some fill tiles and vectors, some do not.
 HEADS = ((6, 2), (1, 1), (14, 2), (4, 4))
 DIMS = (16, 32, 40, 64, 96)
 
 
 def path_of(nest: Nest, row: int) -> np.ndarray:
-    """The rows that the paths down to a row have, ascending: of a row in a span, those that it sees."""
+    """The rows that a row sees, ascending: its path, and in a span the rows of the span."""
     first = np.arange(nest.rows) if nest.first is None else nest.first
     return np.flatnonzero((first <= row) & (nest.end > row))
 
 
 def alone(case: Case, query: int, make: type[Case] = RowCase) -> torch.Tensor:
-    """What a query of a case gets if its path is all there is, [heads, dim]."""
+    """The result of a query of a case if its path is all there is, [heads, dim]."""
     row = int(case.query_rows[query])
     path = path_of(case.nest, row)
     nest, place = chains([len(path)]), int(np.searchsorted(path, row))
