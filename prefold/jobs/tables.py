@@ -76,6 +76,8 @@ class TableAdapter:
             return parsed
         try:
             parsed.meta = self._meta(record.data, record.number)
+            if self.gold is not None:
+                parsed.meta["gold"] = self.gold.of(record.data, record.number, parsed.meta.get("id"))
             is_list, parsed.items = self._rows.items(record.data)
             if is_list:
                 parsed.meta["many"] = True
@@ -105,8 +107,6 @@ class TableAdapter:
             every = data if columns.keep_all else ()
             repeated = {self.kept_name(name): plain(data[name]) for name in every if not name == "id" == columns.id}
             meta["keep"] = repeated | {name: plain(lookup(data, path)) for name, path in columns.keep.items()}
-        if self.gold is not None:
-            meta["gold"] = self.gold.of(data, number, meta.get("id"))
         if self._shows:
             meta["row"] = {name: plain(data.get(name)) for name in columns.state_columns(data)}
         return meta

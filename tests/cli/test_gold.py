@@ -109,9 +109,9 @@ def test_true_answers_in_an_object_or_a_table_are_the_same(run):
 
 def test_a_true_answer_that_is_no_option_is_an_error_of_its_record(run):
     write_table(r2="glad")
-    said = run("in.csv", *GOLD, "-o", "out.csv", status=3)
+    said = run("in.csv", *GOLD, "--id", "id", "--keep", "body", "-o", "out.csv", status=3)
     bad = [row for row in table("out.csv") if row["error"]]
-    assert [row["record"] for row in bad] == ["2"]
+    assert [(row["record"], row["id"], row["body"]) for row in bad] == [("2", "r2", "abc 2 text")]
     assert "'label' is 'glad', which is no option of the question 'tone'; give one of calm, angry" in bad[0]["error"]
     assert figures(said)["tone"][0] == COUNT - 4 and "1 record failed" in said
     Path("in.jsonl").write_text('{"body": "a", "g": {"tune": "calm"}}\n{"body": "b", "g": "calm"}\n{"body": "c"}\n')
