@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from ..errors import UnsupportedModelError
 from ..spec.requests import Exits, refuse_exits
+from .builders import LayerBuilder, decoder_program
 from .names import Names
+from .program import Buffer, Operation, Program
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
 
@@ -71,14 +73,15 @@ Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
 class MlpKind:
     """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
 
+    build          adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they
+                   fill
     module         the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
     linears        returns the linears that every row goes through, of a config; adapters may add to them
-    other_weights  returns how many weights there are beside these in a layer, and how many of them a row meets
     """
 
+    build: Callable[[LayerBuilder, Buffer, Buffer], None]
     module: str
     linears: Callable[[ModelConfig], Linears]
-    other_weights: Callable[[ModelConfig], tuple[int, int]] = lambda config: (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class ModelConfig:
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
     activation     of the MLP
+    gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
+    rotated_dim    how many numbers of each head are rotated, its first ones; None: all
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
     residual_scale    what the results of attention and of the MLP are multiplied with
     query_scalar   attention multiplies q k with its inverse root; None: head_dim
@@ -157,6 +162,8 @@ class ModelConfig:
     norm_offset: float = 0.0
     parallel: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    gated: bool = False
+    rotated_dim: int | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     query_scalar: float | None = None
@@ -226,6 +233,19 @@ class ModelConfig:
     def visited(self) -> Sequence[int]:
         """Returns the layer that each plane is of, in the order of a pass."""
         return range(self.layers)
+
+    @property
+    def pass_layers(self) -> Sequence[int]:
+        """Returns the layers that a pass goes through, in its order."""
+        return self.visited
+
+    def program(self, copies: int = 1) -> Program:
+        """Returns what the model computes. copies: how many ranks have each KV head"""
+        return decoder_program(self, copies)
+
+    def build_layer(self, builder: LayerBuilder) -> tuple[Operation, ...]:
+        """Returns the operations of a layer."""
+        return builder.decoder_layer()
 
     @property
     def text(self) -> ModelConfig:
@@ -303,42 +323,19 @@ class ModelConfig:
         return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]
 
     @property
-    def layer_weights(self) -> int:
-        """Returns how many weights a row meets in the linears of one layer, without biases."""
-        mlp = sum(inputs * size for inputs, parts in self._mlp_linears for _, size in parts)
-        return self.hidden * (2 * self.q_size + 2 * self.kv_size) + mlp + self.mlp_kind.other_weights(self)[1]
-
-    @property
     def _mlp_linears(self) -> Sequence[tuple[int, Sequence[tuple[str, int]]]]:
         return list(self.mlp_kind.linears(self).values())
 
     @property
     def linear_flops(self) -> int:
         """Returns the floating-point operations of all linears in a pass of one row, the LM head left out."""
-        return 2 * len(self.planes) * self.layer_weights
+        layers = self.program().layers
+        return 2 * sum(operation.row_weights for number in self.pass_layers for operation in layers[number])
 
     @property
     def num_parameters(self) -> int:
         """Returns how many parameters there are. The LM head counts where `lm_head` is set and it is not tied."""
-        norm = self.hidden * (2 if self.norm == "layer" and self.norm_bias else 1)
-        norms = self.in_norms * (1 if self.parallel else 2) + 2 * (self.out_norms or self.sum_norms)
-        norms *= norm
-        norms += self.sinks * self.heads
-        norms += self.qk_norm * 2 * self.head_dim + self.row_qk_norm * (self.q_size + self.kv_size)
-        biases = (
-            self.qkv_bias * (self.q_size + 2 * self.kv_size)
-            + self.qk_bias * (self.q_size + self.kv_size)
-            + self.o_bias * self.hidden
-            + self.mlp_bias * sum(size for _, parts in self._mlp_linears for _, size in parts)
-        )
-        embeddings = self.vocab_size * self.hidden * (2 if self.lm_head and not self.tie_embeddings else 1)
-        if self.rope is None:
-            embeddings += self.max_positions * self.hidden
-        head = (self.num_labels or 0) * self.hidden
-        if self.num_labels and self.head_layers == 2:
-            head += self.hidden * self.hidden + self.hidden + self.num_labels
-        weights, met = self.mlp_kind.other_weights(self)
-        return embeddings + self.layers * (self.layer_weights + weights - met + norms + biases) + norm + head
+        return sum(weight.size for weight in self.program().weights)
 
 
 def add_mlp(name: str, kind: MlpKind) -> None:
@@ -356,7 +353,11 @@ def _plain(config: ModelConfig) -> Linears:
     return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
 
 
+def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    builder.gated_mlp(h, out, builder.config.intermediate)
+
+
 MLPS = {
-    "gated": MlpKind("prefold.model.decoder_layer:Mlp", _gated),
-    "plain": MlpKind("prefold.model.decoder_layer:PlainMlp", _plain),
+    "gated": MlpKind(_build_gated, "prefold.model.decoder_layer:Mlp", _gated),
+    "plain": MlpKind(LayerBuilder.plain_mlp, "prefold.model.decoder_layer:PlainMlp", _plain),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from prefold.model import MlpKind, add_mlp, config, config_from, families, load_
 from prefold.model.decoder_layer import Mlp
 from prefold.model.decoders import llama
 from prefold.model.layers import Linear, linear_weights
+from prefold.model.program import Operation, Weight
 from prefold.spec.plugins import load_plugins
 
 EXPERTS = 2
@@ -46,9 +47,36 @@ class Experts(nn.Module):
                 yield replace(weight, parts=tuple(parts))
 
 
-def others(config):
-    expert, router = 3 * config.hidden * config.intermediate, EXPERTS * config.hidden
-    return EXPERTS * expert + router, expert + router
+@dataclass(frozen=True, slots=True)
+class LikeliestExpert(Operation):
+    """out = what the likelier expert gives for a row of source, times its share."""
+
+    source: str
+    out: str
+    router: Weight
+    first: tuple[Weight, ...]
+    second: tuple[Weight, ...]
+
+    @property
+    def weights(self):
+        return [self.router, *self.first, *self.second]
+
+    @property
+    def row_weights(self):
+        return self.router.size + self.first[0].size + self.second[0].size
+
+
+def build(builder, h, out):
+    config, prefix = builder.config, f"{builder.prefix}mlp."
+    hidden, width = config.hidden, config.intermediate
+
+    def matrix(inputs, *modules):
+        return Weight(tuple((f"{prefix}{module}.weight", rows) for module, rows in modules), (inputs,))
+
+    names = [f"experts.{number}." for number in range(EXPERTS)]
+    first = tuple(matrix(hidden, (f"{name}gate_proj", width), (f"{name}up_proj", width)) for name in names)
+    second = tuple(matrix(width, (f"{name}down_proj", hidden)) for name in names)
+    builder.add(LikeliestExpert(h, out, matrix(hidden, ("router", EXPERTS)), first, second))
 
 
 class TheirExperts(nn.Module):
@@ -70,7 +98,7 @@ def checkpoint(tmp_path, keep):
     """A checkpoint of a family that two calls add, and the model of transformers."""
     load_plugins()  # into the tables themselves
     keep(config.MLPS, families.FAMILIES, families.REGISTERED)
-    add_mlp("experts", MlpKind(f"{__name__}:Experts", lambda config: {}, others))
+    add_mlp("experts", MlpKind(build, f"{__name__}:Experts", lambda config: {}))
     register_family("TwoExpertsForCausalLM", lambda hf: replace(llama(hf), mlp="experts"))
     folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     theirs = LlamaForCausalLM(AutoConfig.from_pretrained(folder))

@@ -12,11 +12,11 @@ from ...model.config import MlpKind, add_mlp
 from ...model.families import add_families, with_heads
 from .families import (
     MLP,
+    build_experts,
     gpt_oss,
     granite_moe,
     mixtral,
     olmoe,
-    other_weights,
     qwen2_moe,
     qwen3_moe,
 )
@@ -83,7 +83,7 @@ EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "granitemoe": _granite,
 }
 
-add_mlp(MLP, MlpKind("prefold.features.experts.mlp:Experts", lambda config: {}, other_weights))
+add_mlp(MLP, MlpKind(build_experts, "prefold.features.experts.mlp:Experts", lambda config: {}))
 add_families(
     with_heads("Qwen2MoeForCausalLM", "Qwen2Moe", qwen2_moe)
     | with_heads("Qwen3MoeForCausalLM", "Qwen3Moe", qwen3_moe)

@@ -8,11 +8,15 @@ from typing import Any
 
 from ...checkpoint.settings import MOST_LAYERS, Settings
 from ...errors import UnsupportedModelError
+from ...model.builders import LayerBuilder
 from ...model.config import ModelConfig
 from ...model.decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, mistral, qwen2, qwen3, windows_of
 from ...model.names import Names
+from ...model.program import Add, Buffer, Experts, Gate, Weight
 
 MLP = "experts"  # the kind of MLP
+# Buffers: what the MLP for all rows gives, and its gate.
+SHARED, SHARED_GATE = "shared", "shared_gate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,46 @@ def mixture(config: ModelConfig, **values: Any) -> ExpertsConfig:
     return ExpertsConfig(**same | values | {"mlp": MLP, "mlp_bias": False})
 
 
-def other_weights(config: Any) -> tuple[int, int]:
-    """Returns how many weights the mixture of a layer has, and how many of those of its matrices a row meets."""
-    beside = config.hidden * (config.experts + 3 * config.shared + config.shared_gate)
-    expert = 3 * config.hidden * config.intermediate
-    biases = config.biases * config.experts * (1 + 2 * config.intermediate + config.hidden)
-    return config.experts * expert + beside + biases, config.chosen * expert + beside
+def build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    """Add the operations of a mixture to a layer."""
+    config, mlp = builder.config, f"{builder.prefix}mlp."
+    assert isinstance(config, ExpertsConfig)
+    hidden, width, count = config.hidden, config.intermediate, config.experts
+    names = [f"{mlp}experts.{number}." for number in range(count)]
+    halves = [(f"{name}{half}_proj", width) for name in names for half in ("gate", "up")]
+    downs = [(f"{name}down_proj", hidden) for name in names]
+
+    def weight(modules: Sequence[tuple[str, int]], inputs: int) -> Weight:
+        return Weight(tuple((f"{module}.weight", rows) for module, rows in modules), (inputs,))
+
+    def bias(modules: Sequence[tuple[str, int]]) -> Weight | None:
+        return Weight(tuple((f"{module}.bias", rows) for module, rows in modules)) if config.biases else None
+
+    router = [(f"{mlp}gate", count)]
+    builder.add(
+        Experts(
+            h,
+            out,
+            weight(router, hidden),
+            weight(halves, hidden),
+            weight(downs, width),
+            experts=count,
+            chosen=config.chosen,
+            normalised=config.normalised,
+            activation="clamped" if config.clamped else config.activation,
+            router_bias=bias(router),
+            gate_up_bias=bias(halves),
+            down_bias=bias(downs),
+            summed=not config.shared,
+        )
+    )
+    if not config.shared:
+        return
+    builder.gated_mlp(h, SHARED, config.shared, "mlp.shared_expert.", named=False)
+    if config.shared_gate:
+        builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
+        builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
+    builder.add(Add(out, SHARED))
 
 
 MOST_EXPERTS = 4096

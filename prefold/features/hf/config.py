@@ -87,6 +87,10 @@ class TransformersConfig(ModelConfig):
         return range(len(self.planes))  # a layer may call attention several times, or not at all
 
     @property
+    def pass_layers(self) -> Sequence[int]:
+        return range(self.layers)
+
+    @property
     def fixed(self) -> str | None:
         return "its keys are turned by transformers' modules"
 

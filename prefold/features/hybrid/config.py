@@ -14,11 +14,15 @@ from typing import Any, ClassVar
 from ...checkpoint.settings import Settings
 from ...errors import UnsupportedModelError
 from ...model import decoders
+from ...model.builders import LayerBuilder
 from ...model.config import Linears, ModelConfig
 from ...model.decoders import HFConfig, decoder
 from ...model.names import Names
+from ...model.program import DELTA, Buffer, GatedDelta, H, Mamba2, Operation, Pick, ShortConv, Weight, X
 
 ATTENTION = "attention"
+# Buffers: what a mixer's first linear gives, and what the mixer gives.
+MIXED, MIXER_OUT = "mixed", "mixer_out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,16 @@ class StateShape:
 class MixerKind:
     """A MixerKind says what a layer with a state has in place of attention; `HybridConfig.mixers` names it.
 
+    build          adds the operations of the mixer to a layer; it takes the buffer that they read, and they fill DELTA
     module         the module and the class of the layer, which has the methods of `layers.Mixer`
     linears        returns the linears that every row goes through, of a config; adapters may add to them
     states         returns the shapes of a layer's state, of a config
-    other_weights  returns how many weights a layer has beside these linears, their biases among them
     """
 
+    build: Callable[[LayerBuilder, Buffer], None]
     module: str
     linears: Callable[[HybridConfig], Linears]
     states: Callable[[HybridConfig], tuple[StateShape, ...]]
-    other_weights: Callable[[HybridConfig], int] = lambda config: 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +60,12 @@ class HybridConfig(ModelConfig):
     planes       of the layers that have attention, in their order
     mixers       of each layer: "attention", or the name of a MixerKind
     sizes        the numbers that the mixers need, by names of theirs
-    gated        whether what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
-    rotated_dim  how many numbers of each head are rotated, its first ones; None: all
     """
 
     model: ClassVar[str] = "prefold.features.hybrid.worker:HybridLM"
 
     mixers: tuple[str, ...]
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    gated: bool = False
-    rotated_dim: int | None = None
 
     @classmethod
     def of(cls, config: ModelConfig, mixers: Sequence[str], **values: Any) -> HybridConfig:
@@ -87,6 +87,18 @@ class HybridConfig(ModelConfig):
     @property
     def visited(self) -> tuple[int, ...]:
         return tuple(number for number, mixer in enumerate(self.mixers) if mixer == ATTENTION)
+
+    @property
+    def pass_layers(self) -> Sequence[int]:
+        return range(self.layers)
+
+    def build_layer(self, builder: LayerBuilder) -> tuple[Operation, ...]:
+        kind = self.mixer(builder.number)
+        if kind is None:
+            return builder.decoder_layer()
+        h = builder.norm("input_layernorm", X, H)
+        kind.build(builder, h)
+        return builder.after_mixer(h)
 
     @property
     def fixed(self) -> str:
@@ -115,32 +127,106 @@ class HybridConfig(ModelConfig):
         kind = self.mixer(number)
         return () if kind is None else kind.states(self)
 
-    @property
-    def linear_flops(self) -> int:
-        return 2 * (self.layers * self.layer_weights + self._more_weights())
-
-    @property
-    def num_parameters(self) -> int:
-        kinds = [kind for number in range(self.layers) if (kind := self.mixer(number)) is not None]
-        # What the layers without attention lack beside its linears.
-        biases = self.qkv_bias * (self.q_size + 2 * self.kv_size) + self.o_bias * self.hidden
-        lacking = len(kinds) * (biases + self.qk_norm * 2 * self.head_dim)
-        return super().num_parameters + self._more_weights() + sum(kind.other_weights(self) for kind in kinds) - lacking
-
-    def _more_weights(self) -> int:
-        """Returns how many weights the linears of all layers have beyond those of as many layers with attention."""
-        attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
-        total = 0
-        for number in range(self.layers):
-            linears = self.mixer_linears(number)
-            if linears is not None:
-                total += sum(inputs * size for inputs, parts in linears.values() for _, size in parts) - attention
-        return total
-
 
 def add_mixer(name: str, kind: MixerKind) -> None:
     """Adds a kind of mixer, which configs may name."""
     MIXERS[name] = kind
+
+
+def _mixer(builder: LayerBuilder, h: Buffer, make: Callable[[Callable[..., Weight]], Operation]) -> None:
+    """Add a mixer with a linear before and after it: those of its kind. make: takes a function that makes a weight of
+    the layer (by its name, its rows and further dimensions), and returns the operation, from MIXED to MIXER_OUT"""
+    config = builder.config
+    assert isinstance(config, HybridConfig)
+    linears = config.mixer_linears(builder.number)
+    assert linears is not None
+    biased = bool(config.sizes.get("bias"))
+
+    def linear(name: str, source: Buffer, out: Buffer) -> None:
+        inputs, modules = linears[name]
+        builder.linear(name, modules, source, out, inputs, biased=modules if biased else ())
+
+    def weight(name: str, rows: int, *inputs: int) -> Weight:
+        return Weight(((builder.prefix + name, rows),), inputs)
+
+    linear("in_proj", h, MIXED)
+    builder.add(make(weight))
+    if builder.is_last:
+        builder.add(Pick((X,)))
+    linear("out_proj", MIXER_OUT, DELTA)
+
+
+def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    assert isinstance(config, HybridConfig)
+    hidden, taps, biased = config.hidden, config.sizes["taps"], config.sizes["bias"]
+    _mixer(
+        builder,
+        h,
+        lambda weight: ShortConv(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            weight("conv.conv.weight", hidden, 1, taps),
+            weight("conv.conv.bias", hidden) if biased else None,
+            builder.is_last,
+        ),
+    )
+
+
+def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    assert isinstance(config, HybridConfig)
+    sizes, prefix = config.sizes, "linear_attn."
+    heads, channels = sizes["value_heads"], _delta_states(config)[0].shape[1]
+    _mixer(
+        builder,
+        h,
+        lambda weight: GatedDelta(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            heads=heads,
+            key_heads=sizes["key_heads"],
+            key_dim=sizes["key_dim"],
+            value_dim=sizes["value_dim"],
+            taps=weight(f"{prefix}conv1d.weight", channels, 1, sizes["taps"]),
+            dt_bias=weight(f"{prefix}dt_bias", heads),
+            a_log=weight(f"{prefix}A_log", heads),
+            norm=weight(f"{prefix}norm.weight", sizes["value_dim"]),
+            eps=config.norm_eps,
+            picked=builder.is_last,
+        ),
+    )
+
+
+def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    assert isinstance(config, HybridConfig)
+    sizes, prefix, heads = config.sizes, "mamba.", config.sizes["heads"]
+    channels = _mamba_states(config)[0].shape[1]
+    _mixer(
+        builder,
+        h,
+        lambda weight: Mamba2(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            heads=heads,
+            groups=sizes["groups"],
+            dim=sizes["dim"],
+            state=sizes["state"],
+            limits=sizes["limits"],
+            taps=weight(f"{prefix}conv1d.weight", channels, 1, sizes["taps"]),
+            conv_bias=weight(f"{prefix}conv1d.bias", channels) if sizes["conv_bias"] else None,
+            dt_bias=weight(f"{prefix}dt_bias", heads),
+            a_log=weight(f"{prefix}A_log", heads),
+            d=weight(f"{prefix}D", heads),
+            norm=weight(f"{prefix}norm.weight", heads * sizes["dim"]),
+            eps=config.norm_eps,
+            picked=builder.is_last,
+        ),
+    )
 
 
 def _conv_linears(config: HybridConfig) -> Linears:
@@ -150,10 +236,10 @@ def _conv_linears(config: HybridConfig) -> Linears:
 
 MIXERS: dict[str, MixerKind] = {
     "conv": MixerKind(
+        _build_conv,
         "prefold.features.hybrid.layers:ShortConv",
         _conv_linears,
         lambda config: (StateShape((config.sizes["taps"] - 1, config.hidden)),),
-        lambda config: config.hidden * (config.sizes["taps"] + 5 * config.sizes["bias"]),
     )
 }
 
@@ -177,14 +263,9 @@ def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-def _delta_weights(config: HybridConfig) -> int:
-    sizes = config.sizes
-    return _delta_states(config)[0].shape[1] * sizes["taps"] + 2 * sizes["value_heads"] + sizes["value_dim"]
-
-
 add_mixer(
     "linear_attention",
-    MixerKind("prefold.features.hybrid.layers:GatedDeltaNet", _delta_linears, _delta_states, _delta_weights),
+    MixerKind(_build_delta, "prefold.features.hybrid.layers:GatedDeltaNet", _delta_linears, _delta_states),
 )
 
 
@@ -204,13 +285,7 @@ def _mamba_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-def _mamba_weights(config: HybridConfig) -> int:
-    sizes, outputs = config.sizes, sum(parts[0][1] for _, parts in _mamba_linears(config).values())
-    conv = _mamba_states(config)[0].shape[1] * (sizes["taps"] + sizes["conv_bias"])
-    return conv + 3 * sizes["heads"] + sizes["heads"] * sizes["dim"] + sizes["bias"] * outputs
-
-
-add_mixer("mamba", MixerKind("prefold.features.hybrid.layers:Mamba2", _mamba_linears, _mamba_states, _mamba_weights))
+add_mixer("mamba", MixerKind(_build_mamba, "prefold.features.hybrid.layers:Mamba2", _mamba_linears, _mamba_states))
 
 LFM2 = Names(
     parts={
@@ -301,7 +376,8 @@ def qwen3_5(hf: HFConfig) -> HybridConfig:
     if config.activation != "silu":
         raise UnsupportedModelError("the short convolution of Qwen3.5 is followed by silu; hidden_act is not")
     mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
-    return HybridConfig.of(config, mixers, sizes=sizes, gated=True, rotated_dim=int(head_dim * partial))
+    config = replace(config, gated=True, rotated_dim=int(head_dim * partial))
+    return HybridConfig.of(config, mixers, sizes=sizes)
 
 
 def qwen3_5_with_images(hf: HFConfig) -> HybridConfig:

@@ -6,8 +6,8 @@ A family is a function from a Hugging Face config (a dict) to a ModelConfig. No 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from ...errors import InputError, UnsupportedModelError
 from ...model.config import ModelConfig
 from ...model.decoders import HFConfig, decoder, qwen_windows
 from ...model.names import Names
+from ...model.program import Program, Weight
 from ...spec.requests import Exits
 
 T = TypeVar("T", "Loop", "Routing")
@@ -174,16 +175,6 @@ class Loop:
                     f"{name} names the block {block!r}", field="route", remedy=f"give 0 to {self.blocks - 1}"
                 )
 
-    def num_parameters(self, hidden: int) -> int:
-        """Returns how many parameters gate, router and planner have, of a model of this width."""
-        count = ((hidden if self.gate_reads == "state" else GATE_FEATURES) + 1) if self.gate else 0
-        if self.router is None:
-            return count
-        choices, visits = self.blocks + 1, len(self.order)
-        inputs = 2 * hidden if self.router.reads == "request" else hidden
-        count += (inputs + 1) * hidden + visits * hidden + (hidden + 1) * choices
-        return count + self.router.planner * ((2 * hidden + 1) * hidden + (hidden + 1) * visits * choices)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig(ModelConfig):
@@ -237,13 +228,35 @@ class LoopedConfig(ModelConfig):
     def fixed(self) -> str:
         return super().fixed or "it is looped, and what its rows have at a visit may depend on more than their tokens"
 
+    def program(self, copies: int = 1) -> Program:
+        return replace(super().program(copies), beside=tuple(self._weights_beside()))
+
+    def _weights_beside(self) -> Iterator[Weight]:
+        """Yields what the gate, the router and the mix before each visit need. All but the mix is float32."""
+        loop, hidden = self.loop, self.hidden
+
+        def linear(name: str, rows: int, inputs: int, *, bias: bool = False, wide: bool = True) -> Iterator[Weight]:
+            yield Weight(((f"{name}.weight", rows),), (inputs,), wide=wide)
+            if bias:
+                yield Weight(((f"{name}.bias", rows),), wide=True)
+
+        if loop.gate:
+            yield from linear("gate", 1, GATE_FEATURES if loop.gate_reads == "features" else hidden, bias=True)
+        if loop.between == "inject":
+            yield from linear("inject", hidden, 2 * hidden, wide=False)
+        if loop.router is None:
+            return
+        yield Weight((("router.step", len(loop.order)),), (hidden,), wide=True)
+        inputs, choices = (2 if loop.router.reads == "request" else 1) * hidden, loop.blocks + 1
+        yield from linear("router.inner", hidden, inputs, bias=True)
+        yield from linear("router.outer", choices, hidden, bias=True)
+        if loop.router.planner:
+            yield from linear("planner.inner", hidden, 2 * hidden, bias=True)
+            yield from linear("planner.outer", len(loop.order) * choices, hidden, bias=True)
+
     @property
     def linear_flops(self) -> int:
         return super().linear_flops + len(self.loop.order) * 2 * self._injection
-
-    @property
-    def num_parameters(self) -> int:
-        return super().num_parameters + self.loop.num_parameters(self.hidden) + self._injection
 
     @property
     def _injection(self) -> int:

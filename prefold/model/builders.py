@@ -1,0 +1,255 @@
+"""Builders make the program of a config, layer by layer. No NumPy, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .program import (
+    DELTA,
+    OUT,
+    Add,
+    Attend,
+    Buffer,
+    Embed,
+    Gate,
+    H,
+    Linear,
+    Norm,
+    Operation,
+    Pick,
+    Program,
+    Rope,
+    Weight,
+    X,
+)
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+# Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
+QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
+# The name of a module, and its outputs.
+Module = tuple[str, int]
+
+
+class LayerBuilder:
+    """A LayerBuilder collects the operations of one layer.
+
+    config   with the sizes of this rank's part
+    number   of the layer
+    is_last  whether a pass ends with this layer, where the rows that are not read are left out
+    copies   how many ranks have each KV head
+    """
+
+    def __init__(self, config: ModelConfig, number: int, copies: int = 1):
+        self.config, self.number, self.copies = config, number, copies
+        self.is_last = number == config.pass_layers[-1]
+        self.prefix = f"layers.{number}."
+        self.operations: list[Operation] = []
+
+    def add(self, operation: Operation) -> None:
+        """Add an operation to the layer."""
+        self.operations.append(operation)
+
+    def norm(self, name: str, source: Buffer, out: Buffer) -> Buffer:
+        """Add a norm over the residual stream's width, and return `out`."""
+        self.add(norm(self.config, self.prefix + name, source, out))
+        return out
+
+    def linear(
+        self,
+        name: str,
+        modules: Iterable[Module],
+        source: Buffer,
+        out: Buffer,
+        inputs: int,
+        *,
+        biased: Iterable[Module] = (),
+        activation: str = "",
+        gated: bool = False,
+        summed: bool = False,
+    ) -> None:
+        """Add a linear. modules: those that lie side by side in it; biased: the first of them that have a bias."""
+        weight = Weight(tuple((f"{self.prefix}{module}.weight", rows) for module, rows in modules), (inputs,))
+        parts = tuple((f"{self.prefix}{module}.bias", rows) for module, rows in biased)
+        bias = Weight(parts) if parts else None
+        self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed))
+
+    def decoder_layer(self) -> tuple[Operation, ...]:
+        """Return the operations of a layer of attention and an MLP."""
+        config = self.config
+        h = self.norm("input_layernorm", X, H) if config.in_norms else X
+        self.attention(h)
+        return self.after_mixer(h)
+
+    def after_mixer(self, h: Buffer) -> tuple[Operation, ...]:
+        """Add what follows attention, or what stands in its place, and return all operations. h: what that has read"""
+        config, scale = self.config, self.config.residual_scale
+        if config.parallel:
+            self.mlp(h, H)
+            self.add(Add(DELTA, H))
+            self.add(Add(X, DELTA))
+            return tuple(self.operations)
+        normed = config.out_norms or config.sum_norms
+        if config.out_norms:
+            self.norm("post_attention_layernorm", DELTA, DELTA)
+        self.add(Add(X, DELTA, scale))
+        if config.sum_norms:
+            self.norm("post_attention_layernorm", X, X)
+        post_norm = "pre_feedforward_layernorm" if normed else "post_attention_layernorm"
+        h = self.norm(post_norm, X, H) if config.in_norms else X
+        self.mlp(h, DELTA)
+        if config.out_norms:
+            self.norm("post_feedforward_layernorm", DELTA, DELTA)
+        self.add(Add(X, DELTA, scale))
+        if config.sum_norms:
+            self.norm("post_feedforward_layernorm", X, X)
+        return tuple(self.operations)
+
+    def attention(self, h: Buffer) -> None:
+        """Add attention of what `h` has; DELTA gets the result."""
+        config = self.config
+        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
+        queries = heads * stride
+        q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
+        keys, values = (k, config.kv_size), (v, config.kv_size)
+        q_modules = [(q, queries)]
+        if self.is_last:
+            self.linear("kv", [keys, values], h, KV, config.hidden, biased=self._biased([keys], [values]))
+            self._rope(KV, 0, kv_heads, dim, "k_norm")
+            self.add(Pick((X,) if h == X else (X, h)))
+            self.linear("q", q_modules, h, Q, config.hidden, biased=self._biased(q_modules, []))
+            self._rope(Q, 0, heads, stride, "q_norm")
+            source, beside, at = Q, KV, 0
+        else:
+            biased = self._biased([*q_modules, keys], [values])
+            self.linear("qkv", [*q_modules, keys, values], h, QKV, config.hidden, biased=biased)
+            if config.qk_norm or config.row_qk_norm or config.gated:
+                self._rope(QKV, 0, heads, stride, "q_norm")
+                self._rope(QKV, queries, kv_heads, dim, "k_norm")
+            else:
+                self._rope(QKV, 0, heads + kv_heads, dim, "")
+            source, beside, at = QKV, QKV, queries
+        sinks = Weight(((f"{self.prefix}self_attn.sinks", heads),), wide=True) if config.sinks else None
+        self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks))
+        if config.gated:
+            self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
+        o = [("self_attn.o_proj", config.hidden)]
+        self.linear("o", o, ATTENDED, DELTA, config.q_size, biased=o if config.o_bias else (), summed=True)
+
+    def _biased(self, of_qk: Sequence[Module], of_v: Sequence[Module]) -> list[Module]:
+        """Return which of these modules have a bias."""
+        config = self.config
+        return [*of_qk, *of_v] if config.qkv_bias else [*of_qk] if config.qk_bias else []
+
+    def _rope(self, source: Buffer, at: int, heads: int, stride: int, name: str) -> None:
+        """Add the norm and the rotation of some heads."""
+        config, weight = self.config, None
+        if config.row_qk_norm and name:
+            size, whole = heads * config.head_dim, config.whole
+            row = Weight(((f"{self.prefix}self_attn.{name}.weight", size),), offset=config.norm_offset)
+            of_all = 0 if whole is None else whole.q_size if name == "q_norm" else whole.kv_size
+            copies = self.copies if name == "k_norm" else 1
+            self.add(Norm(source, source, row, config.norm_eps, at=at, whole=of_all, copies=copies))
+        elif config.qk_norm and name:
+            weight = Weight(
+                ((f"{self.prefix}self_attn.{name}.weight", config.head_dim),),
+                offset=config.norm_offset,
+                wide=bool(config.norm_offset),
+            )
+        if config.rope is not None or weight is not None:
+            turned = 0 if config.rope is None else config.rotated_dim or config.head_dim
+            self.add(Rope(source, at, heads, config.head_dim, turned, stride, weight, config.norm_eps))
+
+    def mlp(self, h: Buffer, out: Buffer) -> None:
+        """Add the MLP, of the kind that the config names, of what `h` has."""
+        self.config.mlp_kind.build(self, h, out)
+
+    def gated_mlp(self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True) -> None:
+        """Add activation(gate) * up, and down. width: of the inside; named: whether adapters may add to it"""
+        config = self.config
+        gate_up = [(f"{prefix}gate_proj", width), (f"{prefix}up_proj", width)]
+        self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True)
+
+    def plain_mlp(self, h: Buffer, out: Buffer) -> None:
+        """Add activation(up), and down."""
+        config = self.config
+        self._mlp(h, out, [("mlp.up_proj", config.intermediate)], [("mlp.down_proj", config.hidden)], True, gated=False)
+
+    def _mlp(
+        self, h: Buffer, out: Buffer, first: list[Module], second: list[Module], named: bool, *, gated: bool
+    ) -> None:
+        config, width = self.config, first[0][1]
+        biased = config.mlp_bias
+        self.linear(
+            "gate_up" if named else "",
+            first,
+            h,
+            WIDE,
+            config.hidden,
+            biased=first if biased else (),
+            activation=config.activation,
+            gated=gated,
+        )
+        self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=True)
+
+
+def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
+    """Return the program of a decoder, whose layers `config.build_layer` makes.
+
+    config  with the sizes of this rank's part of the layers
+    copies  how many ranks have each KV head
+    """
+    hidden, vocabulary = config.hidden, config.vocab_size
+    table = Weight(((EMBEDDING, vocabulary),), (hidden,))
+    learned = None if config.rope else Weight((("embed_positions.weight", config.max_positions),), (hidden,))
+    layers = tuple(config.build_layer(LayerBuilder(config, number, copies)) for number in range(config.layers))
+    head = None
+    if config.lm_head:
+        head = table if config.tie_embeddings else Weight(((LM_HEAD, vocabulary),), (hidden,))
+    return Program(
+        widths=widths_of(config, layers),
+        embed=Embed(X, table, learned, config.embedding_scale),
+        layers=layers,
+        end=(norm(config, "norm", X, OUT),),
+        head=head,
+        score=score_head(config),
+    )
+
+
+def norm(config: ModelConfig, name: str, source: Buffer, out: Buffer) -> Norm:
+    """Return a norm over the width of the residual stream. It is wide if it is stored less one: 1 + w would lose the
+    last bits of w."""
+    weight = Weight(((f"{name}.weight", config.hidden),), offset=config.norm_offset, wide=bool(config.norm_offset))
+    biased = config.norm == "layer" and config.norm_bias
+    bias = Weight(((f"{name}.bias", config.hidden),)) if biased else None
+    return Norm(source, out, weight, config.norm_eps, bias, config.norm)
+
+
+def score_head(config: ModelConfig) -> tuple[Linear, ...]:
+    """Return the linears of a classification head; none if there is no such head. It is float32: it costs next to
+    nothing, and scores are compared."""
+    if not config.num_labels:
+        return ()
+
+    def linear(name: str, rows: int, bias: bool) -> Linear:
+        weight = Weight(((f"{name}.weight", rows),), (config.hidden,), wide=True)
+        return Linear(OUT, OUT, weight, Weight(((f"{name}.bias", rows),), wide=True) if bias else None)
+
+    if config.head_layers == 1:
+        return (linear("score", config.num_labels, config.head_bias),)
+    return linear("score.0", config.hidden, True), linear("score.2", config.num_labels, True)
+
+
+def widths_of(config: ModelConfig, layers: Iterable[Iterable[Operation]]) -> dict[Buffer, int]:
+    """Return the width of each buffer that the operations name."""
+    widths = dict.fromkeys((X, H, DELTA, OUT), config.hidden)
+    for layer in layers:
+        for operation in layer:
+            if (filled := operation.fills) is not None:
+                buffer, width = filled
+                widths[buffer] = max(width, widths.get(buffer, 0))
+    return widths

@@ -1,0 +1,361 @@
+"""What a model computes, as data: a list of operations over named buffers and named weights. No NumPy, no torch.
+
+A buffer holds a row of numbers for each row of a step. An operation names the buffers that it reads and writes, and the
+weights that it needs by the names of their tensors in a checkpoint (those of Llama in transformers, without "model.").
+`builders` makes programs of configs; the executors run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Literal
+
+Buffer = str
+X, H, DELTA = "x", "h", "delta"  # the residual stream; what a part of a layer reads; what it gives
+OUT = "out"  # the final norm
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A Weight is made of tensors of the checkpoint, one below the other.
+
+    parts   the name of each tensor, and how many rows it has
+    inputs  the other dimensions of a row; (): a row is a number
+    offset  what is added to the checkpoint's numbers
+    wide    whether it is float32 at least, whatever the model's dtype is
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    inputs: tuple[int, ...] = ()
+    offset: float = 0.0
+    wide: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of all tensors."""
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole."""
+        return (self.rows, *self.inputs)
+
+    @property
+    def size(self) -> int:
+        """Return how many numbers there are."""
+        return prod(self.shape)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor by its name."""
+        return {name: (rows, *self.inputs) for name, rows in self.parts}
+
+
+class Operation:
+    """An Operation reads and writes rows of buffers. Each kind is a frozen dataclass; an extension may have its own."""
+
+    __slots__ = ()
+
+    @property
+    def fills(self) -> tuple[Buffer, int] | None:
+        """Return the buffer that it fills, and the numbers of a row there; None: it changes rows in place."""
+        return None
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Return the weights that it needs."""
+        values = (getattr(self, entry.name) for entry in fields(self))  # type: ignore[arg-type]
+        return [value for value in values if isinstance(value, Weight)]
+
+    @property
+    def row_weights(self) -> int:
+        """Return how many weights of matrices a row meets in it."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Embed(Operation):
+    """out = scale * the rows of `table` that the tokens name, plus the rows of `positions`."""
+
+    out: Buffer
+    table: Weight
+    positions: Weight | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(Operation):
+    """out = the norm of `source`, times the weight, plus the bias: of as many numbers from `at` on as the weight has.
+
+    kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016)
+    whole   how many numbers all ranks have together, over which the mean is taken; 0: this rank has all
+    copies  how many ranks have each of these numbers
+    """
+
+    source: Buffer
+    out: Buffer
+    weight: Weight
+    eps: float
+    bias: Weight | None = None
+    kind: Literal["rms", "layer"] = "rms"
+    at: int = 0
+    whole: int = 0
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Operation):
+    """out = source times the weight, plus the bias.
+
+    layer, name  how adapters know it; "": they do not
+    bias         of the first outputs; None: there is none
+    activation   of the result: "silu" or "gelu_tanh"; "": none
+    gated        the first half of the outputs is gate, the other one up: out = activation(gate) * up
+    summed       each rank has some of the inputs: the result is the sum over all ranks
+    """
+
+    source: Buffer
+    out: Buffer
+    weight: Weight
+    bias: Weight | None = None
+    layer: int = -1
+    name: str = ""
+    activation: str = ""
+    gated: bool = False
+    summed: bool = False
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.weight.rows // (2 if self.gated else 1)
+
+    @property
+    def row_weights(self) -> int:
+        return self.weight.size
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(Operation):
+    """out = the weighted sum of what the `chosen` experts with the largest logits give for a row of `source`.
+
+    An expert is a gated MLP. The logits, in float32, are source times the router plus its bias. The weights are the
+    softmax of the logits: of the chosen ones if `normalised`, otherwise of all.
+
+    router         [experts, hidden]
+    gate_up        [experts * 2 * width, hidden]: of each expert gate, then up
+    down           [experts * hidden, width]
+    activation     "silu", "gelu_tanh" or "clamped" (gpt-oss)
+    summed         each rank has some columns of every expert: the result is the sum over all ranks
+    """
+
+    source: Buffer
+    out: Buffer
+    router: Weight
+    gate_up: Weight
+    down: Weight
+    experts: int
+    chosen: int
+    normalised: bool
+    activation: str
+    router_bias: Weight | None = None
+    gate_up_bias: Weight | None = None
+    down_bias: Weight | None = None
+    summed: bool = False
+
+    @property
+    def row_weights(self) -> int:
+        return self.router.size + (self.gate_up.size + self.down.size) // self.experts * self.chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(Operation):
+    """Rotate heads of `source` in place by the rows' positions, by the rotary settings of the layer's plane.
+
+    The heads begin at `at`, `stride` numbers apart; the first half of their first `turned` numbers is rotated against
+    the second half. With `norm` the RMS norm of each head comes first.
+    """
+
+    source: Buffer
+    at: int
+    heads: int
+    dim: int
+    turned: int
+    stride: int
+    norm: Weight | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attend(Operation):
+    """out = attention over the layer's plane: queries from `at` on in `source`, `stride` numbers apart; keys from
+    `keys` on in `beside`, and values behind them.
+
+    sinks  of each head a score without a value in the softmax
+    """
+
+    source: Buffer
+    at: int
+    stride: int
+    beside: Buffer
+    keys: int
+    out: Buffer
+    heads: int
+    kv_heads: int
+    dim: int
+    sinks: Weight | None = None
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class Gate(Operation):
+    """Multiply `source` with sigmoids of `by`, in place.
+
+    `source` has `groups` groups of numbers side by side. The gates of a group begin `stride` numbers after those of the
+    group before it, the first ones at `at`. A group has one gate, or as many as it has numbers (`each`).
+    """
+
+    source: Buffer
+    by: Buffer
+    groups: int
+    dim: int
+    at: int = 0
+    stride: int = 0
+    each: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv(Operation):
+    """out = c * conv(b * x) along the sequence, of `source`, which has b, c and x side by side (LFM2).
+
+    taps    [channels, 1, taps], the last of the row itself
+    picked  whether the result is wanted of the rows that are read alone
+    """
+
+    layer: int
+    source: Buffer
+    out: Buffer
+    taps: Weight
+    bias: Weight | None = None
+    picked: bool = False
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.taps.rows
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta(Operation):
+    """out = a gated delta net along the sequence (Yang et al. 2024), of `source`, which has q, k and v of its heads, z,
+    b and a side by side. taps, picked: as of ShortConv."""
+
+    layer: int
+    source: Buffer
+    out: Buffer
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    taps: Weight
+    dt_bias: Weight
+    a_log: Weight
+    norm: Weight
+    eps: float
+    picked: bool = False
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2(Operation):
+    """out = a Mamba-2 along the sequence (Dao and Gu 2024), of `source`, which has a gate, then x, b and c, and a time
+    step for each head side by side.
+
+    groups  of heads that share b and c; limits: of the time steps. taps, picked: as of ShortConv
+    """
+
+    layer: int
+    source: Buffer
+    out: Buffer
+    heads: int
+    groups: int
+    dim: int
+    state: int
+    limits: tuple[float, float]
+    taps: Weight
+    conv_bias: Weight | None
+    dt_bias: Weight
+    a_log: Weight
+    d: Weight
+    norm: Weight
+    eps: float
+    picked: bool = False
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Operation):
+    """source += scale * beside"""
+
+    source: Buffer
+    beside: Buffer
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pick(Operation):
+    """Keep of these buffers the rows that are read alone, and compute no others from here on: in the last visit of a
+    pass."""
+
+    sources: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A Program is a model's forward pass.
+
+    widths  the numbers of a row in each buffer
+    embed   what a pass begins with; it writes into X
+    layers  the operations of each layer. They read X, the residual stream, and add to it
+    end     what comes after the last layer; it writes into OUT
+    head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
+    score   the linears of the classification head, in float32, with ReLU in between
+    beside  weights that a feature's own code reads
+    """
+
+    widths: dict[Buffer, int]
+    embed: Embed
+    layers: tuple[tuple[Operation, ...], ...]
+    end: tuple[Operation, ...]
+    head: Weight | None = None
+    score: tuple[Linear, ...] = ()
+    beside: tuple[Weight, ...] = field(default=())
+
+    @property
+    def operations(self) -> Iterator[Operation]:
+        """Yield all operations, in the order of a pass through each layer once."""
+        yield self.embed
+        for layer in self.layers:
+            yield from layer
+        yield from self.end
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Return each weight once, in the order in which the operations name them."""
+        found = dict.fromkeys(weight for operation in self.operations for weight in operation.weights)
+        if self.head is not None:
+            found[self.head] = None
+        found |= dict.fromkeys(weight for linear in self.score for weight in linear.weights)
+        return list(found | dict.fromkeys(self.beside))
+
+    def linears(self, layer: int) -> list[Linear]:
+        """Return the linears of a layer that every row goes through; adapters may add to them."""
+        return [operation for operation in self.layers[layer] if isinstance(operation, Linear) and operation.name]
