@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): frequencies of each kind, and a table of cosines and sines."""
+"""Rotary position embedding (Su et al. 2021): frequencies of each kind, and tables of cosines and sines. No torch."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import numpy as np
 
 from .config import RopeConfig
 
+Floats = np.ndarray  # float32
+FIRST_ROWS = 1024  # of a table
 
-def frequencies(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+
+def frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float]:
     """Returns the angles a row turns per position, float32, and what cosines and sines are multiplied with. dim: of the
     numbers of a head that are turned, twice as many as there are angles.
 
     In float32 and in the order of operations of transformers: at position 8,000 the last bit of a
     frequency is 5e-4 of an angle.
     """
-    powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    powers = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     return KINDS[rope.kind](powers, rope.theta, rope.settings)
 
 
-def llama3(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+def llama3(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
     """Returns the frequencies of Llama 3.1: long wavelengths divided by `factor`, short ones kept, those between
     blended."""
     factor, low, high = settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"]
     trained = settings["original_max_position_embeddings"]
-    inv = 1.0 / powers
+    inv = 1 / powers
     wavelength = 2 * math.pi / inv
     blend = (trained / wavelength - low) / (high - low)
     middle = (1 - blend) * inv / factor + blend * inv
     long, short = wavelength > trained / low, wavelength < trained / high
-    return torch.where(long, inv / factor, torch.where(short, inv, middle)), 1.0
+    return np.where(long, inv / factor, np.where(short, inv, middle)).astype(np.float32), 1.0
 
 
-def yarn(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+def yarn(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
     """Returns the frequencies of YaRN (Peng et al. 2023): dimensions that turn fast are kept, slow ones interpolated, a
     ramp between."""
     factor, half = settings["factor"], len(powers)
@@ -52,9 +53,9 @@ def yarn(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Ten
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
     span = high - low or 0.001
-    keep = 1 - ((torch.arange(half, dtype=torch.float32) - low) / span).clamp(0, 1)
-    inv = 1.0 / (factor * powers) * (1 - keep) + 1.0 / powers * keep
-    return inv, yarn_attention_factor(settings)
+    keep = 1 - ((np.arange(half, dtype=np.float32) - low) / span).clip(0, 1)
+    inv = 1 / (factor * powers) * (1 - keep) + 1 / powers * keep
+    return inv.astype(np.float32), yarn_attention_factor(settings)
 
 
 def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
@@ -70,20 +71,20 @@ def yarn_attention_factor(settings: Mapping[str, Any]) -> float:
     return temperature(1.0)
 
 
-def longrope(powers: Tensor, theta: float, settings: Mapping[str, Any]) -> tuple[Tensor, float]:
+def longrope(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple[Floats, float]:
     """Returns the frequencies of LongRoPE (Ding et al. 2024), each divided by a factor of its own."""
-    return 1.0 / (torch.tensor(settings["factors"], dtype=torch.float32) * powers), settings["attention_factor"]
+    return 1 / (np.array(settings["factors"], np.float32) * powers), settings["attention_factor"]
 
 
-KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, float]]] = {
-    "default": lambda powers, theta, settings: (1.0 / powers, 1.0),
+KINDS: dict[str, Callable[[Floats, float, Mapping[str, Any]], tuple[Floats, float]]] = {
+    "default": lambda powers, theta, settings: (1 / powers, 1.0),
     # Frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned.
-    "none": lambda powers, theta, settings: (torch.zeros_like(powers), 1.0),
+    "none": lambda powers, theta, settings: (np.zeros_like(powers), 1.0),
     # For positions divided by `factor`.
-    "linear": lambda powers, theta, settings: (1.0 / powers / settings["factor"], 1.0),
+    "linear": lambda powers, theta, settings: (1 / powers / settings["factor"], 1.0),
     # Every frequency is divided by its own factor.
     "factors": lambda powers, theta, settings: (
-        1.0 / powers / torch.tensor(settings["factors"], dtype=torch.float32), 1.0,
+        1 / powers / np.array(settings["factors"], np.float32), 1.0,
     ),
     "llama3": llama3,
     "yarn": yarn,
@@ -91,66 +92,45 @@ KINDS: dict[str, Callable[[Tensor, float, Mapping[str, Any]], tuple[Tensor, floa
 }  # fmt: skip
 
 
-class RotaryTable:
-    """A RotaryTable gives cosines and sines by position, float32 [positions, dim] (cosines, then sines), and grows as
-    needed."""
-
-    FIRST_ROWS = 1024
-
-    def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
-        turned = rope.turned(dim)
-        inv, scale = frequencies(rope, turned)
-        # What is not turned has a frequency of 0, and keeps its size.
-        still = (dim - turned) // 2
-        self.frequencies = F.pad(inv, (0, still)).to(device)
-        self.scale: float | Tensor = scale
-        if still and scale != 1:
-            self.scale = F.pad(torch.full((turned // 2,), scale), (0, still), value=1.0).to(device)
-        self.table = torch.empty(0, dim, device=device)
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        """Returns float32 [rows, dim] for positions int64 [rows], multiplied with the attention factor."""
-        if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
-            return self._of(positions)
-        self.grow_to(int(positions.max()) + 1 if len(positions) else 0)
-        return self.table.index_select(0, positions)
-
-    def grow_to(self, rows: int) -> None:
-        """Makes `table` cover so many positions, on a CPU."""
-        if rows <= len(self.table):
-            return
-        rows = max(rows, 2 * len(self.table), self.FIRST_ROWS)
-        # Outside of inference mode, so that a table built there also serves a pass with gradients.
-        with torch.inference_mode(False), torch.no_grad():
-            self.table = self._of(torch.arange(rows, device=self.table.device))
-
-    def _of(self, positions: Tensor) -> Tensor:
-        angles = positions.float()[:, None] * self.frequencies
-        return torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)
+def padded_frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float | Floats]:
+    """Returns `frequencies` for heads of `dim` numbers, and what cosines and sines are multiplied with. What is not
+    turned has a frequency of 0, and keeps its size."""
+    turned = rope.turned(dim)
+    inv, scale = frequencies(rope, turned)
+    still = (dim - turned) // 2
+    if still and scale != 1:
+        return np.pad(inv, (0, still)), np.pad(np.full(turned // 2, scale, np.float32), (0, still), constant_values=1)
+    return np.pad(inv, (0, still)), scale
 
 
-class RotaryTables:
-    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table.
+def distinct_ropes(ropes: Sequence[RopeConfig]) -> tuple[list[RopeConfig], list[int]]:
+    """Returns the settings that differ, and by plane the number of its settings among them."""
+    distinct: list[RopeConfig] = []
+    for rope in ropes:
+        if rope not in distinct:
+            distinct.append(rope)
+    return distinct, [distinct.index(rope) for rope in ropes]
 
-    table_of  by plane, the number of its table in the order in which planes have them first
+
+class AngleTables:
+    """An AngleTables has cosines and sines by position, a table for the planes with the same settings: float32
+    [positions, dim], cosines before sines. They grow as needed.
+
+    table_of  by plane, the number of its table
     """
 
-    def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
-        distinct: list[RopeConfig] = []
-        for rope in ropes:
-            if rope not in distinct:
-                distinct.append(rope)
-        self.device = device
-        self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
-        self.table_of = [distinct.index(rope) for rope in ropes]
+    def __init__(self, ropes: Sequence[RopeConfig], dim: int):
+        distinct, self.table_of = distinct_ropes(ropes)
+        self._frequencies = [padded_frequencies(rope, dim) for rope in distinct]
+        self.tables = [np.empty((0, dim), np.float32) for _ in distinct]
 
-    def __call__(self, positions: Tensor) -> list[Tensor]:
-        """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
-        tables = [table(positions) for table in self._tables]
-        return [tables[i] for i in self.table_of]
-
-    def covering(self, positions: int) -> list[Tensor]:
-        """Returns the tables, each of at least so many positions; on a CPU."""
-        for table in self._tables:
-            table.grow_to(positions)
-        return [table.table for table in self._tables]
+    def covering(self, positions: int) -> list[Floats]:
+        """Returns the tables, each of at least so many positions."""
+        for number, (inv, scale) in enumerate(self._frequencies):
+            if (had := len(self.tables[number])) < positions:
+                rows = np.arange(max(positions, 2 * had, FIRST_ROWS), dtype=np.float32)
+                angles = rows[:, None] * inv
+                self.tables[number] = np.concatenate(
+                    (np.cos(angles) * scale, np.sin(angles) * scale), 1, dtype=np.float32
+                )
+        return self.tables

@@ -25,7 +25,7 @@ from .lora import NO_ADAPTERS, RowAdapters
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Panels, Product, pack_head, row_by_row, wide_product
-from .rotary import RotaryTables
+from .rotary_tables import RotaryTables
 
 
 class Attend(Protocol):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
 from prefold.model import config_from, load_model
-from prefold.model.rotary import RotaryTables
+from prefold.model.rotary_tables import RotaryTables
 from prefold.spec.plugins import named_class
 
 ARCHITECTURES = {

@@ -213,7 +213,7 @@ def test_many_rows_after_few_and_few_after_many(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_rows_that_follow_those_of_the_step_before_see_the_same_as_by_a_new_plan(tmp_path, monkeypatch, family):
-    monkeypatch.setattr("prefold.model.rotary.RotaryTable.FIRST_ROWS", 1)  # so that the tables grow while rows follow
+    monkeypatch.setattr("prefold.model.rotary_tables.FIRST_ROWS", 1)  # so that the tables grow while rows follow
     llm, hidden, kept = load(tmp_path, family), [], []
 
     class Noted(WithoutGreedy):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...engine.worker import DONE, Ticket
 from ...errors import UnsupportedModelError
 from ...model.lora import NO_ADAPTERS, RowAdapters
-from ...model.rotary import RotaryTables
+from ...model.rotary_tables import RotaryTables
 from ...model.transformer import Attend, CausalLM, MediaRows
 from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart

@@ -1,0 +1,65 @@
+"""Cosines and sines of rotary positions as tensors, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .config import RopeConfig
+from .rotary import FIRST_ROWS, distinct_ropes, padded_frequencies
+
+
+class RotaryTable:
+    """A RotaryTable gives cosines and sines by position, float32 [positions, dim] (cosines, then sines), and grows as
+    needed."""
+
+    def __init__(self, rope: RopeConfig, dim: int, device: torch.device):
+        inv, scale = padded_frequencies(rope, dim)
+        self.frequencies = torch.from_numpy(inv).to(device)
+        self.scale = scale if isinstance(scale, float) else torch.from_numpy(scale).to(device)
+        self.table = torch.empty(0, dim, device=device)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Returns float32 [rows, dim] for positions int64 [rows], multiplied with the attention factor."""
+        if positions.device.type != "cpu":  # to ask for the largest would be to wait for it
+            return self._of(positions)
+        self.grow_to(int(positions.max()) + 1 if len(positions) else 0)
+        return self.table.index_select(0, positions)
+
+    def grow_to(self, rows: int) -> None:
+        """Makes `table` cover so many positions, on a CPU."""
+        if rows <= len(self.table):
+            return
+        rows = max(rows, 2 * len(self.table), FIRST_ROWS)
+        # Outside of inference mode, so that a table built there also serves a pass with gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            self.table = self._of(torch.arange(rows, device=self.table.device))
+
+    def _of(self, positions: Tensor) -> Tensor:
+        angles = positions.float()[:, None] * self.frequencies
+        return torch.cat((angles.cos() * self.scale, angles.sin() * self.scale), -1)
+
+
+class RotaryTables:
+    """A RotaryTables gives cosines and sines of every plane; planes with the same settings share a table.
+
+    table_of  by plane, the number of its table in the order in which planes have them first
+    """
+
+    def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
+        distinct, self.table_of = distinct_ropes(ropes)
+        self.device = device
+        self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
+
+    def __call__(self, positions: Tensor) -> list[Tensor]:
+        """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
+        tables = [table(positions) for table in self._tables]
+        return [tables[i] for i in self.table_of]
+
+    def covering(self, positions: int) -> list[Tensor]:
+        """Returns the tables, each of at least so many positions; on a CPU."""
+        for table in self._tables:
+            table.grow_to(positions)
+        return [table.table for table in self._tables]
