@@ -64,6 +64,11 @@ class Operation:
         return None
 
     @property
+    def buffers(self) -> list[Buffer]:
+        """Return the buffers that it reads or writes."""
+        return [getattr(self, name) for name in ("source", "beside", "by", "out") if hasattr(self, name)]
+
+    @property
     def weights(self) -> list[Weight]:
         """Return the weights that it needs."""
         values = (getattr(self, entry.name) for entry in fields(self))  # type: ignore[arg-type]
@@ -316,6 +321,10 @@ class Pick(Operation):
     pass."""
 
     sources: tuple[Buffer, ...]
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return list(self.sources)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,227 @@
+"""A model in the memory of the native executor: its program, and its weights as the compiled kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import addressof, c_void_p, sizeof
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ... import kernels
+from ...errors import no_lm_head
+from ...kernels import COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
+from ...model.adapters import AdapterArrays, LinearAdapter
+from ...model.config import STILL, ModelConfig
+from ...model.program import Linear, Program, Weight
+from ...model.rotary import AngleTables
+
+LOW_BYTES = sizeof(RowLow)
+
+
+@dataclass(slots=True)
+class Memory:
+    """A Memory holds the weights of a model.
+
+    matrices  of linears: packed words, or blocks as the file has them
+    tables    the embedding, [vocabulary, hidden], or blocks as the file has them
+    arrays    all others, of the model's dtype, or float32 where they are wide
+    """
+
+    matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
+    tables: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
+    arrays: dict[Weight, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all weights, those of a mapped file among them."""
+        every = (*self.matrices.values(), *self.tables.values(), *self.arrays.values())
+        return sum({id(one): one.nbytes for one in every}.values())
+
+
+class NativeModel:
+    """A NativeModel is a model as the native executor has it.
+
+    program    what it computes
+    widths     of the program's buffers, those of gates padded as the kernels need it
+    memory     its weights
+    angles     tables of its rotary positions; None: nothing is rotated
+    stored_as  in words, which weights lie in memory as the checkpoint stores them
+    rank       of this process among those that the model is split over
+    """
+
+    rank = 0
+    view: kernels.RanksView | None = None
+    computed_by = ""
+
+    def __init__(self, config: ModelConfig, program: Program, dtype: np.dtype, compiled: kernels.Kernels):
+        self.config, self.program, self.dtype, self.kernels = config, program, dtype, compiled
+        self.widths = padded_widths(program)
+        self.memory = Memory()
+        self.stored_as = ""
+        self.vocab = slice(0, config.vocab_size)
+        ropes = config.ropes
+        if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
+            ropes = (STILL,) * len(config.planes)
+        self.angles = AngleTables(ropes, config.rotated_dim or config.head_dim) if ropes else None
+        self._head: np.ndarray | Blocks | None = None
+        self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens
+        self._logits = np.empty(0, np.float32)
+
+    @property
+    def head_matrix(self) -> np.ndarray | Blocks | None:
+        """Return the LM head as products take it; None: the model has none. It is packed when it is first wanted."""
+        head = self.program.head
+        if self._head is None and head is not None:
+            table = self.memory.tables[head]
+            self._head = table if isinstance(table, Blocks) else self.kernels.pack_words(table, dtype=self.dtype)
+        return self._head
+
+    def compiled_head(self) -> tuple[int | None, int | None, int] | None:
+        """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
+        largest logit is not that of the largest product. A cap makes logits equal that are far from it and near to each
+        other."""
+        if self.config.logit_cap is not None or (head := self.head_matrix) is None:
+            return None
+        words, blocks = kernels.matrix_addresses(head)
+        return words, blocks, self.config.vocab_size
+
+    def logits(self, hidden: np.ndarray, ids: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
+        """Return float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden [rows, hidden].
+
+        The memory of logits of the whole vocabulary is used again by the next call. Raise InputError if the checkpoint
+        has no LM head.
+        """
+        if not self.config.lm_head or (head := self.head_matrix) is None:
+            raise no_lm_head()
+        if ids is None:
+            columns, out = self.config.vocab_size, self._room(len(hidden))
+        else:
+            head, columns = self._columns_of(tuple(np.asarray(ids).tolist())), len(ids)
+            out = np.empty((len(hidden), columns), np.float32)
+        return self._shaped(self.kernels.linear(hidden, head, columns, out=out))
+
+    def _room(self, rows: int) -> np.ndarray:
+        """Return memory for logits of the whole vocabulary. Fresh pages would cost a tenth to a third of the product
+        again."""
+        size = rows * self.config.vocab_size
+        if len(self._logits) < size:
+            self._logits = np.empty(size, np.float32)
+        return self._logits[:size].reshape(rows, self.config.vocab_size)
+
+    def _columns_of(self, ids: tuple[int, ...]) -> np.ndarray:
+        """Return the head's rows of some tokens, packed. Those of the last few read-outs are kept."""
+        if ids not in self._columns:
+            head = self.program.head
+            assert head is not None
+            table, places = self.memory.tables[head], np.array(ids, np.int64)
+            rows = self.kernels.block_rows(table, places, self.dtype) if isinstance(table, Blocks) else table[places]
+            while len(self._columns) >= 8:
+                self._columns.pop(next(iter(self._columns)))
+            self._columns[ids] = self.kernels.pack_words(rows, dtype=self.dtype)
+        return self._columns[ids]
+
+    def _shaped(self, products: np.ndarray) -> np.ndarray:
+        """Return the logits of the products of the LM head, in the same memory."""
+        scale, cap = self.config.logit_scale, self.config.logit_cap
+        if cap is None:
+            return products if scale == 1 else np.multiply(products, np.float32(scale), out=products)
+        np.multiply(products, np.float32(scale / cap), out=products)
+        return np.multiply(np.tanh(products, out=products), np.float32(cap), out=products)
+
+    def adapters_for(self, adapters: Sequence[AdapterArrays], linears: Sequence[Linear]) -> PackedAdapters:
+        """Return what packs adapters for a program's linears."""
+        return PackedAdapters(self, adapters, linears)
+
+
+def padded_widths(program: Program) -> dict[str, int]:
+    """Return the width of each buffer of a program: what a gate leaves is filled up to whole LANES, with zeros."""
+    widths = dict(program.widths)
+    for operation in program.operations:
+        if isinstance(operation, Linear) and operation.gated:
+            widths[operation.out] = max(widths[operation.out], -(-operation.weight.rows // 2 // LANES) * LANES)
+    return widths
+
+
+def in_turn(columns: np.ndarray) -> np.ndarray:
+    """Return what has an entry for each column of gate, then of up, filled up with zeros to whole LANES, with LANES of
+    each in turn."""
+    halves = columns.reshape(2, -1, *columns.shape[1:])
+    fill = -halves.shape[1] % LANES
+    halves = np.pad(halves, ((0, 0), (0, fill), *([(0, 0)] * (columns.ndim - 1))))
+    lanes = halves.reshape(2, -1, LANES, *columns.shape[1:]).swapaxes(0, 1)
+    return np.ascontiguousarray(lanes.reshape(-1, *columns.shape[1:]))
+
+
+class PackedAdapters:
+    """A PackedAdapters has the matrices of LoRA adapters as the kernels read them: those of an adapter since a row had
+    it first."""
+
+    def __init__(self, model: NativeModel, adapters: Sequence[AdapterArrays], linears: Sequence[Linear]):
+        self._model, self._adapters, self._linears = model, adapters, linears
+        self._packed: dict[int, PackedAdapter] = {}
+
+    def adapt(self, call: ProgramCall, numbers: np.ndarray) -> tuple[Any, ...]:
+        """Say in a call which adapters its rows have, and return what it names by address. numbers: int64 [rows]"""
+        addresses = (c_void_p * len(self._adapters))()
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            if (packed := self._packed.get(number)) is None:
+                packed = PackedAdapter(self._model, self._adapters[number], self._linears)
+                self._packed[number] = packed
+            addresses[number] = addressof(packed.table)
+            call.most_ranks = max(call.most_ranks, packed.most_ranks)
+        room = np.empty(call.rows * (LOW_BYTES + 4 * call.most_ranks), np.uint8)
+        call.numbers, call.adapters = numbers.ctypes.data, addressof(addresses)
+        call.adapted = room.ctypes.data
+        call.low = call.adapted + call.rows * LOW_BYTES
+        return numbers, addresses, room
+
+
+class PackedAdapter:
+    """A PackedAdapter has an adapter's matrices as the kernels read them.
+
+    table       a LowRank for each of a program's linears
+    most_ranks  of a linear
+    """
+
+    def __init__(self, model: NativeModel, adapter: AdapterArrays, linears: Sequence[Linear]):
+        self.table, self.most_ranks = (LowRank * len(linears))(), 0
+        self._keepalive: list[np.ndarray] = []  # what the table names by address
+        for number, linear in enumerate(linears):
+            added = adapter.layers[linear.layer].get(linear.name) if linear.name else None
+            if added is not None:
+                matrices = low_rank_matrices(model, added, linear)
+                self._keepalive += matrices
+                self.table[number] = LowRank(*(matrix.ctypes.data for matrix in matrices), ranks=len(added.a))
+                self.most_ranks = max(self.most_ranks, len(added.a))
+
+
+def low_rank_matrices(
+    model: NativeModel, added: LinearAdapter, linear: Linear
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `a`, `b` and `spans` of a LowRank."""
+    ranks, outputs = len(added.a), linear.weight.rows
+    b = np.zeros((outputs, ranks), model.dtype)
+    for part in added.parts:
+        b[part.columns, part.ranks] = part.b
+    if linear.gated:
+        b = in_turn(b)
+    b = np.pad(b, ((0, -len(b) % COLUMNS), (0, 0))).reshape(-1, COLUMNS, ranks).swapaxes(1, 2)
+    # A panel has the ranks from the first to the last of those that its columns have any part in.
+    used, numbers = (b != 0).any(2), np.arange(ranks)
+    first, stop = used.argmax(1), (ranks - used[:, ::-1].argmax(1)) * used.any(1)
+    inside = (numbers >= first[:, None]) & (numbers < stop[:, None])
+    begins = np.concatenate(([0], (stop - first).cumsum()[:-1])) * COLUMNS
+    inputs = model.widths[linear.source]
+    a = np.zeros((ranks, inputs), model.dtype)
+    a[:, : added.a.shape[1]] = added.a
+    spans = np.stack((first, stop, begins), 1).astype(np.int64)
+    return model.kernels.pack_words(a), np.ascontiguousarray(b[inside]), spans
+
+
+def memory_addresses(table: np.ndarray | Blocks) -> tuple[int | None, int | None]:
+    """Return where a table's rows lie, or None, and where its panels of blocks are named, or None."""
+    return (None, table.table.ctypes.data) if isinstance(table, Blocks) else (table.ctypes.data, None)
+
+

@@ -1,0 +1,448 @@
+"""A program in the form that the compiled kernels run: one call takes the rows of a step through all operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import addressof, c_void_p, sizeof
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ... import kernels
+from ...engine.schedule.steps import NOT_FINITE, SlotStep
+from ...errors import UnsupportedModelError
+from ...kernels import Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
+from ...kernels.abi import Operation as CompiledOperation
+from ...kernels.threads import threads
+from ...model.config import ModelConfig
+from ...model.program import DELTA, OUT, H, X, Add, Attend, Embed, Linear, Norm, Operation, Pick, Program, Rope, Weight
+from ...model.rotary import AngleTables
+from ..attention.row_plan import RowPlan
+from ..attention.slot_plan import SlotPlan
+from .memory import LINE, empty_bytes, place_buffers
+from .steps import NativePath, SlotBatch, StreamBatch
+from .store import NativeStore
+
+MOST_POSITIONS = 1 << 62
+ACTIVATIONS = {"": Activation.LINEARLY, "silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+# A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
+Visit = tuple[int, int, int]
+
+
+class Memory(Protocol):
+    """A Memory holds the weights of a model as the kernels read them."""
+
+    def matrix(self, weight: Weight) -> tuple[int | None, int | None]:
+        """Return where a matrix's words are, or None, and where its panels of blocks are named, or None."""
+        ...
+
+    def vector(self, weight: Weight) -> tuple[int, bool]:
+        """Return where the numbers of a weight are, and whether they are float32 where the model's are not."""
+        ...
+
+
+@dataclass(slots=True)
+class PreparedStep:
+    """A PreparedStep is a step that is ready to run. It serves all repetitions of the step (`NativeProgram.follow`).
+
+    buffers    the addresses of the buffers, int64
+    last       the last position of its rows
+    keepalive  what the call names by address beside these
+    ids        memory for the most likely tokens, where they are wanted
+    grows      whether the keys that its rows see can grow in place by a key each, once that was wanted
+    """
+
+    batch: SlotBatch | StreamBatch
+    call: ProgramCall
+    buffers: np.ndarray
+    last: int
+    keepalive: tuple[Any, ...]
+    ids: np.ndarray | None = None
+    grows: bool | None = None
+
+
+class Compiler:
+    """A Compiler turns operations into those of the kernels (`kernels/src/interface.h`).
+
+    number      of each buffer
+    tables      by plane, the number of its table of angles
+    windows     the sliding windows of planes, each once
+    linears     those that adapters may add to, in the order of their tables
+    """
+
+    def __init__(self, config: ModelConfig, program: Program, memory: Memory, tables: Sequence[int], is_split: bool):
+        self.config, self.memory, self.tables, self.is_split = config, memory, tables, is_split
+        self.number = {name: number for number, name in enumerate(program.widths)}
+        self.windows = list(dict.fromkeys(plane.window for plane in config.planes))
+        self.linears: list[Linear] = []
+        self.operations: list[CompiledOperation] = []
+        self.keepalive: list[np.ndarray] = []
+        self.plane = self.like = 0
+        self.is_last = False
+        self._pending: Add | None = None
+
+    def add(self, kind: Kind, **fields: Any) -> None:
+        """Add a compiled operation."""
+        self.operations.append(CompiledOperation(kind=kind, **fields))
+
+    def compile(self, operations: Iterable[Operation]) -> None:
+        """Add operations. A sum and the norm of it become one, also where the norm comes with the next call."""
+        for operation in operations:
+            if (pending := self._pending) is not None:
+                self._pending = None
+                if type(operation) is Norm and _norms_sum(operation, pending):
+                    self.norm(operation, self.number[pending.beside])
+                    continue
+                self._sum(pending)
+            if type(operation) is Add:
+                self._pending = operation
+                continue
+            compile_one = COMPILE.get(type(operation))
+            if compile_one is None:
+                raise UnsupportedModelError(f"{type(operation).__name__} is an operation without a compiled form")
+            compile_one(self, operation)
+
+    def finish(self) -> None:
+        """Add what waits for a next operation."""
+        if self._pending is not None:
+            self._sum(self._pending)
+        self._pending = None
+
+    def _sum(self, add: Add) -> None:
+        source, beside = self.number[add.source], self.number[add.beside]
+        self.add(Kind.ADD, source=source, beside=beside, eps=add.scale)
+
+    def norm(self, norm: Norm, beside: int = -1) -> None:
+        """Add a norm, of the sum of two buffers where `beside` is one."""
+        weight, wide = self.memory.vector(norm.weight)
+        bias = None
+        if norm.kind == "layer":
+            bias = self._zeros(norm.weight) if norm.bias is None else self.memory.vector(norm.bias)[0]
+        self.add(
+            Kind.NORM, source=self.number[norm.source], out=self.number[norm.out], beside=beside, at=norm.at,
+            weight=weight, bias=bias, columns=norm.weight.rows, wide=wide, eps=norm.eps,
+        )  # fmt: skip
+
+    def _zeros(self, weight: Weight) -> int:
+        self.keepalive.append(np.zeros(weight.rows, np.float32))  # of either dtype
+        return self.keepalive[-1].ctypes.data
+
+    def linear(self, linear: Linear) -> None:
+        """Add a product."""
+        words, blocks = self.memory.matrix(linear.weight)
+        bias = None if linear.bias is None else self.memory.vector(linear.bias)[0]
+        self.add(
+            Kind.GATED if linear.gated else Kind.LINEAR, source=self.number[linear.source],
+            out=self.number[linear.out], weight=words, blocks=blocks, bias=bias,
+            activation=ACTIVATIONS[linear.activation], linear=len(self.linears), summed=self.is_split and linear.summed,
+        )  # fmt: skip
+        self.linears.append(linear)
+
+    def rope(self, rope: Rope) -> None:
+        """Add the norm and the rotation of heads."""
+        weight, wide = (None, False) if rope.norm is None else self.memory.vector(rope.norm)
+        self.add(
+            Kind.ROPE, source=self.number[rope.source], plane=self.tables[self.like], at=rope.at, heads=rope.heads,
+            dim=rope.dim, weight=weight, eps=rope.eps, wide=wide,
+        )  # fmt: skip
+
+    def attend(self, attend: Attend) -> None:
+        """Add attention."""
+        sinks = None if attend.sinks is None else self.memory.vector(attend.sinks)[0]
+        self.add(
+            Kind.ATTEND, source=self.number[attend.source], out=self.number[attend.out], at=attend.at,
+            beside=self.number[attend.beside], keys=attend.keys, heads=attend.heads, dim=attend.dim, plane=self.plane,
+            kv_heads=attend.kv_heads, window=self.windows.index(self.config.planes[self.like].window), weight=sinks,
+        )  # fmt: skip
+
+    def pick(self, pick: Pick) -> None:
+        """Leave out the rows that are not read, in the last visit of a pass."""
+        for source in pick.sources if self.is_last else ():
+            self.add(Kind.PICK, source=self.number[source], beside=source == pick.sources[-1])
+
+    def embed(self, embed: Embed, at: int, columns: int) -> None:
+        """Add the embedding. at, columns: the first token of this rank, and how many it has"""
+        words, blocks = self.memory.matrix(embed.table)
+        learned = None if embed.positions is None else self.memory.vector(embed.positions)[0]
+        self.add(
+            Kind.EMBED, out=self.number[embed.out], weight=words, blocks=blocks, bias=learned, at=at, columns=columns,
+            dim=self.config.vocab_size, eps=embed.scale, summed=self.is_split,
+            positions=0 if embed.positions is None else embed.positions.rows,
+        )  # fmt: skip
+
+
+def _norms_sum(norm: Norm, add: Add) -> bool:
+    """Return whether a norm is of what a sum has just made."""
+    return add.scale == 1 and norm.source == add.source and norm.at == 0
+
+
+T = TypeVar("T", bound=Operation)
+COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
+    Norm: Compiler.norm,
+    Linear: Compiler.linear,
+    Rope: Compiler.rope,
+    Attend: Compiler.attend,
+    Pick: Compiler.pick,
+}
+
+
+class NativeModelLike(Protocol):
+    """What a NativeProgram needs of a model."""
+
+    config: ModelConfig
+    program: Program
+    memory: Memory
+    widths: Mapping[str, int]
+    dtype: np.dtype
+    vocab: slice
+    view: kernels.RanksView | None
+    angles: AngleTables | None
+
+    def compiled_head(self) -> tuple[int | None, int | None, int] | None:
+        """Return the words or the blocks of the LM head, and how many tokens it has; None: it has no compiled form, or
+        the largest logit is not that of the largest product."""
+        ...
+
+    def adapters_for(self, linears: Sequence[Linear]) -> Any:
+        """Return what packs adapters for a program's linears."""
+        ...
+
+
+class NativeProgram:
+    """A NativeProgram runs the layers and the final norm of one model, or some visits to its layers.
+
+    memory       the buffers of a step, which every step uses again
+    memory_rows  the most rows of a step that they hold
+    """
+
+    def __init__(self, model: NativeModelLike, compiled: kernels.Kernels, visits: Sequence[Visit] | None = None):
+        """visits: of a part of a pass; None: a whole pass"""
+        self.model, self._kernels = model, compiled
+        config, program = model.config, model.program
+        every = visits_of(config) if visits is None else list(visits)
+        self._first = next((plane for _, plane, _ in every if plane >= 0), 0)
+        tables = [] if model.angles is None else model.angles.table_of
+        compiler = Compiler(config, program, model.memory, tables, model.view is not None)
+        self._number, self._windows = compiler.number, compiler.windows
+        if visits is None:
+            compiler.embed(program.embed, model.vocab.start, model.vocab.stop - model.vocab.start)
+        self._picks = False  # whether rows that are not read are left out on the way
+        for place, (number, plane, like) in enumerate(every):
+            ends_pass = place == len(every) - 1 if visits is None else plane == len(config.planes) - 1
+            compiler.plane, compiler.like, compiler.is_last = plane, like, ends_pass
+            self._picks |= ends_pass
+            compiler.compile(program.layers[number])
+        if visits is None:
+            compiler.compile(program.end)
+        compiler.finish()
+        self._operations, self._keepalive = compiler.operations, compiler.keepalive
+        self._layers_end, self._head = len(self._operations), None
+        self._array = (CompiledOperation * len(self._operations))(*self._operations)
+        self._widths = np.array([model.widths[name] for name in program.widths], np.int64)
+        self._layers = [program.layers[number] for number in dict.fromkeys(number for number, _, _ in every)]
+        self.memory, self.memory_rows = empty_bytes(0), 0
+        self._num_tables = 0 if model.angles is None else len(model.angles.tables)
+        self._dim = 0 if model.angles is None else model.angles.tables[0].shape[1]
+        self._tables: list[np.ndarray] = []
+        self._addresses = (c_void_p * self._num_tables)()
+        self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
+        self._adapters = model.adapters_for(compiler.linears)
+        self._last: PreparedStep | None = None  # the last step over slots
+
+    def over_slots(
+        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, **fields: Any
+    ) -> np.ndarray:
+        """Return the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
+
+        x       what the rows begin with, which is written into; None: their embeddings
+        fields  further ones of the call, for operations that need them
+        """
+        return self._run(self._over(batch, store, x, fields))
+
+    def greedy(
+        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, **fields: Any
+    ) -> np.ndarray | None:
+        """Return the most likely token of each row that is read, int64, in memory that the next step may write into.
+        Return None, and compute nothing, if the head has no compiled form. The arguments are those of `over_slots`."""
+        if not self._adds_head():
+            return None
+        step = self._over(batch, store, x, fields)
+        if step.ids is None:
+            step.ids, out = np.empty(step.call.picked, np.int64), self._empty(step.call.picked)
+            step.call.ids, step.buffers[self._number[OUT]] = step.ids.ctypes.data, out.ctypes.data
+            step.keepalive = (*step.keepalive, out)
+        self._call(step)
+        return step.ids
+
+    def follow(self, step: SlotStep) -> SlotBatch | None:
+        """Make the last batch over slots the batch of the step that follows (`SlotStep.follows`), and return it. Return
+        None, and change nothing, if the call of the last step is not there any more or cannot grow."""
+        last = self._last
+        if last is None:
+            return None
+        batch = last.batch
+        assert isinstance(batch, SlotBatch)
+        if last.grows is None:
+            last.grows = all([plan.can_grow(step.slots) for plan in batch.plans.values()])
+        if not last.grows:
+            return None
+        if not (takes := step.tokens is last.ids):
+            batch.numbers[0] = step.tokens
+        self._kernels.follow_program(last.call, takes)
+        last.last += 1
+        if last.last >= self._positions:
+            self._cover(last.last)
+        return batch
+
+    def greedy_again(self, step: SlotStep) -> np.ndarray | None:
+        """Return what `greedy` returns, of the step that follows the last one. Return None, and compute nothing, if the
+        last step was not greedy or `follow` returns None."""
+        last = self._last
+        if last is None or last.ids is None or self.follow(step) is None:
+            return None
+        self._kernels.run_program(last.call)
+        return last.ids
+
+    def over_rows(
+        self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, **fields: Any
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
+        the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
+        config, dtype = self.model.config, self.model.dtype
+        planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
+        kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
+        paths = (PathPlane * planes)()
+        before = None if path.kv is None else np.ascontiguousarray(path.kv)
+        for plane, (keys, values) in enumerate(kv):
+            places = [None, None] if before is None else [half.ctypes.data for half in before[plane]]
+            paths[plane] = PathPlane(*places, keys.ctypes.data, values.ctypes.data)
+        fold: dict[str, Any] = {}
+        room = None
+        if batch.scatter is not None and batch.gather is not None:
+            room = np.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype)
+            fold = {"unfolded": len(room), "unfolded_room": room.ctypes.data}
+            fold |= {"scatter": batch.scatter.ctypes.data, "gather": batch.gather.ctypes.data}
+            fold["read_order"] = None if batch.read_order is None else batch.read_order.ctypes.data
+        step = self._prepared(
+            batch, x, paths=addressof(paths), path=path.rows, kept_path=kept_path, kept_new=kept_new,
+            keep_path=batch.keep_path.ctypes.data, keep_new=batch.keep_new.ctypes.data, **fold, **fields,
+        )  # fmt: skip
+        step.keepalive = (*step.keepalive, paths, before, room)
+        return self._run(step), kv
+
+    def through(self, x: np.ndarray, batch: SlotBatch, store: NativeStore, first: int) -> np.ndarray:
+        """Return the residual stream x [rows, hidden] after the program's visits, written into x. After the last visit
+        of a pass only the rows that are read are left.
+
+        first: the plane of the store that has the K/V of the first visit
+        """
+        step = self._last
+        if step is None or step.batch is not batch:
+            self._last = step = self._prepared(batch, x, slots=batch.slots.ctypes.data, none=NOT_FINITE)
+        step.buffers[self._number[X]] = x.ctypes.data
+        step.call.planes = addressof(store.structs) + (first - self._first) * sizeof(SlotPlane)
+        self._call(step)
+        return x[: step.call.picked] if self._picks else x
+
+    def _over(
+        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None, fields: Mapping[str, Any]
+    ) -> PreparedStep:
+        """Return a step over slots, ready to run: that of its batch, where it was the last one."""
+        step, planes = self._last, addressof(store.structs)
+        if step is None or step.batch is not batch or step.call.planes != planes or x is not None or fields:
+            step = self._prepared(batch, x, slots=batch.slots.ctypes.data, planes=planes, none=NOT_FINITE, **fields)
+            self._last = step if x is None and not fields else None
+        return step
+
+    def _adds_head(self) -> bool:
+        """Return whether the operations end with the model's head as it is now."""
+        head = self.model.compiled_head()
+        if head is None:
+            return False
+        if head != self._head:
+            del self._operations[self._layers_end :]
+            words, blocks, columns = head
+            source, first = self._number[OUT], self.model.vocab.start
+            self._operations.append(
+                CompiledOperation(kind=Kind.HEAD, source=source, weight=words, blocks=blocks, columns=columns, at=first)
+            )
+            self._array = (CompiledOperation * len(self._operations))(*self._operations)
+            self._head, self._last = head, None
+        return True
+
+    def _empty(self, rows: int) -> np.ndarray:
+        return np.empty((rows, self.model.config.hidden), self.model.dtype)
+
+    def _run(self, step: PreparedStep) -> np.ndarray:
+        """Return the hidden states of the rows of a step that are read."""
+        out = self._empty(step.call.picked)
+        step.buffers[self._number[OUT]], step.ids, step.call.ids = out.ctypes.data, None, None
+        self._call(step)
+        return out
+
+    def _call(self, step: PreparedStep) -> None:
+        step.call.threads = threads()
+        self._kernels.run_program(step.call)
+
+    def _prepared(self, batch: SlotBatch | StreamBatch, x: np.ndarray | None, **call_fields: Any) -> PreparedStep:
+        """Return a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
+        call_fields: where its K/V comes from and goes to, and what else is wanted"""
+        rows = len(batch.tokens)
+        if rows > self.memory_rows:
+            self._make_room(rows)
+        last = int(batch.positions.max(initial=-1))
+        if last >= self._positions:
+            self._cover(last)
+        model, read_rows = self.model, batch.read_rows
+        buffers, tokens = self._buffers.copy(), batch.tokens.ctypes.data
+        if x is not None:
+            buffers[self._number[X]], tokens = x.ctypes.data, None
+        plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
+        call = ProgramCall(
+            operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
+            widths=self._widths.ctypes.data, rows=rows, picked=rows if read_rows is None else len(read_rows),
+            read=None if read_rows is None else read_rows.ctypes.data, tokens=tokens,
+            positions=batch.positions.ctypes.data, tables=addressof(self._addresses), num_tables=self._num_tables,
+            dim=self._dim, angles=self._angles, scale=model.config.scale, cap=model.config.attention_cap or 0,
+            plans=addressof(plans), read_plans=addressof(read_plans), is_bf16=model.dtype.itemsize == 2,
+            ranks=None if model.view is None else addressof(model.view), **call_fields,
+        )  # fmt: skip
+        adapted = None if batch.adapters is None else self._adapters.adapt(call, batch.adapters)
+        return PreparedStep(batch, call, buffers, last, (x, plans, read_plans, adapted))
+
+    def _calls(self, plans: Mapping[int | None, RowPlan] | Mapping[int | None, SlotPlan]) -> Any:
+        """Return the plans by the numbers of windows; none has queries that is not there."""
+        calls = (TileCall * len(self._windows))()
+        for number, window in enumerate(self._windows):
+            if window in plans:
+                calls[number] = plans[window].lists.call  # type: ignore[union-attr]
+        return calls
+
+    def _cover(self, last: int) -> None:
+        """Let the tables reach this position, which they do not yet."""
+        assert self.model.angles is not None
+        self._tables = list(self.model.angles.covering(last + 1))
+        self._positions = min(map(len, self._tables))
+        self._addresses[:] = [table.ctypes.data for table in self._tables]
+
+    def _make_room(self, rows: int) -> None:
+        """Make the buffers for steps of so many rows. The result is not among them."""
+        size = self.model.dtype.itemsize
+        sizes = {name: -(-width * rows * size // LINE) * LINE for name, width in self.model.widths.items()}
+        del sizes[OUT]
+        places, end = place_buffers(self._layers, sizes, (X, H, DELTA))
+        self.memory = empty_bytes(end + self._num_tables * rows * self._dim * 4)
+        first = self.memory.ctypes.data
+        self._buffers = np.array([places.get(name, 0) for name in self._number], np.int64) + first
+        self._angles, self.memory_rows, self._last = first + end, rows, None
+
+
+def visits_of(config: ModelConfig) -> list[Visit]:
+    """Return the visits of a whole pass. The plane of a layer without attention is -1."""
+    visits, plane = [], 0
+    for number in config.pass_layers:
+        has_plane = plane < len(config.planes) and config.visited[plane] == number
+        visits.append((number, plane, plane) if has_plane else (number, -1, -1))
+        plane += has_plane
+    return visits
