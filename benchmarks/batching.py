@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from prefold import LLM
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.model import load_model
+from prefold.model.device import settle_threads
 from prefold.spec.requests import Readout, Request
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 
@@ -201,7 +202,7 @@ def ranks(models: dict, arguments) -> str:
             ratio = f"{alone[name] / seconds:.2f}"
             rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
         llm.close()
-    torch.set_num_threads(threads)  # a rank has its share of them
+    settle_threads(threads)  # a rank has its share of them
     headers = ["ranks", "batch", "rows", "sums", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
 

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import numpy as np
 import torch
 from harness import NUMBERS, Listed, benchmark, median, table, timed
 
-from prefold import kernels
 from prefold.kernels import Kernels, StoredRows, loader
 from prefold.kernels.build import build
 from prefold.kernels.compile import runnable
+from prefold.model.arrays import array_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from blocks import dequantized, stored_bytes
@@ -34,10 +35,10 @@ def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tup
     """Return copies of a matrix in a format, and the bytes of one weight."""
     if kind == "int8":
         weight = torch.randn(OUTPUTS, INPUTS)
-        packed = [loaded.pack_int8(weight) for _ in range(copies)]
+        packed = [loaded.pack_int8(array_of(weight)) for _ in range(copies)]
     elif kind == "float32" or (kind == "bfloat16" and dtype == torch.bfloat16):
         weight = dequantized("BF16", stored_bytes("BF16", OUTPUTS, INPUTS)).to(dtype)
-        packed = [kernels.pack_words(weight) for _ in range(copies)]
+        packed = [loaded.pack_words(array_of(weight)) for _ in range(copies)]
     else:
         stored = "BF16" if kind == "bfloat16" else kind
         rows = StoredRows(stored, stored_bytes(stored, OUTPUTS, INPUTS))
@@ -62,9 +63,9 @@ def main(arguments: SimpleNamespace) -> dict[str, Any]:
                 continue
             every, size = matrices(loaded, kind, dtype, arguments.copies)
             for count in arguments.rows:
-                x, some = torch.randn(count, INPUTS).to(dtype), every[: 3 if count > 64 else None]
+                x, some = array_of(torch.randn(count, INPUTS).to(dtype)), every[: 3 if count > 64 else None]
 
-                def products(x: torch.Tensor = x, some: list = some, loaded: Kernels = loaded) -> None:
+                def products(x: np.ndarray = x, some: list = some, loaded: Kernels = loaded) -> None:
                     for matrix in some:
                         loaded.linear(x, matrix, OUTPUTS)
 

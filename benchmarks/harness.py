@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 import prefold
+from prefold.model.device import settle_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -110,7 +111,7 @@ def benchmark(
         def call(**given: Any) -> None:
             arguments = SimpleNamespace(**given)
             if getattr(arguments, "threads", None):
-                torch.set_num_threads(arguments.threads)
+                settle_threads(arguments.threads)
             try:
                 with _exits_on_signals():
                     content = run(arguments)

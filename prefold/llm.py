@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from . import kernels
 from .api.arguments import Prompt
 from .api.keywords import GenerationKeywords, ModelKeywords
 from .api.numbers import NumericTasks
@@ -126,15 +127,15 @@ class LLM(NumericTasks, Texts):
         if self.device.type == "cuda":
             self.device = torch.device("cuda", 0)
         elif threads is None:
-            threads = max(1, torch.get_num_threads() // o.tensor_parallel)
-            torch.set_num_threads(threads)
+            threads = max(1, kernels.threads() // o.tensor_parallel)
+            settle_threads(threads)
         return TensorParallelWorker(
             self.checkpoint,
             self.config,
             size=o.tensor_parallel,
             dtype=self.dtype,
             device=self.device,
-            threads=threads or torch.get_num_threads(),
+            threads=threads or kernels.threads(),
             seed=o.seed,
             adapters=o.adapters or {},
         )

@@ -38,7 +38,7 @@ def traced_functions() -> set[CodeType]:
     if compiled is None:
         sys.exit("the kernels cannot be compiled here; the reading path is traced in a compiled step")
     # Our products run on every machine, also if PyTorch's are as fast.
-    products.product_kernels = lambda weight: compiled if kernels.can_pack_words(weight) else None
+    products.product_kernels = lambda weight: compiled if products.can_pack(weight) else None
     found: set[CodeType] = set()
     step, count = Generator.step, 0
 

@@ -186,11 +186,10 @@ def small_machine(request):
     """What more threads change has tests of its own. The K/V of tiny models has room in little memory, and with 4 GiB
     the arrays that have an entry for each slot would take longer to make than a test takes."""
     if any(item.get_closest_marker("unit") is None for item in request.session.items):
-        import torch
-
+        from prefold.model.device import settle_threads
         from prefold.worker import local
 
-        torch.set_num_threads(1)
+        settle_threads(1)
         local.KV_MOST_ON_CPU = 1 << 26
 
 
@@ -294,10 +293,11 @@ def slow_steps(start_by):
 def own_products(multiply_by):
     """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
     from prefold import kernels
+    from prefold.model.products import can_pack
 
     if kernels.load() is None:
         pytest.skip("there is no compiler")
-    multiply_by(lambda weight: kernels.load() if kernels.can_pack_words(weight) else None)
+    multiply_by(lambda weight: kernels.load() if can_pack(weight) else None)
 
 
 @pytest.fixture

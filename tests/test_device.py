@@ -6,7 +6,10 @@ import psutil
 import pytest
 import torch
 
+from prefold import kernels
 from prefold.errors import InputError
+from prefold.kernels.threads import VARIABLES
+from prefold.kernels.threads import process as kernel_threads
 from prefold.model import device
 from prefold.spec import container
 
@@ -99,17 +102,27 @@ def test_cores_are_those_that_the_process_may_run_on(control_groups, cores_of_pr
 def test_threads_are_at_most_the_cores_unless_they_are_chosen(
     monkeypatch, control_groups, cores_of_process, given, variable, now, expected
 ):
-    torchs = [now]
-    monkeypatch.setattr(device, "FIRST_THREADS", 64)
+    torchs = [64]
     cores_of_process(4)
+    monkeypatch.setattr(kernel_threads, "chosen", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs[-1])
     monkeypatch.setattr(torch, "set_num_threads", torchs.append)
-    for name in device.THREAD_VARIABLES:
+    for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "64")
-    device.settle_threads(given)
-    assert torchs[-1] == expected and len(torchs) <= 2
+    found = device.TorchThreads()
+    torchs[:] = [now]
+    found.settle(given)
+    assert torchs[-1] == kernels.threads() == expected and len(torchs) <= 2
+    found.settle(None)  # of another model
+    assert torchs[-1] == kernels.threads() == expected and len(torchs) <= 2
+    torch.set_num_threads(5)
+    found.settle(None)
+    assert kernels.threads() == 5, "the program's own choice, after a model was made"
+    kernels.set_threads(3)
+    found.settle(None)
+    assert torchs[-1] == kernels.threads() == 3, "PyTorch has the number that the program chose for the kernels"
 
 
 @pytest.mark.skipif(not hasattr(psutil, "RLIMIT_AS"), reason="no limits of a process")

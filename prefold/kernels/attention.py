@@ -9,17 +9,16 @@ from ctypes import byref, c_int32, c_int64
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .abi import RowCall, SlotCall, SlotPlane, TileCall, WriteCall
-from .interface import Family, RowLists, SlotLists
+from .interface import BFLOAT16, FLOAT32, Family, RowLists, SlotLists, address, step
+from .threads import threads
 
 MAX_HEAD_DIM = 256
 
 
 class AttentionKernels(Family):
-    """Plans and computes attention. Tensors are of one of DTYPES on the CPU, the last dimension contiguous."""
+    """Plans and computes attention. Rows are of one of DTYPES, the last dimension contiguous."""
 
     @property
     def stores_bf16_pairs(self) -> bool:
@@ -45,12 +44,12 @@ class AttentionKernels(Family):
         """
         not_nested = c_int32()
         handle = self._calls["plan_rows"](
-            end.ctypes.data,
+            address(end),
             len(end),
-            _address(first),
-            query_rows.ctypes.data,
+            address(first),
+            address(query_rows),
             len(query_rows),
-            _address(positions),
+            address(positions),
             window or 0,
             placed,
             byref(not_nested),
@@ -73,9 +72,9 @@ class AttentionKernels(Family):
 
         The arrays are contiguous int64 arrays, checked by the caller. placed: see `plan_rows`.
         """
-        addresses = (array.ctypes.data for array in runs)
+        addresses = (address(array) for array in runs)
         handle = self._calls["plan_slots"](
-            *addresses, len(runs[0]), num_queries, _address(query_positions), window or 0, group, placed
+            *addresses, len(runs[0]), num_queries, address(query_positions), window or 0, group, placed
         )
         return SlotLists(**self._lists("slot", handle, num_queries, placed))
 
@@ -101,7 +100,7 @@ class AttentionKernels(Family):
                 lists["tile_starts"] = np.empty(tiles + 1, np.int64)
                 lists["own_offsets"] = np.empty(num_queries + 1, np.int64)
                 lists["own"] = np.empty((own, 2), np.int32)
-            addresses = {name: array.ctypes.data for name, array in lists.items()}
+            addresses = {name: address(array) for name, array in lists.items()}
             self._calls[f"copy_{kind}_lists"](handle, *addresses.values())
         finally:
             self._calls[f"free_{kind}_lists"](handle)
@@ -111,30 +110,36 @@ class AttentionKernels(Family):
 
     def row_attention(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
         lists: RowLists,
         *,
         scale: float,
         cap: float | None = None,
-        sinks: Tensor | None = None,
-        path_k: Tensor | None = None,
-        path_v: Tensor | None = None,
-    ) -> Tensor:
+        sinks: np.ndarray | None = None,
+        path_k: np.ndarray | None = None,
+        path_v: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Returns softmax(q k^T * scale) v over the keys that `lists` lists; arguments and result as of
         `prefold.worker.attention.RowAttention.attend`. At most MAX_HEAD_DIM numbers a head; scale > 0."""
         call = RowCall(lists.call, rows=len(k), path=0 if path_k is None else len(path_k))
-        for name, tensor in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
-            if tensor is not None:
-                setattr(call, name, tensor.data_ptr())
-                setattr(call, f"{name}_row", tensor.stride(0))
-                setattr(call, f"{name}_head", tensor.stride(1))
+        for name, rows in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
+            if rows is not None:
+                setattr(call, name, address(rows))
+                setattr(call, f"{name}_row", step(rows))
+                setattr(call, f"{name}_head", step(rows, 1))
         return self._attend("row_attention", call, q, k.shape[1], scale, cap, sinks)
 
     def slot_attention(
-        self, plane: SlotPlane, q: Tensor, lists: SlotLists, scale: float, cap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+        self,
+        plane: SlotPlane,
+        q: np.ndarray,
+        lists: SlotLists,
+        scale: float,
+        cap: float | None,
+        sinks: np.ndarray | None,
+    ) -> np.ndarray:
         """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, dim] as q is.
 
         cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`."""
@@ -144,39 +149,36 @@ class AttentionKernels(Family):
         self,
         name: str,
         call: RowCall | SlotCall,
-        q: Tensor,
+        q: np.ndarray,
         kv_heads: int,
         scale: float,
         cap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+        sinks: np.ndarray | None,
+    ) -> np.ndarray:
         """Fills in what rows and slots have in common, calls, and returns the result."""
-        out, tiles = torch.empty(q.shape, dtype=q.dtype), call.tiles
-        sinks = None if sinks is None else sinks.float().contiguous()
-        tiles.sinks = None if sinks is None else sinks.data_ptr()
-        tiles.q, tiles.out = q.data_ptr(), out.data_ptr()
-        tiles.q_row, tiles.q_head, _ = q.stride()
+        out, tiles = np.empty(q.shape, q.dtype), call.tiles
+        sinks = None if sinks is None else np.ascontiguousarray(sinks, FLOAT32)
+        tiles.sinks, tiles.q, tiles.out = address(sinks), address(q), address(out)
+        tiles.q_row, tiles.q_head = step(q), step(q, 1)
         tiles.queries, tiles.heads, tiles.dim = q.shape
-        tiles.kv_heads, tiles.scale, tiles.threads, tiles.cap = kv_heads, scale, torch.get_num_threads(), cap or 0
-        if self._calls[name](byref(call), q.dtype == torch.bfloat16):
+        tiles.kv_heads, tiles.scale, tiles.threads, tiles.cap = kv_heads, scale, threads(), cap or 0
+        if self._calls[name](byref(call), q.dtype == BFLOAT16):
             raise MemoryError("attention workspace")
         return out
 
-    def write_slots(self, plane: SlotPlane, slots: Tensor, k: Tensor, v: Tensor) -> bool:
+    def write_slots(self, plane: SlotPlane, slots: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
         """Puts rows k, v [n, kv_heads, dim] into int64 slots [n], and returns True; False where a slot is out of range:
         then nothing is written."""
         call = WriteCall(
             plane,
-            slots.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            *k.stride()[:2],
-            *v.stride()[:2],
+            address(slots),
+            address(k),
+            address(v),
+            step(k),
+            step(k, 1),
+            step(v),
+            step(v, 1),
             len(slots),
-            torch.get_num_threads(),
+            threads(),
         )
-        return not self._calls["write_slots"](byref(call), k.dtype == torch.bfloat16)
-
-
-def _address(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.ctypes.data
+        return not self._calls["write_slots"](byref(call), k.dtype == BFLOAT16)

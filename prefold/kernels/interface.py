@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterator, Mapping
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, overload
 
+import ml_dtypes
 import numpy as np
-import torch
 
 from .abi import CONSTANTS, ENUMS, FUNCTIONS, STRUCTURES, TileCall
 
@@ -63,12 +63,44 @@ class SlotLists:
     call: TileCall = field(repr=False)
 
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# NumPy has no bfloat16 of its own: arrays of it have the dtype of the package ml_dtypes.
+FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+# The dtypes that the kernels compute in, and all dtypes that they read.
+DTYPES = {FLOAT32: "float32", BFLOAT16: "bfloat16"}
+READ_DTYPES = DTYPES | {np.dtype(np.float16): "float16"}
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
 # The letters in the signatures of abi.FUNCTIONS.
 LETTERS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
 # The name of a function in C: its name in Python, an activation, and dtypes.
-_NAME = re.compile(rf"prefold_(.+?)(?:_({'|'.join(ACTIVATIONS)}))?((?:_(?:{'|'.join(DTYPES.values())}))*)")
+_NAME = re.compile(rf"prefold_(.+?)(?:_({'|'.join(ACTIVATIONS)}))?((?:_(?:{'|'.join(READ_DTYPES.values())}))*)")
+
+
+# Where an array object has the address of its numbers: the first field behind the head of every object. `ctypes.data`
+# and `__array_interface__` make objects on the way, and take about ten times as long.
+_DATA = object.__basicsize__
+_PROBE = np.empty(1)
+_IS_FIELD = c_void_p.from_address(id(_PROBE) + _DATA).value == _PROBE.ctypes.data
+
+
+@overload
+def address(array: np.ndarray) -> int: ...
+@overload
+def address(array: np.ndarray | None) -> int | None: ...
+def address(array: np.ndarray | None) -> int | None:
+    """Return the address of an array's first number; None for None."""
+    if array is None:
+        return None
+    return c_void_p.from_address(id(array) + _DATA).value if _IS_FIELD else array.ctypes.data
+
+
+def step(array: np.ndarray, axis: int = 0) -> int:
+    """Return how many numbers apart the entries of an array are along an axis."""
+    return array.strides[axis] // array.itemsize
+
+
+def is_dense(rows: np.ndarray) -> bool:
+    """Return whether the numbers of each row [..., numbers] are side by side. An empty array has any strides."""
+    return rows.shape[-1] < 2 or rows.strides[-1] == rows.itemsize or not rows.size
 
 
 class Family:
@@ -120,7 +152,7 @@ def layout() -> Iterator[str]:
 def _keys() -> dict[str, Hashable]:
     """Return the key of each function of abi.FUNCTIONS."""
     parts = {name: match.groups() for name in FUNCTIONS if (match := _NAME.fullmatch(name))}
-    by_name = {text: dtype for dtype, text in DTYPES.items()}
+    by_name = {text: dtype for dtype, text in READ_DTYPES.items()}
     dtypes = {name: [by_name[text] for text in suffix.split("_")[1:]] for name, (_, _, suffix) in parts.items()}
     of_two = {parts[name][0] for name, found in dtypes.items() if len(found) == 2}
     keys: dict[str, Hashable] = {}

@@ -16,7 +16,7 @@ from .build import build, build_probe, is_built
 from .compile import HERE, NATIVE, BuildError, runnable, variants
 from .interface import InterfaceError, bind
 from .operations import ElementwiseKernels, ExpertKernels, LogitKernels, StateKernels
-from .products import BlockKernels, ProductKernels
+from .products import BlockKernels, PackKernels, ProductKernels
 from .program import ProgramKernels, RankKernels
 
 
@@ -26,19 +26,23 @@ class Kernels(
     ElementwiseKernels,
     ExpertKernels,
     LogitKernels,
+    PackKernels,
     ProductKernels,
     ProgramKernels,
     RankKernels,
     StateKernels,
 ):
-    """The functions of one compiled library. Calls release the GIL and use torch's number of threads."""
+    """The functions of one compiled library. Calls release the GIL and run on `threads.threads()` threads."""
 
     def __init__(self, path: Path):
         """Load the library. Raise OSError if it is none, and InterfaceError if it is one of another version."""
         _check_whole(path)
         self.path = path
         self._calls = bind(ctypes.CDLL(str(path)))
-        # Those of PyTorch, which is loaded by now.
+        self.calm_openmp()
+
+    def calm_openmp(self) -> None:
+        """Let the threads of OpenMP sleep soon after their work, if a package has loaded it, as PyTorch does."""
         self._calls["calm_openmp"]()
 
 
@@ -192,6 +196,14 @@ def load() -> Kernels | None:
     has, and PREFOLD_ISA names the variant to take (`compile.VARIANTS`).
     """
     return process.load().kernels
+
+
+def calm_openmp() -> None:
+    """Do what `Kernels.calm_openmp` does if the kernels are loaded already; if not, loading them does it.
+
+    For a module that imports a package with OpenMP."""
+    if process.loaded is not None and process.loaded.kernels is not None:
+        process.loaded.kernels.calm_openmp()
 
 
 def status(*, compiles: bool = True) -> str:

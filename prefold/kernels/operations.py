@@ -6,43 +6,41 @@ from ctypes import byref
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from .abi import ConvCall, DeltaCall, ExpertsCall, ShortConvCall
-from .interface import Family
-from .products import COLUMNS, PanelPool, fill_words
+from .interface import FLOAT32, Family, address, is_dense, step
+from .products import COLUMNS
+from .threads import threads
 
 
 class ElementwiseKernels(Family):
-    """Computes what a layer does between its products, on tensors of one of DTYPES on the CPU."""
+    """Computes what a layer does between its products, on arrays of one of DTYPES."""
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: np.ndarray, delta: np.ndarray | None, weight: np.ndarray, eps: float) -> np.ndarray:
         """Adds delta to x in place, and returns the norm of the sum; x, delta [rows, width], each row contiguous.
 
         weight [width], of x's dtype or float32. Raises ValueError where the shapes do not fit.
         """
         rows, width = x.shape
-        if weight.shape[0] != width or (delta is not None and delta.shape != x.shape) or x.stride()[1] != 1 < width:
+        if weight.shape[0] != width or (delta is not None and delta.shape != x.shape) or not is_dense(x):
             raise ValueError(f"x {list(x.shape)}, delta and weight {list(weight.shape)} do not fit together")
-        out = torch.empty((rows, width), dtype=x.dtype)
+        out = np.empty((rows, width), x.dtype)
         self._calls["add_rms_norm", x.dtype, weight.dtype](
-            x.data_ptr(),
-            None if delta is None else delta.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
+            address(x),
+            address(delta),
+            address(weight),
+            address(out),
             rows,
             width,
-            x.stride()[0],
-            0 if delta is None else delta.stride()[0],
+            step(x),
+            0 if delta is None else step(delta),
             width,
             eps,
-            torch.get_num_threads(),
+            threads(),
         )
         return out
 
-    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+    def rope(self, x: np.ndarray, cos_sin: np.ndarray, norm_weight: np.ndarray | None, eps: float) -> None:
         """Rotates x [rows, heads, dim] in place, normed before where there is a weight; cos_sin float32 [rows, dim].
 
         Raises ValueError where the shapes do not fit.
@@ -51,16 +49,17 @@ class ElementwiseKernels(Family):
         if cos_sin.shape != (rows, dim) or dim % 2 or (norm_weight is not None and norm_weight.shape[0] != dim):
             raise ValueError(f"x {list(x.shape)} and cos_sin {list(cos_sin.shape)} do not fit together")
         self._calls["rope", x.dtype, x.dtype if norm_weight is None else norm_weight.dtype](
-            x.data_ptr(),
-            cos_sin.data_ptr(),
-            None if norm_weight is None else norm_weight.data_ptr(),
+            address(x),
+            address(cos_sin),
+            address(norm_weight),
             *x.shape,
-            *x.stride()[:2],
+            step(x),
+            step(x, 1),
             eps,
-            torch.get_num_threads(),
+            threads(),
         )
 
-    def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+    def gate_mul(self, gate_up: np.ndarray, activation: str) -> np.ndarray:
         """Returns activation(gate) * up [rows, width] of gate_up [rows, 2 * width]; activation "silu" or "gelu_tanh".
 
         Raises ValueError where gate and up have an odd number of columns together.
@@ -68,122 +67,97 @@ class ElementwiseKernels(Family):
         rows, width = gate_up.shape
         if width % 2:
             raise ValueError(f"gate and up have {width} columns together, an odd number")
-        out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        threads = torch.get_num_threads()
+        out = np.empty((rows, width // 2), gate_up.dtype)
         call = self._calls["gate_mul", activation, gate_up.dtype]
-        call(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, gate_up.stride()[0], threads)
+        call(address(gate_up), address(out), rows, width // 2, step(gate_up), threads())
         return out
 
 
 class LogitKernels(Family):
-    """Reads rows of float32 logits on the CPU."""
+    """Reads rows of float32 logits."""
 
-    def can_log_sum_exp(self, x: Tensor) -> bool:
-        """Returns whether `log_sum_exp` and `entropy` take this tensor: float32 on the CPU, its rows contiguous."""
-        return x.is_cpu and x.dtype == torch.float32 and x.dim() == 2 and x.stride()[-1] == 1
+    @staticmethod
+    def can_log_sum_exp(x: np.ndarray) -> bool:
+        """Returns whether `log_sum_exp` and `entropy` take this array: float32, its rows contiguous."""
+        return x.dtype == FLOAT32 and x.ndim == 2 and is_dense(x)
 
-    def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def log_sum_exp(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the log-sum-exp of each row of float32 logits [rows, columns], and the place of its largest (int64).
 
         A NaN makes the sum NaN and is not the largest.
         """
         rows, columns = logits.shape
-        sums, largest = torch.empty(rows, dtype=torch.float32), torch.empty(rows, dtype=torch.int64)
+        sums, largest = np.empty(rows, FLOAT32), np.empty(rows, np.int64)
         self._calls["log_sum_exp"](
-            logits.data_ptr(),
+            address(logits),
             rows,
             columns,
-            logits.stride()[0],
-            sums.data_ptr(),
-            largest.data_ptr(),
-            torch.get_num_threads(),
+            step(logits),
+            address(sums),
+            address(largest),
+            threads(),
         )
         return sums, largest
 
-    def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def entropy(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns what `log_sum_exp` does, and the entropy of each row's probabilities in nats, float32 [rows].
 
         A NaN or an infinity that is the largest makes the entropy NaN; a logit of -inf adds nothing to it.
         """
         rows, columns = logits.shape
-        sums, entropies = torch.empty(2, rows, dtype=torch.float32)
-        largest = torch.empty(rows, dtype=torch.int64)
+        sums, entropies = np.empty((2, rows), FLOAT32)
+        largest = np.empty(rows, np.int64)
         self._calls["entropy"](
-            logits.data_ptr(),
+            address(logits),
             rows,
             columns,
-            logits.stride()[0],
-            *(result.data_ptr() for result in (sums, largest, entropies)),
-            torch.get_num_threads(),
+            step(logits),
+            *(address(result) for result in (sums, largest, entropies)),
+            threads(),
         )
         return sums, largest, entropies
 
-    def draw(self, logits: Tensor, rows: np.ndarray, inverses: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def draw(self, logits: np.ndarray, rows: np.ndarray, inverses: np.ndarray, keys: np.ndarray) -> np.ndarray:
         """Returns a token drawn for each of `rows` of float32 logits [r, vocab], int64 [n]; -1 where a row's largest
         number is not finite.
 
         rows int64 [n]; inverses float32 [n]: 1 / temperature; keys uint64 [n]: of the noise. Raises ValueError for
         other logits, and for rows that are not there.
         """
-        if logits.dtype != torch.float32 or not logits.is_cpu or logits.stride(1) != 1:
-            raise ValueError(f"no draw from {logits.dtype} {list(logits.shape)} on {logits.device}")
+        if logits.dtype != FLOAT32 or not is_dense(logits):
+            raise ValueError(f"no draw from {logits.dtype} {list(logits.shape)}; pass float32 rows")
         if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
             raise ValueError(f"rows {rows} of {len(logits)}")
         rows, tokens = np.ascontiguousarray(rows, np.int64), np.empty(len(rows), np.int64)
         inverses, keys = np.ascontiguousarray(inverses, np.float32), np.ascontiguousarray(keys, np.uint64)
         self._calls["draw"](
-            logits.data_ptr(),
-            logits.stride(0),
+            address(logits),
+            step(logits),
             logits.shape[1],
-            *(array.ctypes.data for array in (rows, inverses, keys)),
+            *(address(array) for array in (rows, inverses, keys)),
             len(rows),
-            tokens.ctypes.data,
-            torch.get_num_threads(),
+            address(tokens),
+            threads(),
         )
         return tokens
 
 
-LANES = 16  # columns of gate, or of up, that lie side by side
-
-
-def pack_experts(weight: Tensor, pool: PanelPool | None = None, *, gated: bool) -> Tensor:
-    """Returns the matrices of experts packed one behind the other, int32 [experts, panels, words along k, 32].
-
-    weight: [experts, 2 * width, hidden], gate before up, where `gated`; else [experts, hidden, width]. Widths are
-    filled up with zeros to whole LANES.
-    """
-    experts, outputs, inputs = weight.shape
-    fill = -(outputs // 2 if gated else inputs) % LANES
-    shape = (2 * (outputs // 2 + fill), inputs) if gated else (outputs, inputs + fill)
-    words = shape[1] * weight.itemsize // 4
-    packed = (pool or PanelPool()).take((experts, -(-shape[0] // COLUMNS), words, COLUMNS))
-    for panels, matrix in zip(packed, weight.detach(), strict=True):
-        fill_words(panels, _gate_in_turn(matrix, fill) if gated else F.pad(matrix, (0, fill)))
-    return packed
-
-
-def _gate_in_turn(columns: Tensor, fill: int) -> Tensor:
-    """Returns rows of gate, then of up, each filled up with so many zeros, with LANES of each in turn."""
-    halves = F.pad(columns.unflatten(0, (2, -1)), (0, 0, 0, fill))
-    return halves.unflatten(1, (-1, LANES)).transpose(0, 1).flatten(0, 2)
-
-
 class ExpertKernels(Family):
-    """Takes rows through experts whose matrices `pack_experts` has packed. All is of one dtype, on the CPU."""
+    """Takes rows through experts whose matrices `pack_experts` has packed. All is of one dtype."""
 
     def experts(
         self,
-        x: Tensor,
-        logits: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        x: np.ndarray,
+        logits: np.ndarray,
+        gate_up: np.ndarray,
+        down: np.ndarray,
         *,
         chosen: int,
         normalised: bool,
         activation: str,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> Tensor:
+        gate_up_bias: np.ndarray | None = None,
+        down_bias: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Returns the weighed sum of what each row's experts give, [rows, hidden].
 
         x            [rows, hidden]; logits: float32 [rows, experts], of the router
@@ -198,25 +172,21 @@ class ExpertKernels(Family):
         experts, panels, words, _ = gate_up.shape
         width = panels * COLUMNS // 2
         fits = words * 4 == hidden * x.itemsize and down.shape[2] * 4 == width * x.itemsize
-        if function is None or not x.is_cpu or not fits or not 0 < chosen <= experts or logits.shape != (rows, experts):
-            raise ValueError(f"no experts of {list(gate_up.shape)} words for {x.dtype} {list(x.shape)} on {x.device}")
-        biases = [None if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+        if function is None or not fits or not 0 < chosen <= experts or logits.shape != (rows, experts):
+            raise ValueError(f"no experts of {list(gate_up.shape)} words for {x.dtype} {list(x.shape)}")
+        biases = [None if bias is None else np.ascontiguousarray(bias) for bias in (gate_up_bias, down_bias)]
         bias_width = 0 if gate_up_bias is None else gate_up_bias.shape[1] // 2
-        x, logits = x if x.stride()[1] == 1 else x.contiguous(), logits.contiguous()
-        out = torch.empty((rows, hidden), dtype=x.dtype)
+        x, logits = x if is_dense(x) else np.ascontiguousarray(x), np.ascontiguousarray(logits)
+        out = np.empty((rows, hidden), x.dtype)
         call = ExpertsCall(
-            x=x.data_ptr(), logits=logits.data_ptr(), gate_up=gate_up.data_ptr(), down=down.data_ptr(),
-            gate_up_bias=_address(biases[0]), down_bias=_address(biases[1]), bias_width=bias_width,
-            out=out.data_ptr(), rows=rows, x_row=x.stride()[0], experts=experts, chosen=chosen, hidden=hidden,
-            width=width, normalised=normalised, threads=torch.get_num_threads(),
+            x=address(x), logits=address(logits), gate_up=address(gate_up), down=address(down),
+            gate_up_bias=address(biases[0]), down_bias=address(biases[1]), bias_width=bias_width,
+            out=address(out), rows=rows, x_row=step(x), experts=experts, chosen=chosen, hidden=hidden,
+            width=width, normalised=normalised, threads=threads(),
         )  # fmt: skip
         if function(byref(call)):
             raise MemoryError("experts")
         return out
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -256,11 +226,17 @@ class RunOrder:
 
 
 class StateKernels(Family):
-    """Computes mixers of hybrids. x is of one of DTYPES on the CPU, what a mixer's first linear gives of each row."""
+    """Computes mixers of hybrids. x is of one of DTYPES, what a mixer's first linear gives of each row."""
 
     def short_conv(
-        self, x: Tensor, states: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces, pick: Tensor | None
-    ) -> Tensor:
+        self,
+        x: np.ndarray,
+        states: np.ndarray,
+        taps: np.ndarray,
+        bias: np.ndarray | None,
+        places: ConvPlaces,
+        pick: np.ndarray | None,
+    ) -> np.ndarray:
         """Returns c * conv(b * x) of the rows in `pick`, [rows, channels], and writes the states at the ends.
 
         x            [rows, 3 * channels]: b, c and x
@@ -270,27 +246,27 @@ class StateKernels(Family):
         """
         conv = self._conv(x, states, taps, bias, places)
         picked = len(x) if pick is None else len(pick)
-        out = torch.empty(picked, states.shape[2], dtype=x.dtype)
-        call = ShortConvCall(conv, out.data_ptr(), _address(pick), picked, torch.get_num_threads())
+        out = np.empty((picked, states.shape[2]), x.dtype)
+        call = ShortConvCall(conv, address(out), address(pick), picked, threads())
         self._calls["short_conv", x.dtype](byref(call))
         return out
 
     def delta_net(
         self,
-        x: Tensor,
-        columns: Tensor,
-        states: Tensor,
-        taps: Tensor,
+        x: np.ndarray,
+        columns: np.ndarray,
+        states: np.ndarray,
+        taps: np.ndarray,
         places: ConvPlaces,
         order: RunOrder,
         *,
         key_heads: int,
-        rates: Tensor,
-        dt_bias: Tensor,
-        norm: Tensor,
+        rates: np.ndarray,
+        dt_bias: np.ndarray,
+        norm: np.ndarray,
         eps: float,
-        pick: Tensor | None,
-    ) -> Tensor:
+        pick: np.ndarray | None,
+    ) -> np.ndarray:
         """Returns what a gated delta net gives for the rows in `pick`, [rows, heads * value dim], and writes the two
         parts of the states at the ends.
 
@@ -304,30 +280,32 @@ class StateKernels(Family):
         _, heads, key_dim, value_dim = states.shape
         values = heads * value_dim
         sizes = 2 * key_heads * key_dim + values, 2 * key_heads * key_dim + 2 * values + 2 * heads
-        if (columns.shape[2], x.shape[1]) != sizes or states.dtype != torch.float32 or not states.is_contiguous():
+        if (columns.shape[2], x.shape[1]) != sizes or states.dtype != FLOAT32 or not states.flags.c_contiguous:
             raise ValueError(f"x {list(x.shape)} and states {list(states.shape)} do not fit together")
         conv = self._conv(x, columns, taps, None, places)
-        between = torch.empty(order.between, *states.shape[1:])
+        between = np.empty((order.between, *states.shape[1:]), FLOAT32)
         picked = len(x) if pick is None else len(pick)
-        out = torch.empty(picked, values, dtype=x.dtype)
-        runs = (getattr(order, name).ctypes.data for name in ("first", "stop", "source", "to", "waves"))
-        tensors = (rates.data_ptr(), dt_bias.data_ptr(), norm.data_ptr())
+        out = np.empty((picked, values), x.dtype)
+        runs = (address(getattr(order, name)) for name in ("first", "stop", "source", "to", "waves"))
+        numbers = (address(rates), address(dt_bias), address(norm))
         call = DeltaCall(
-            conv, out.data_ptr(), _address(pick), states.data_ptr(), between.data_ptr(), *runs, *tensors, picked,
-            len(order.waves) - 1, len(states), heads, key_heads, key_dim, value_dim, eps, torch.get_num_threads(),
+            conv, address(out), address(pick), address(states), address(between), *runs, *numbers, picked,
+            len(order.waves) - 1, len(states), heads, key_heads, key_dim, value_dim, eps, threads(),
         )  # fmt: skip
         if self._calls["delta_net", x.dtype](byref(call)):
             raise MemoryError("delta_net")
         return out
 
     @staticmethod
-    def _conv(x: Tensor, states: Tensor, taps: Tensor, bias: Tensor | None, places: ConvPlaces) -> ConvCall:
+    def _conv(
+        x: np.ndarray, states: np.ndarray, taps: np.ndarray, bias: np.ndarray | None, places: ConvPlaces
+    ) -> ConvCall:
         """Returns the part of a call that says what is convolved."""
         count, kept, channels = states.shape
-        if taps.shape != (kept + 1, channels) or x.stride()[1] != 1 or places.above.shape != (kept, len(x)):
+        if taps.shape != (kept + 1, channels) or not is_dense(x) or places.above.shape != (kept, len(x)):
             raise ValueError(f"taps {list(taps.shape)}, states {list(states.shape)} and x {list(x.shape)} do not fit")
         return ConvCall(
-            x.data_ptr(), states.data_ptr(), taps.data_ptr(), _address(bias), places.above.ctypes.data,
-            places.below.ctypes.data, places.to.ctypes.data, len(x), x.stride()[0], channels, kept, count * kept,
+            address(x), address(states), address(taps), address(bias), address(places.above),
+            address(places.below), address(places.to), len(x), step(x), channels, kept, count * kept,
             len(places.to),
         )  # fmt: skip

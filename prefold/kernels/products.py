@@ -1,4 +1,4 @@
-"""Products with matrices that `pack_words` has packed, and with matrices that stay in their file's number format.
+"""Packing matrices into words, and products with such matrices and with those in their file's number format.
 
 The latter are GGUF's blocks, 16-bit numbers under float32 arithmetic, and int8; `src/blocks.h` defines their layout.
 """
@@ -9,11 +9,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from .abi import IN_INT8, ONE_FORM, PANEL, S8, BlockType
-from .interface import DTYPES, Family
+from .interface import BFLOAT16, DTYPES, Family, address, is_dense, step
+from .threads import threads
 
 # The types that there are decoders for, by their names, with ggml's numbers.
 BLOCK_TYPES = {entry.name: int(entry) for entry in BlockType}
@@ -61,18 +60,15 @@ class BlockKernels(Family):
             count, kind = sum(len(part.rows) for part in stretch), BLOCK_TYPES[stretch[0].type]
             if count % COLUMNS and number < len(stretches) - 1:
                 return None
-            addresses = np.zeros(-(-count // COLUMNS) * COLUMNS, np.int64)
-            addresses[:count] = np.concatenate([_row_addresses(part.rows) for part in stretch])
+            addresses = _filled(np.concatenate([_row_addresses(part.rows) for part in stretch]), COLUMNS)
             panels, size = len(addresses) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
             memory = pool.take((panels, size // 4))
-            self._calls["pack_blocks"](
-                kind, addresses.ctypes.data, panels, inputs, memory.data_ptr(), torch.get_num_threads()
-            )
+            self._calls["pack_blocks"](kind, address(addresses), panels, inputs, address(memory), threads())
             memories.append(memory)
-            starts = memory.data_ptr() + size * np.arange(panels)
+            starts = address(memory) + size * np.arange(panels)
             table.append(np.stack([starts, np.full(panels, kind)], 1))
         outputs = sum(len(part.rows) for part in parts)
-        return Blocks(torch.from_numpy(np.concatenate(table)), outputs, inputs, tuple(memories))
+        return Blocks(np.concatenate(table), outputs, inputs, tuple(memories))
 
     @property
     def has_int8(self) -> bool:
@@ -82,96 +78,170 @@ class BlockKernels(Family):
     def in_int8(self, blocks: Blocks) -> Blocks:
         """Returns the same matrix, in the same memory, to be multiplied with rows of int8. Its types are of
         WHOLE_TYPES."""
-        return Blocks(blocks.table + torch.tensor([0, IN_INT8]), blocks.outputs, blocks.inputs, blocks.held)
+        return Blocks(blocks.table + np.array([0, IN_INT8]), blocks.outputs, blocks.inputs, blocks.held)
 
     def in_one_form(self, blocks: Blocks) -> Blocks:
         """Return the same matrix, in the same memory. A row's product does not depend on how many rows there are."""
         kinds = blocks.table[:, 1] & ~IN_INT8
-        whole = sum(kinds == BLOCK_TYPES[name] for name in WHOLE_TYPES)
-        table = blocks.table + torch.tensor([0, ONE_FORM]) * whole[:, None]
+        whole = np.isin(kinds, [BLOCK_TYPES[name] for name in WHOLE_TYPES])
+        table = blocks.table + np.array([0, ONE_FORM]) * whole[:, None]
         return Blocks(table, blocks.outputs, blocks.inputs, blocks.held)
 
-    def pack_int8(self, weight: Tensor, pool: PanelPool | None = None) -> Blocks:
+    def pack_int8(self, weight: np.ndarray, pool: PanelPool | None = None) -> Blocks:
         """Returns weight [outputs, inputs], float32 or bfloat16, as a matrix of int8, to be multiplied with rows of
         int8. Of each row and group the largest number becomes 127 or -127.
 
         pool: where the memory comes from. Raises MemoryError where there is none.
         """
-        (outputs, inputs), weight = weight.shape, weight.detach().contiguous()
+        (outputs, inputs), weight = weight.shape, np.ascontiguousarray(weight)
         group = next(group for group in GROUPS if -(-inputs // RUN) * RUN % group == 0)
         panels, size = -(-outputs // COLUMNS), self._calls["block_panel_size"](S8 + group, inputs)
         memory = (pool or PanelPool()).take((panels, size // 4))
         pack = self._calls["pack_int8", weight.dtype]
-        if pack(weight.data_ptr(), inputs, outputs, inputs, group, memory.data_ptr(), torch.get_num_threads()):
+        if pack(address(weight), inputs, outputs, inputs, group, address(memory), threads()):
             raise MemoryError("pack_int8")
-        starts = memory.data_ptr() + size * np.arange(panels)
-        table = torch.from_numpy(np.stack([starts, np.full(panels, S8 + group)], 1))
+        starts = address(memory) + size * np.arange(panels)
+        table = np.stack([starts, np.full(panels, S8 + group)], 1)
         return Blocks(table, outputs, inputs, (memory,))
 
-    def block_rows(self, blocks: Blocks, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def block_rows(self, blocks: Blocks, ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Returns rows of the matrix, [ids, inputs], float32 or bfloat16. Raises IndexError for a row that is not
         there."""
-        ids = ids.contiguous().to(torch.int64)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < blocks.outputs:
+        ids = np.ascontiguousarray(ids, np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < blocks.outputs:
             raise IndexError(f"a row is not one of {blocks.outputs}")
-        out = torch.empty((len(ids), blocks.inputs), dtype=dtype)
-        assert dtype in DTYPES
+        out = np.empty((len(ids), blocks.inputs), dtype)
         self._calls[("block_rows", dtype)](
-            blocks.table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), blocks.inputs, torch.get_num_threads()
+            address(blocks.table), address(ids), address(out), len(ids), blocks.inputs, threads()
         )
         return out
 
 
 def _row_addresses(rows: np.ndarray) -> np.ndarray:
-    return rows.ctypes.data + rows.strides[0] * np.arange(len(rows), dtype=np.int64)
+    return address(rows) + rows.strides[0] * np.arange(len(rows), dtype=np.int64)
+
+
+def _filled(addresses: np.ndarray, unit: int) -> np.ndarray:
+    """Returns addresses int64 [..., rows] with nulls behind them, up to a multiple of `unit`."""
+    width = -addresses.shape[-1] % unit
+    return np.pad(addresses, [*([(0, 0)] * (addresses.ndim - 1)), (0, width)]) if width else addresses
 
 
 COLUMNS = PANEL
+LANES = 16  # columns of gate, or of up, that lie side by side
 # Memory comes from NumPy, which asks for huge pages, in pieces this large: with few rows the time of a product is
 # that of reading the matrix, and most matrices are smaller than a huge page.
 PIECE = 32 << 20
 
 
-def can_pack_words(weight: Tensor) -> bool:
-    """Returns whether rows of `weight` [columns, k] are whole words of four bytes."""
-    return weight.dtype in (torch.float32, torch.bfloat16) and weight.shape[1] * weight.itemsize % 4 == 0
+def can_pack_words(dtype: np.dtype | None, inputs: int) -> bool:
+    """Returns whether rows of so many numbers of a dtype are whole words of four bytes; None: of another dtype."""
+    return dtype is not None and dtype in DTYPES and inputs * dtype.itemsize % 4 == 0
 
 
-def pack_words(weight: Tensor, pool: PanelPool | None = None) -> Tensor:
-    """Returns weight [columns, k] packed: int32 [columns / 32, words along k, 32], zeros past the last column."""
-    words = weight.shape[1] * weight.itemsize // 4
-    packed = (pool or PanelPool()).take((-(-len(weight) // COLUMNS), words, COLUMNS))
-    fill_words(packed, weight.detach())
-    return packed
+class PackKernels(Family):
+    """Packs matrices into words, on all threads, from wherever their rows lie: in arrays, or in a mapped file."""
+
+    def pack_words(
+        self,
+        weight: np.ndarray | Sequence[np.ndarray],
+        pool: PanelPool | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        gated: bool = False,
+    ) -> np.ndarray:
+        """Returns a matrix packed: int32 [columns / 32, words along k, 32], zeros past the last column.
+
+        weight  [columns, k], or several that lie one below the other: float32, bfloat16 or float16, all of one dtype.
+                Rows may lie at any distance and at any byte; a row that is not contiguous is copied
+        pool    where the memory comes from
+        dtype   of the packed numbers, one of DTYPES; None: as of the weight. Others are rounded to nearest even
+        gated   the first half of the columns is gate, the other one up: LANES of each lie in turn, and each half has
+                zeros up to whole LANES
+
+        Raises ValueError for other dtypes, for parts that do not fit together, and for an odd number of columns of
+        gate and up.
+        """
+        parts = [weight] if isinstance(weight, np.ndarray) else weight
+        inputs = {part.shape[1] for part in parts}
+        if len(inputs) != 1:
+            raise ValueError(f"matrices of {sorted(inputs)} inputs do not lie one below the other; pass equal ones")
+        kept = [_contiguous(part) for part in parts]
+        addresses = np.concatenate([_row_addresses(part) for part in kept])
+        if gated:
+            addresses = _in_turn(addresses)
+        return self._pack(kept, addresses, inputs.pop(), 0, dtype, pool)
+
+    def pack_experts(
+        self, weight: np.ndarray, pool: PanelPool | None = None, *, dtype: np.dtype | None = None, gated: bool
+    ) -> np.ndarray:
+        """Returns the matrices of experts packed one behind the other, int32 [experts, panels, words along k, 32].
+
+        weight: [experts, 2 * width, hidden], gate before up, if `gated`; else [experts, hidden, width]. Widths are
+        filled up with zeros to whole LANES. The other arguments and errors are as of `pack_words`.
+        """
+        experts, outputs, inputs = weight.shape
+        rows = _contiguous(weight.reshape(-1, inputs))
+        addresses = _row_addresses(rows).reshape(experts, outputs)
+        addresses = _filled(_in_turn(addresses) if gated else addresses, COLUMNS)
+        packed = self._pack([rows], addresses.reshape(-1), inputs, 0 if gated else -inputs % LANES, dtype, pool)
+        return packed.reshape(experts, -1, *packed.shape[1:])
+
+    def _pack(
+        self,
+        parts: Sequence[np.ndarray],
+        addresses: np.ndarray,
+        inputs: int,
+        fill: int,
+        dtype: np.dtype | None,
+        pool: PanelPool | None,
+    ) -> np.ndarray:
+        """Packs rows. parts: where they lie; addresses: of each row, int64; fill: zeros behind each"""
+        dtypes = {part.dtype for part in parts}
+        dtype = dtype or parts[0].dtype
+        function = self._calls.get(("pack_words", parts[0].dtype, dtype))
+        if function is None or len(dtypes) > 1 or (inputs + fill) * dtype.itemsize % 4:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"rows of {inputs} numbers of {names} cannot be packed as {dtype}")
+        addresses = np.ascontiguousarray(_filled(addresses, COLUMNS))
+        panels, words = len(addresses) // COLUMNS, (inputs + fill) * dtype.itemsize // 4
+        packed = (pool or PanelPool()).take((panels, words, COLUMNS))
+        function(address(addresses), panels, inputs, words, address(packed), threads())
+        return packed
 
 
-def fill_words(packed: Tensor, weight: Tensor) -> None:
-    """Packs weight [columns, k] into memory of the shape that `pack_words` returns."""
-    # NumPy copies a transposed array three to four times as fast as PyTorch.
-    words, whole = weight.contiguous().view(torch.int32).numpy(), len(weight) // COLUMNS
-    panels, rest = packed.numpy(), words[whole * COLUMNS :]
-    panels[:whole] = words[: whole * COLUMNS].reshape(whole, COLUMNS, words.shape[1]).transpose(0, 2, 1)
-    if len(rest):
-        panels[whole, :, : len(rest)], panels[whole, :, len(rest) :] = rest.T, 0
+def _contiguous(rows: np.ndarray) -> np.ndarray:
+    """Returns rows [n, k] with the numbers of each side by side."""
+    return rows if is_dense(rows) else np.ascontiguousarray(rows)
+
+
+def _in_turn(addresses: np.ndarray) -> np.ndarray:
+    """Returns the addresses of rows of gate, then of up [..., rows], each filled up with nulls, with LANES of each in
+    turn."""
+    *experts, rows = addresses.shape
+    if rows % 2:
+        raise ValueError(f"gate and up have {rows} columns together, an odd number")
+    halves = _filled(addresses.reshape(*experts, 2, -1), LANES)
+    return np.swapaxes(halves.reshape(*experts, 2, -1, LANES), -3, -2).reshape(*experts, -1)
 
 
 class PanelPool:
-    """Hands out memory of a few large pieces; a piece lives as long as any tensor in it.
+    """Hands out memory of a few large pieces; a piece lives as long as any array in it.
 
     piece: its bytes, at least
     """
 
     def __init__(self, piece: int = PIECE) -> None:
-        self._piece, self._free = piece, torch.empty(0, dtype=torch.int32)
+        self._piece, self._free = piece, np.empty(0, np.int32)
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        """Returns an uninitialised int32 tensor that starts at a cache line."""
+    def take(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns an uninitialised int32 array that starts at a cache line."""
         size = int(np.prod(shape))
         if size > len(self._free):
-            self._free = torch.from_numpy(np.empty(max(size, self._piece // 4) + 15, np.int32))
-            self._free = self._free[-self._free.data_ptr() // 4 % 16 :]
+            self._free = np.empty(max(size, self._piece // 4) + 15, np.int32)
+            self._free = self._free[-address(self._free) // 4 % 16 :]
         memory, self._free = self._free[:size], self._free[-(-size // 16) * 16 :]
-        return memory.view(shape)
+        return memory.reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,72 +253,83 @@ class Blocks:
     held             the memory that the table names by address
     """
 
-    table: Tensor
+    table: np.ndarray
     outputs: int
     inputs: int
-    held: tuple[Tensor, ...]
+    held: tuple[np.ndarray, ...]
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of the panels."""
-        return sum(tensor.nbytes for tensor in self.held)
+        return sum(memory.nbytes for memory in self.held)
 
 
-def matrix_addresses(packed: Tensor | Blocks) -> tuple[int | None, int | None]:
+def matrix_addresses(packed: np.ndarray | Blocks) -> tuple[int | None, int | None]:
     """Returns where a matrix's words are, or None, and where its panels of blocks are named, or None."""
-    return (None, packed.table.data_ptr()) if isinstance(packed, Blocks) else (packed.data_ptr(), None)
+    return (None, address(packed.table)) if isinstance(packed, Blocks) else (address(packed), None)
 
 
 class ProductKernels(Family):
-    """Multiplies rows by packed matrices. What is multiplied is of one dtype, float32 or bfloat16, on the CPU."""
+    """Multiplies rows by packed matrices. What is multiplied is of one dtype, float32 or bfloat16."""
 
-    def has_products(self, dtype: torch.dtype) -> bool:
+    def has_products(self, dtype: np.dtype) -> bool:
         """Returns whether `linear` is as fast here as the processor's vectors allow."""
-        return dtype in DTYPES and bool(self._calls["has_products"](dtype == torch.bfloat16))
+        return dtype in DTYPES and bool(self._calls["has_products"](dtype == BFLOAT16))
 
     def linear(
-        self, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None = None, *, out: Tensor | None = None
-    ) -> Tensor:
+        self,
+        x: np.ndarray,
+        packed: np.ndarray | Blocks,
+        columns: int,
+        bias: np.ndarray | None = None,
+        *,
+        out: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Returns x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], of x's dtype.
 
         out: contiguous memory for it; in float32 it takes the sums of bfloat16 as they are. Raises ValueError where
         there is no such product.
         """
         if out is None:
-            out = torch.empty((len(x), columns), dtype=x.dtype)
+            out = np.empty((len(x), columns), x.dtype)
         return self._multiply(("linear", x.dtype, out.dtype), x, packed, columns, bias, out)
 
     def gated_linear(
-        self, x: Tensor, packed: Tensor | Blocks, width: int, bias: Tensor | None, activation: str
-    ) -> Tensor:
+        self, x: np.ndarray, packed: np.ndarray | Blocks, width: int, bias: np.ndarray | None, activation: str
+    ) -> np.ndarray:
         """Returns activation(gate) * up [rows, width] of x [rows, k]; activation "silu" or "gelu_tanh".
 
         The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on. Raises ValueError where
         there is no such product.
         """
-        out = torch.empty((len(x), width), dtype=x.dtype)
+        out = np.empty((len(x), width), x.dtype)
         return self._multiply(("gated_linear", activation, x.dtype), x, packed, width, bias, out)
 
     def _multiply(
-        self, key: Hashable, x: Tensor, packed: Tensor | Blocks, columns: int, bias: Tensor | None, out: Tensor
-    ) -> Tensor:
+        self,
+        key: Hashable,
+        x: np.ndarray,
+        packed: np.ndarray | Blocks,
+        columns: int,
+        bias: np.ndarray | None,
+        out: np.ndarray,
+    ) -> np.ndarray:
         """Calls a product and returns out [rows, columns]; columns: as the C function counts them."""
         function, (rows, size) = self._calls.get(key), x.shape
         inputs = packed.inputs if isinstance(packed, Blocks) else packed.shape[1] * 4 // x.itemsize
-        if function is None or not x.is_cpu or size != inputs:
-            raise ValueError(f"no product of {x.dtype} {list(x.shape)} on {x.device} with {inputs} inputs")
-        if x.stride()[1] != 1:
-            x = x.contiguous()
+        if function is None or size != inputs:
+            raise ValueError(f"no product of {x.dtype} {list(x.shape)} with {inputs} inputs")
+        x = _contiguous(x)
         short = function(
-            x.data_ptr(),
-            x.stride()[0],
+            address(x),
+            step(x),
             *matrix_addresses(packed),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
+            address(bias),
+            address(out),
             rows,
             columns,
             size,
-            torch.get_num_threads(),
+            threads(),
             None,
         )
         if short:

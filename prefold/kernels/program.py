@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from ctypes import byref
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from .abi import RANK_LINE, Failure, ProgramCall, RanksView
-from .interface import DTYPES, Family
+from .interface import DTYPES, Family, address
+from .threads import threads
 
 PAGE = 4096
 
@@ -40,17 +40,16 @@ def check_met(failed: int) -> None:
 class RankKernels(Family):
     """Exchanges between ranks; all make the same calls. They raise CollectiveError where one does not come."""
 
-    def sum_ranks(self, view: RanksView, x: Tensor) -> None:
+    def sum_ranks(self, view: RanksView, x: np.ndarray) -> None:
         """Adds up every rank's x, contiguous and of one of DTYPES, into x: in the order of the ranks, rounded once."""
-        assert x.is_contiguous() and x.dtype in DTYPES
-        check_met(self._calls["sum_ranks", x.dtype](byref(view), x.data_ptr(), x.numel(), torch.get_num_threads()))
+        assert x.flags.c_contiguous and x.dtype in DTYPES
+        check_met(self._calls["sum_ranks", x.dtype](byref(view), address(x), x.size, threads()))
 
-    def gather_ranks(self, view: RanksView, piece: Tensor) -> Tensor | None:
+    def gather_ranks(self, view: RanksView, piece: np.ndarray) -> np.ndarray | None:
         """Returns every rank's piece, [ranks, *shape of a piece], on rank 0; None on others. piece: contiguous, of one
         shape on all ranks"""
-        pieces = piece.new_empty(view.size, *piece.shape) if view.rank == 0 else None
-        address = None if pieces is None else pieces.data_ptr()
-        check_met(self._calls["gather_ranks"](byref(view), piece.data_ptr(), piece.nbytes, address))
+        pieces = np.empty((view.size, *piece.shape), piece.dtype) if view.rank == 0 else None
+        check_met(self._calls["gather_ranks"](byref(view), address(piece), piece.nbytes, address(pieces)))
         return pieces
 
 

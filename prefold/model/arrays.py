@@ -1,23 +1,33 @@
-"""NumPy arrays and PyTorch tensors over the same memory.
-
-NumPy has no bfloat16 of its own: arrays of it have the dtype of the package ml_dtypes.
-"""
+"""NumPy arrays and PyTorch tensors over the same memory: the compiled kernels take arrays, modules have tensors."""
 
 from __future__ import annotations
 
-import ml_dtypes
+from typing import overload
+
 import numpy as np
 import torch
 from torch import Tensor
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from .. import kernels
+from ..kernels import BFLOAT16
+
+# The dtypes that the compiled kernels compute in.
+ARRAY_DTYPES = {getattr(torch, name): dtype for dtype, name in kernels.DTYPES.items()}
 
 
-def array_of(tensor: Tensor) -> np.ndarray:
-    """Return a CPU tensor as an array over the same memory, with the same strides."""
+@overload
+def array_of(tensor: None) -> None: ...
+@overload
+def array_of(tensor: Tensor) -> np.ndarray: ...
+def array_of(tensor: Tensor | None) -> np.ndarray | None:
+    """Return a CPU tensor as an array over the same memory, with the same strides; None for None."""
+    if tensor is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
-        return tensor.detach().view(torch.int16).numpy().view(BFLOAT16)
-    return tensor.detach().numpy()
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
+    return tensor.numpy()
 
 
 def tensor_of(array: np.ndarray) -> Tensor:

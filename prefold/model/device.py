@@ -20,7 +20,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..errors import InputError, OutOfMemoryError
+from ..kernels.threads import VARIABLES
+from ..kernels.threads import process as kernel_threads
 from ..spec import environment
 from ..spec.container import free_memory, usable_cores
 
@@ -39,21 +42,39 @@ MALLOC_KEEPS = 1 << 30
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
 PAGE = 4096
-# Variables by which a user chooses PyTorch's threads, and how many PyTorch had before any program chose.
-THREAD_VARIABLES, FIRST_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS"), torch.get_num_threads()
+kernels.calm_openmp()  # PyTorch has loaded OpenMP by now
 
 
-def settle_threads(threads: int | None) -> None:
-    """Set the number of PyTorch's threads, which the kernels use too.
+class TorchThreads:
+    """PyTorch's number of threads, and the kernels'.
 
-    None: at most `usable_cores`, unless the user has chosen by a variable or by `torch.set_num_threads`. PyTorch itself
-    does not know the CPU quota of a container.
+    Attributes:
+        first: PyTorch's number before any program chose one.
+        settled: PyTorch's number as `settle` left it.
     """
-    is_chosen = torch.get_num_threads() != FIRST_THREADS or any(name in os.environ for name in THREAD_VARIABLES)
-    if threads is None and not is_chosen:
-        threads = min(FIRST_THREADS, usable_cores())
-    if threads is not None and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
+
+    def __init__(self) -> None:
+        self.first = self.settled = torch.get_num_threads()
+
+    def settle(self, threads: int | None) -> None:
+        """Set both numbers. None: as the user has chosen, or else at most `usable_cores`.
+
+        The user chooses by `torch.set_num_threads`, by `kernels.set_threads` if PyTorch's number is still as it was
+        left, or by a variable. PyTorch itself does not know the CPU quota of a container.
+        """
+        now = torch.get_num_threads()
+        if threads is None and now == self.settled:
+            threads = kernel_threads.chosen
+        if threads is None:
+            is_chosen = now != self.first or any(name in os.environ for name in VARIABLES)
+            threads = now if is_chosen else min(now, usable_cores())
+        if threads != now:
+            torch.set_num_threads(threads)
+        kernels.set_threads(threads)
+        self.settled = threads
+
+
+settle_threads = TorchThreads().settle
 
 
 def choose_device(name: str) -> torch.device:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import InputError
+from .arrays import ARRAY_DTYPES
 from .config import ModelConfig
 from .decoder_layer import Layer, Mlp
 from .layers import Linear, Weight
@@ -60,7 +61,7 @@ def check_int8(
         f"this is {device.type}, and int8 is computed on CPUs": device.type != "cpu",
         "the model is trained": not pack,
         f"the model is split over {ranks} ranks": ranks > 1,
-        f"the dtype is {str(dtype).removeprefix('torch.')}": dtype not in kernels.DTYPES,
+        f"the dtype is {str(dtype).removeprefix('torch.')}": dtype not in ARRAY_DTYPES,
         f"there are no compiled kernels here ({kernels.status()})": compiled is None,
         f"this CPU has no VNNI (ARM: dotprod), or its kernels are made without ({kernels.status()})": not (
             compiled is None or compiled.has_int8

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
+from ..kernels import LANES
 from .config import ModelConfig
 from .ops import ACTIVATIONS, Ops, settled
-from .products import LANES, GatePanels, Panels, Product, pack
+from .products import GatePanels, Panels, Product, pack
 
 
 class Norm(nn.Module):

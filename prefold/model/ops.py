@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
+from .arrays import ARRAY_DTYPES, array_of, tensor_of
 from .device import TRITON_DTYPES, runs_triton
 
 # By ModelConfig.activation.
@@ -79,10 +80,26 @@ class Ops:
         return ACTIVATIONS[activation](gate) * up
 
 
+class CompiledOps:
+    """The compiled kernels of a CPU, called with tensors."""
+
+    def __init__(self, compiled: kernels.Kernels):
+        self._compiled = compiled
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        return tensor_of(self._compiled.add_rms_norm(array_of(x), array_of(delta), array_of(weight), eps))
+
+    def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float) -> None:
+        self._compiled.rope(array_of(x), array_of(cos_sin), array_of(norm_weight), eps)
+
+    def gate_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        return tensor_of(self._compiled.gate_mul(array_of(gate_up), activation))
+
+
 class FusedOps(Ops):
     """A FusedOps computes the operations by kernels that write into what they are given. No gradients.
 
-    kernels: our compiled ones, for float32 and bfloat16 on a CPU, or those of `ops_triton`, on a GPU
+    kernels: `CompiledOps`, for float32 and bfloat16 on a CPU, or the functions of `ops_triton`, on a GPU
     """
 
     def __init__(self, kernels: Any):
@@ -117,8 +134,8 @@ def choose_ops(dtype: torch.dtype, device: torch.device) -> Ops:
     """
     if torch.is_grad_enabled() or (device.type in AUTOCAST and torch.is_autocast_enabled(device.type)):
         return PYTORCH
-    if device.type == "cpu" and dtype in kernels.DTYPES and (compiled := kernels.load()):
-        return FusedOps(compiled)
+    if device.type == "cpu" and dtype in ARRAY_DTYPES and (compiled := kernels.load()):
+        return FusedOps(CompiledOps(compiled))
     if runs_triton(device) and dtype in TRITON_DTYPES:
         from . import ops_triton
 
@@ -133,9 +150,10 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     Of several largest ones a CPU gives the first.
     """
     if logits.is_cpu and not (torch.is_grad_enabled() and logits.requires_grad):
-        compiled = kernels.load()
-        if compiled and compiled.can_log_sum_exp(logits):
-            return compiled.log_sum_exp(logits)
+        compiled, numbers = kernels.load(), array_of(logits)
+        if compiled and compiled.can_log_sum_exp(numbers):
+            sums, largest = compiled.log_sum_exp(numbers)
+            return tensor_of(sums), tensor_of(largest)
     return torch.logsumexp(logits, -1), logits.argmax(-1)
 
 
@@ -143,8 +161,10 @@ def entropy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what `log_sum_exp` does of logits [rows, columns], and the entropy in nats of the probabilities that each
     row stands for, [rows]. No gradients."""
     with torch.no_grad():
-        if logits.is_cpu and (compiled := kernels.load()) and compiled.can_log_sum_exp(logits):
-            return compiled.entropy(logits)
+        compiled = kernels.load() if logits.is_cpu else None
+        if compiled and compiled.can_log_sum_exp(numbers := array_of(logits)):
+            sums, largest, entropies = map(tensor_of, compiled.entropy(numbers))
+            return sums, largest, entropies
         sums, largest = torch.logsumexp(logits, -1), logits.argmax(-1)
         scores = logits - sums[:, None]
         return sums, largest, torch.special.entr(scores.exp()).sum(-1)

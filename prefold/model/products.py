@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import kernels
+from ..kernels import LANES
+from .arrays import ARRAY_DTYPES, array_of, tensor_of
 from .device import available_memory, computes_bf16
 from .ops import wide
 
-LANES = 16  # columns of gate, or of up, that lie side by side in GatePanels
 # Vocabulary entries of an LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
 
@@ -58,23 +59,26 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `kernels.pack_words`, or in
+    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `Kernels.pack_words`, or in
     the blocks of its file. No gradients.
 
-    weight: [outputs, inputs], or blocks; pool: where memory comes from; dtype: of rows that are read
+    weight: [outputs, inputs], or blocks; pool: where memory comes from; has_gate: whether the outputs are
+    gate and up, in turn; dtype: of rows that are read
     """
 
+    has_gate = False
     dtype = torch.float32
 
     def __init__(
         self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
     ):
         self._compiled = compiled
-        self.packed: Tensor | kernels.Blocks
+        self.packed: np.ndarray | kernels.Blocks
         if isinstance(weight, kernels.Blocks):
             self.packed, self.outputs = weight, weight.outputs
         else:
-            self.packed, self.outputs = kernels.pack_words(self.columns(weight.detach()), pool), len(weight)
+            self.packed = compiled.pack_words(array_of(weight), pool, gated=self.has_gate)
+            self.outputs = len(weight)
         self._memory = _LogitsBuffer()
 
     @staticmethod
@@ -85,12 +89,7 @@ class Panels(Product):
     @classmethod
     def quantised(cls, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool) -> Panels:
         """Returns a product of int8 with a weight [outputs, inputs]."""
-        return cls(compiled.pack_int8(cls.columns(weight), pool), compiled)
-
-    @staticmethod
-    def columns(weight: Tensor) -> Tensor:
-        """Returns a weight with its outputs in the order that they are packed in."""
-        return weight
+        return cls(compiled.pack_int8(array_of(in_turn(weight) if cls.has_gate else weight), pool), compiled)
 
     def in_int8(self) -> Panels:
         """Returns the product of int8 with the same matrix of blocks, in the same memory."""
@@ -105,23 +104,22 @@ class Panels(Product):
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of a matrix of blocks, [ids, inputs]."""
         assert isinstance(self.packed, kernels.Blocks)
-        return self._compiled.block_rows(self.packed, ids, self.dtype)
+        return tensor_of(self._compiled.block_rows(self.packed, array_of(ids), ARRAY_DTYPES[self.dtype]))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._compiled.linear(x, self.packed, self.outputs, bias)
+        return tensor_of(self._compiled.linear(array_of(x), self.packed, self.outputs, array_of(bias)))
 
     def wide(self, x: Tensor) -> Tensor:
         """Returns the product as summed, in float32, which no product of PyTorch gives of bfloat16."""
-        return self._compiled.linear(x, self.packed, self.outputs, out=self._memory.take(len(x), self.outputs))
+        out = self._memory.take(len(x), self.outputs)
+        return tensor_of(self._compiled.linear(array_of(x), self.packed, self.outputs, out=out))
 
 
 class GatePanels(Panels):
     """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
     what it has just summed, and no copy of gate and up is made in memory. Blocks have them in turn already."""
 
-    @staticmethod
-    def columns(weight: Tensor) -> Tensor:
-        return in_turn(weight)
+    has_gate = True
 
     @staticmethod
     def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
@@ -140,7 +138,8 @@ class GatePanels(Panels):
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         bias = None if bias is None else in_turn(bias)
-        return self._compiled.gated_linear(x, self.packed, self.outputs // 2, bias, activation)
+        width = self.outputs // 2
+        return tensor_of(self._compiled.gated_linear(array_of(x), self.packed, width, array_of(bias), activation))
 
 
 def in_turn(columns: Tensor) -> Tensor:
@@ -156,12 +155,12 @@ class _LogitsBuffer:
         self._memory = np.empty(0, np.float32)
         self._references = sys.getrefcount(self._memory)  # while nothing else refers to it
 
-    def take(self, rows: int, columns: int) -> Tensor:
-        """Returns an uninitialised float32 tensor [rows, columns]."""
+    def take(self, rows: int, columns: int) -> np.ndarray:
+        """Returns an uninitialised float32 array [rows, columns]."""
         size = rows * columns
         if len(self._memory) < size or sys.getrefcount(self._memory) > self._references:
             self._memory = np.empty(size, np.float32)
-        return torch.from_numpy(self._memory)[:size].view(rows, columns)
+        return self._memory[:size].reshape(rows, columns)
 
 
 def pack(weight: Tensor, pool: kernels.PanelPool | None = None, *, gated: bool = False) -> Product | None:
@@ -185,7 +184,7 @@ def pack_head(weight: Tensor) -> Product | None:
         return Panels(weight, compiled)
     if weight.dtype == torch.bfloat16:  # slower kernels are still faster than widening the weight in every call
         compiled = kernels.load()
-        return Panels(weight, compiled) if compiled and kernels.can_pack_words(weight) else None
+        return Panels(weight, compiled) if compiled and can_pack(weight) else None
     return OneDNN(weight) if packs_with_onednn(weight) else None
 
 
@@ -228,7 +227,12 @@ def product_kernels(weight: Tensor) -> kernels.Kernels | None:
     oneDNN in float32, 1.3 to 2.5 times at up to 8 rows. On AMX, in bfloat16: 1.3 to 2 times at up to 64 rows, 1 to 1.3
     at more.
     """
-    if weight.device.type != "cpu" or not kernels.can_pack_words(weight):
+    if weight.device.type != "cpu" or not can_pack(weight):
         return None
     compiled = kernels.load()
-    return compiled if compiled and compiled.has_products(weight.dtype) else None
+    return compiled if compiled and compiled.has_products(ARRAY_DTYPES[weight.dtype]) else None
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Returns whether a weight [outputs, inputs] can be packed for the compiled kernels."""
+    return kernels.can_pack_words(ARRAY_DTYPES.get(weight.dtype), weight.shape[1])

@@ -26,6 +26,7 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
 from ..kernels import StoredRows
 from . import mxfp4
+from .arrays import tensor_of
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS
 
@@ -370,7 +371,7 @@ class GGUFSource:
         stored_rows = StoredRows(kind, raw.reshape(-1, raw.shape[-1])[rows])
         blocks = compiled.pack_blocks([stored_rows], inputs, kernels.PanelPool(piece=0))
         assert blocks is not None  # of one type
-        return compiled.block_rows(blocks, torch.arange(blocks.outputs), torch.float32)
+        return tensor_of(compiled.block_rows(blocks, np.arange(blocks.outputs), kernels.FLOAT32))
 
     def _values(self, name: str, values: Tensor, order: Sequence[int] | None) -> Tensor:
         """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""

@@ -27,6 +27,7 @@ from ..kernels import (
     TileCall,
 )
 from ..model import Adapter, CausalLM, MediaRows, RowAdapters
+from ..model.arrays import array_of
 from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
 from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
 from ..model.lora import Delta
@@ -255,7 +256,7 @@ class Program:
         return out
 
     def _call(self, step: PreparedStep) -> None:
-        step.call.threads = torch.get_num_threads()
+        step.call.threads = kernels.threads()
         self._kernels.run_program(step.call)
 
     def _prepared(self, batch: SlotBatch | Batch, x: Tensor | None, **call_fields: Any) -> PreparedStep:
@@ -292,7 +293,7 @@ class Program:
             adapter = adapters.adapters[number]
             packed = self._adapters.get(number)
             if packed is None or packed.adapter is not adapter:
-                packed = self._adapters[number] = PackedAdapter(adapter, self._linears)
+                packed = self._adapters[number] = PackedAdapter(adapter, self._linears, self._kernels)
             addresses[number] = addressof(packed.table)
             call.most_ranks = max(call.most_ranks, packed.most_ranks)
         room = torch.empty(call.rows * (LOW_BYTES + 4 * call.most_ranks), dtype=torch.uint8)
@@ -451,20 +452,20 @@ class PackedAdapter:
     most_ranks  of a linear
     """
 
-    def __init__(self, adapter: Adapter, linears: Sequence[NamedLinear]):
+    def __init__(self, adapter: Adapter, linears: Sequence[NamedLinear], compiled: kernels.Kernels):
         self.adapter = adapter
         self.table, self.most_ranks = (LowRank * len(linears))(), 0
-        self._keepalive: list[Tensor] = []  # what the table names by address
+        self._keepalive: list[np.ndarray] = []  # what the table names by address
         for number, linear in enumerate(linears):
             delta = adapter.layers[linear.layer].get(linear.name)
             if delta is not None:
-                matrices = low_rank_matrices(delta, linear.linear)
+                matrices = low_rank_matrices(delta, linear.linear, compiled)
                 self._keepalive += matrices
-                self.table[number] = LowRank(*(tensor.data_ptr() for tensor in matrices), ranks=len(delta.a))
+                self.table[number] = LowRank(*map(kernels.address, matrices), ranks=len(delta.a))
                 self.most_ranks = max(self.most_ranks, len(delta.a))
 
 
-def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Tensor]:
+def low_rank_matrices(delta: Delta, linear: Linear, compiled: kernels.Kernels) -> tuple[np.ndarray, ...]:
     """Returns `a`, `b` and `spans` of a LowRank."""
     ranks, outputs = len(delta.a), linear.outputs
     b = delta.a.new_zeros(-(-outputs // COLUMNS) * COLUMNS, ranks)
@@ -479,7 +480,8 @@ def low_rank_matrices(delta: Delta, linear: Linear) -> tuple[Tensor, Tensor, Ten
     inside = (numbers >= first[:, None]) & (numbers < stop[:, None])
     begins = (stop - first).cumsum(0).roll(1) * COLUMNS
     begins[0] = 0
-    return kernels.pack_words(delta.a), b[inside], torch.stack((first, stop, begins), 1)
+    spans = torch.stack((first, stop, begins), 1)
+    return compiled.pack_words(array_of(delta.a)), array_of(b[inside]), array_of(spans)
 
 
 def program_of(model: CausalLM, part: Sequence[tuple[int, int]] | None = None, first: int = 0) -> Program | None:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import PrefoldError
 from ..model import load_adapter, load_model
+from ..model.device import settle_threads
 from ..model.parallel import CollectiveError
 from ..spec.plugins import load_plugins
 from .local import LocalWorker
@@ -46,7 +47,7 @@ def _follow(pipe: Connection, start: Start) -> None:
     ranks = start.join([pipe])
     if start.memory is not None:
         os.close(start.memory)
-    torch.set_num_threads(start.threads)
+    settle_threads(start.threads)
     place = {"dtype": start.dtype, "device": start.device}
     model = load_model(start.checkpoint, **place, seed=start.seed, config=start.config, ranks=ranks)
     adapters = {

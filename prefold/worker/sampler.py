@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import kernels
 from ..engine.sampling import gumbel, hash_ids
 from ..engine.schedule.steps import NOT_FINITE, Drawing, RaggedLists
+from ..model.arrays import array_of
 from ..model.device import runs_triton, send
 from ..spec.requests import TokenLogprobs
 from ..spec.task import FILTERS, SamplerOptions, filters_of
@@ -60,7 +61,7 @@ def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray
     library = kernels.load() if logits.device.type == "cpu" else None
     if library is not None and not has_filters.all():
         bare = np.flatnonzero(~has_filters)
-        tokens[bare] = library.draw(logits, rows[bare], inverses[bare], keys[bare])
+        tokens[bare] = library.draw(array_of(logits), rows[bare], inverses[bare], keys[bare])
     remaining = np.arange(len(rows)) if library is None else np.flatnonzero(has_filters)
     at_once = max(1, WORK_SIZE // logits.shape[-1])
     for first in range(0, len(remaining), at_once):

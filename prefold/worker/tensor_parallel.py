@@ -39,9 +39,10 @@ from ..checkpoint import Checkpoint
 from ..engine.schedule.steps import EndStream, Message
 from ..engine.worker import Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, RankError
-from ..kernels import DTYPES, RanksView
+from ..kernels import RanksView
 from ..kernels.program import parts_begin
 from ..model import ModelConfig
+from ..model.arrays import ARRAY_DTYPES, array_of, tensor_of
 from ..model.parallel import CollectiveError, Ranks, Shard
 from .local import LocalWorker
 
@@ -83,16 +84,16 @@ class MemoryRanks(Ranks):
         )  # fmt: skip
 
     def sum(self, x: Tensor) -> Tensor:
-        summed = x.contiguous() if x.dtype in DTYPES else x.float()
-        self._kernels.sum_ranks(self.view, summed)
+        summed = x.contiguous() if x.dtype in ARRAY_DTYPES else x.float().contiguous()
+        self._kernels.sum_ranks(self.view, array_of(summed))
         return summed.to(x.dtype)
 
     def agree(self, own: bool) -> bool:
         return bool(self.sum(torch.tensor([float(own)])) == self.size)
 
     def collect(self, piece: Tensor) -> list[Tensor] | None:
-        pieces = self._kernels.gather_ranks(self.view, piece)
-        return None if pieces is None else list(pieces)
+        pieces = self._kernels.gather_ranks(self.view, array_of(piece))
+        return None if pieces is None else list(tensor_of(pieces))
 
 
 # The status with which a rank ends that another one has left alone in a collective.

@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from blocks import stored_bytes
 
+from prefold import kernels
 from prefold.engine.schedule.steps import SlotStep, StreamStep
 from prefold.kernels import BLOCK_TYPES, PanelPool, StoredRows, loader
 from prefold.model import Adapter, CausalLM, ModelConfig
@@ -227,12 +228,12 @@ def main(library: str, seed: int, models: int, mode: str = "") -> None:
         steps = slot_steps(rng, model.config.vocab_size, 2000, len(adapters))
 
         run = partial(run_all, program, model, store, steps, adapters, int(rng.integers(99)))
-        torch.set_num_threads(1)
+        kernels.set_threads(1)
         expected = run()
         assert all(tensor.isfinite().all() for tensor in expected)
         for tensor in expected:
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        torch.set_num_threads(int(rng.integers(2, 9)))
+        kernels.set_threads(int(rng.integers(2, 9)))
         runs.append((run, expected))
         check(run(), expected)
         caller = Thread(target=run)  # whose thread ends, and with it what the kernels keep for it

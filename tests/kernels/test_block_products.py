@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from blocks import dequantized, stored_bytes
+from machines import threads_in_use
+from tensors import TensorKernels, tensor_kernels
 from torch import Tensor
 
 from prefold import kernels
@@ -18,20 +20,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 MOST_FEW, ROUNDED = 12, {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-16}
 
 
-def packed(kind: str, rows: int, inputs: int, loaded: kernels.Kernels | None = None) -> tuple[kernels.Blocks, Tensor]:
+def packed(kind: str, rows: int, inputs: int, loaded: TensorKernels | None = None) -> tuple[kernels.Blocks, Tensor]:
     stored = stored_bytes(kind, rows, inputs)
-    blocks = (loaded or kernels.load()).pack_blocks([StoredRows(kind, stored)], inputs)
+    blocks = (loaded or tensor_kernels()).pack_blocks([StoredRows(kind, stored)], inputs)
     return blocks, dequantized(kind, stored)
 
 
 def check_products(
-    loaded: kernels.Kernels, kind: str, rows: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 12, 13, 40, 200)
+    loaded: TensorKernels, kind: str, rows: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 8, 12, 13, 40, 200)
 ) -> None:
     """Compares products of several numbers of rows, in both dtypes."""
     for columns, inputs in ((70, 768), (96, 2304)):
         blocks, weight = packed(kind, columns, inputs, loaded)
         for dtype in DTYPES:
-            words = kernels.pack_words(weight.to(dtype))
+            words = loaded.pack_words(weight.to(dtype))
             for count in rows:
                 torch.manual_seed(count)
                 x, bias = torch.randn(count, inputs).to(dtype), torch.randn(columns).to(dtype)
@@ -49,13 +51,13 @@ def check_products(
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_every_type(kind):
-    check_products(kernels.load(), kind)
+    check_products(tensor_kernels(), kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_every_type_with_many_rows(kind):
-    check_products(kernels.load(), kind, (63, 64, 65, 384, 700, 1300, 2100))
+    check_products(tensor_kernels(), kind, (63, 64, 65, 384, 700, 1300, 2100))
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -63,20 +65,20 @@ def test_every_type_with_many_rows(kind):
 def test_rows_of_an_embedding(kind, dtype):
     blocks, weight = packed(kind, 70, 512)
     ids = torch.tensor([69, 0, 31, 32, 5, 5])
-    assert torch.equal(kernels.load().block_rows(blocks, ids, dtype), weight[ids].to(dtype))
-    assert kernels.load().block_rows(blocks, ids[:0], dtype).shape == (0, 512)
+    assert torch.equal(tensor_kernels().block_rows(blocks, ids, dtype), weight[ids].to(dtype))
+    assert tensor_kernels().block_rows(blocks, ids[:0], dtype).shape == (0, 512)
     for wrong in (-1, 70):  # a panel has columns beyond the last row
         with pytest.raises(IndexError, match="one of 70"):
-            kernels.load().block_rows(blocks, torch.tensor([1, wrong]), dtype)
+            tensor_kernels().block_rows(blocks, torch.tensor([1, wrong]), dtype)
 
 
 def test_a_matrix_of_several_types():
     """As queries, keys and values are in most files; a panel of two types cannot be."""
-    kinds, loaded = ("Q4_K", "Q4_K", "Q6_K"), kernels.load()
+    kinds, loaded = ("Q4_K", "Q4_K", "Q6_K"), tensor_kernels()
     parts = [StoredRows(kind, stored_bytes(kind, rows, 256)) for kind, rows in zip(kinds, (48, 16, 40), strict=True)]
     weight = torch.cat([dequantized(part.type, part.rows) for part in parts])
     x, blocks = torch.randn(9, 256), loaded.pack_blocks(parts, 256)
-    assert torch.equal(loaded.linear(x, blocks, 104), loaded.linear(x, kernels.pack_words(weight), 104))
+    assert torch.equal(loaded.linear(x, blocks, 104), loaded.linear(x, loaded.pack_words(weight), 104))
     assert blocks.outputs == 104
     assert loaded.pack_blocks(parts[1:], 256) is None
 
@@ -84,28 +86,25 @@ def test_a_matrix_of_several_types():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gates(dtype, activation):
-    loaded = kernels.load()
+    loaded = tensor_kernels()
     blocks, weight = packed("Q4_1", 128, 96)
     x = torch.randn(21, 96).to(dtype)
-    expected = loaded.gated_linear(x, kernels.pack_words(weight.to(dtype)), 64, None, activation)
+    expected = loaded.gated_linear(x, loaded.pack_words(weight.to(dtype)), 64, None, activation)
     assert torch.equal(loaded.gated_linear(x, blocks, 64, None, activation), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_neither_threads_nor_other_rows_change_a_row(threads):
-    loaded, before = kernels.load(), torch.get_num_threads()
+    loaded = tensor_kernels()
     blocks, _ = packed("Q5_K", 640, 1024)
     x = torch.randn(300, 1024).bfloat16()
     whole = loaded.linear(x, blocks, 640)
-    try:
-        torch.set_num_threads(threads)
+    with threads_in_use(threads):
         for start, stop in ((3, 20), (17, 90), (0, 299)):
             assert torch.equal(loaded.linear(x[start:stop], blocks, 640), whole[start:stop])
         few = loaded.linear(x[:3], blocks, 640)  # there is a way of few rows, and another one
         for start, stop in ((0, 1), (1, 2), (2, 3), (1, 3)):
             assert torch.equal(loaded.linear(x[start:stop], blocks, 640), few[start:stop])
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_what_is_not_finite():
@@ -117,9 +116,9 @@ def test_what_is_not_finite():
     blocks = kernels.load().pack_blocks([StoredRows("Q8_0", stored)], 64)
     expected = dequantized("Q8_0", stored)
     torch.testing.assert_close(
-        kernels.load().block_rows(blocks, torch.arange(64), torch.float32)[3:], expected[3:], rtol=0, atol=0
+        tensor_kernels().block_rows(blocks, torch.arange(64), torch.float32)[3:], expected[3:], rtol=0, atol=0
     )
-    assert not kernels.load().block_rows(blocks, torch.arange(3), torch.float32)[:, :32].isfinite().any()
+    assert not tensor_kernels().block_rows(blocks, torch.arange(3), torch.float32)[:, :32].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,7 +126,7 @@ def test_few_rows_that_are_not_finite_or_tiny(dtype):
     blocks, weight = packed("Q4_K", 64, 512)
     x = torch.randn(3, 512).to(dtype)
     x[0, 40], x[1, :64], x[1, 64:] = torch.inf, 0, 1e-35
-    out = kernels.load().linear(x, blocks, 64)
+    out = tensor_kernels().linear(x, blocks, 64)
     assert not out[0].isfinite().any()
     assert out[1].isfinite().all() and (out[1].abs() < 1e-30).all()
     torch.testing.assert_close(out[2], (x[2].double() @ weight.double().T).to(dtype), rtol=2e-2, atol=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from machines import threads_in_use
 from torch import Tensor
 
 from prefold import kernels
@@ -206,16 +207,12 @@ def test_shapes_that_do_not_fit_never_reach_the_kernel():
 @needs_kernels
 def test_every_thread_count_gives_the_same():
     x, delta, cos_sin = torch.randn(401, 576), torch.randn(401, 576), angles(401, 64)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
+    for count in (1, 2, 5):
+        with threads_in_use(count):
             sums, norm = compiled("add_rms_norm", x.clone(), delta, torch.ones(576), 1e-6)
             results.append(
                 (sums, norm, compiled("rope", x.clone().view(401, 9, 64), cos_sin), compiled("gate", x, "silu"))
             )
-    finally:
-        torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import quants
+from machines import threads_in_use
+from tensors import tensor_kernels
 
 from prefold import kernels
 from prefold.kernels.products import GROUPS, RUN
 
-compiled = kernels.load()
-pytestmark = pytest.mark.skipif(compiled is None or not compiled.has_int8, reason="no kernels for int8")
+compiled = tensor_kernels()
+pytestmark = pytest.mark.skipif(kernels.load() is None or not compiled.has_int8, reason="no kernels for int8")
 F32, BF16 = torch.float32, torch.bfloat16
 # Numbers, the first of those that share a scale and a minimum, the zero, and whether there is a minimum.
 FILE_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -96,15 +98,12 @@ def test_types_side_by_side():
 def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(dtype, k):
     torch.manual_seed(k)
     x, weight = torch.randn(500, k).to(dtype), torch.randn(1000, k).to(dtype)
-    blocks, threads = compiled.pack_int8(weight), torch.get_num_threads()
+    blocks = compiled.pack_int8(weight)
     together = product(x, blocks)
-    try:
-        for rows in (1, 2, 5, 12, 15, 16, 17, 31, 33, 140, 500):
-            torch.set_num_threads(1 + rows % 3)
+    for rows in (1, 2, 5, 12, 15, 16, 17, 31, 33, 140, 500):
+        with threads_in_use(1 + rows % 3):
             assert torch.equal(product(x[:rows], blocks), together[:rows])
-            assert torch.equal(compiled.pack_int8(weight).held[0], blocks.held[0])
-    finally:
-        torch.set_num_threads(threads)
+            assert np.array_equal(compiled.pack_int8(weight).held[0], blocks.held[0])
 
 
 def test_what_is_no_number_stays_in_its_row_and_tiny_ones_are_zeros():

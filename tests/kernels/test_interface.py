@@ -89,11 +89,13 @@ def test_each_function_has_a_key_of_its_own():
     by_key = {key if isinstance(key, str) else (key[0], *map(str, key[1:])): name for name, key in keys.items()}
     for key, name in {
         "run_program": "prefold_run_program",
-        ("linear", "torch.float32", "torch.float32"): "prefold_linear_float32",
-        ("linear", "torch.bfloat16", "torch.float32"): "prefold_linear_bfloat16_float32",
-        ("gated_linear", "gelu_tanh", "torch.bfloat16"): "prefold_gated_linear_gelu_tanh_bfloat16",
-        ("experts", "clamped", "torch.float32"): "prefold_experts_clamped_float32",
-        ("block_rows", "torch.bfloat16"): "prefold_block_rows_bfloat16",
+        ("linear", "float32", "float32"): "prefold_linear_float32",
+        ("linear", "bfloat16", "float32"): "prefold_linear_bfloat16_float32",
+        ("gated_linear", "gelu_tanh", "bfloat16"): "prefold_gated_linear_gelu_tanh_bfloat16",
+        ("experts", "clamped", "float32"): "prefold_experts_clamped_float32",
+        ("block_rows", "bfloat16"): "prefold_block_rows_bfloat16",
+        ("pack_words", "float16", "bfloat16"): "prefold_pack_words_float16_bfloat16",
+        ("pack_words", "float32", "float32"): "prefold_pack_words_float32",
         "has_int8": "prefold_has_int8",
     }.items():
         assert by_key[key] == name

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from machines import threads_in_use
+from tensors import tensor_kernels
 
 from prefold import kernels
 from prefold.kernels.compile import SOURCES, find_compiler
@@ -21,19 +23,18 @@ pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
 @pytest.fixture(autouse=True)
 def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+    with threads_in_use(kernels.threads()):
+        yield kernels.set_threads
 
 
 def products(seed: int) -> list[torch.Tensor]:
     """Results of loops of all kinds, large enough that several threads take part."""
-    loaded = kernels.load()
+    loaded = tensor_kernels()
     noise = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(40, 512, generator=noise), torch.randn(1024, 512, generator=noise)
     logits = torch.randn(64, 5000, generator=noise)
     gated = torch.randn(300, 1024, generator=noise)
-    linear = loaded.linear(x, kernels.pack_words(weight), 1024)
+    linear = loaded.linear(x, loaded.pack_words(weight), 1024)
     return [linear, *loaded.log_sum_exp(logits), loaded.gate_mul(gated, "silu")]
 
 
@@ -77,15 +78,16 @@ def test_threads_sleep_after_a_while(threads):
 
 def test_a_fork_has_threads_of_its_own(threads):
     code = """
-import os, sys, torch
+import os, sys
+import numpy as np
 from prefold import kernels
-torch.set_num_threads(3)
-loaded = kernels.load()
-x, packed = torch.randn(40, 512), kernels.pack_words(torch.randn(1024, 512))
+kernels.set_threads(3)
+loaded, rng = kernels.load(), np.random.default_rng(0)
+x, packed = rng.random((40, 512), np.float32), loaded.pack_words(rng.random((1024, 512), np.float32))
 expected = loaded.linear(x, packed, 1024)
 child = os.fork()
 if not child:
-    os._exit(0 if all(torch.equal(loaded.linear(x, packed, 1024), expected) for _ in range(20)) else 3)
+    os._exit(0 if all(np.array_equal(loaded.linear(x, packed, 1024), expected) for _ in range(20)) else 3)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

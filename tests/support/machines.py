@@ -18,3 +18,16 @@ def kernels_in_use(some: kernels.Kernels | None) -> Iterator[None]:
         yield
     finally:
         process.loaded = before
+
+
+@contextmanager
+def threads_in_use(count: int) -> Iterator[None]:
+    """A context in which the kernels, and PyTorch, run on so many threads."""
+    from prefold.model.device import settle_threads
+
+    before = kernels.threads()
+    settle_threads(count)
+    try:
+        yield
+    finally:
+        settle_threads(before)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import kernels
+from ...model.arrays import array_of, tensor_of
 from ...model.decoder_layer import Mlp
 from ...model.device import TRITON_DTYPES, runs_triton
 from ...model.layers import Linear, Weight, linear_weights
@@ -27,13 +28,13 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 class ExpertPanels(Product):
-    """An ExpertPanels has copies of the matrices of all experts, as `kernels.pack_experts` lays them. No gradients."""
+    """An ExpertPanels has copies of the matrices of all experts, as `Kernels.pack_experts` lays them. No gradients."""
 
     def __init__(
         self, weight: Tensor, experts: int, compiled: kernels.Kernels, pool: kernels.PanelPool | None, gated: bool
     ):
         self.compiled = compiled
-        self.packed = kernels.pack_experts(weight.unflatten(0, (experts, -1)), pool, gated=gated)
+        self.packed = compiled.pack_experts(array_of(weight.unflatten(0, (experts, -1))), pool, gated=gated)
 
     def settle(self) -> bool:
         return True
@@ -127,11 +128,12 @@ class Experts(nn.Module):
     def _by_kernels(self, h: Tensor, logits: Tensor) -> Tensor:
         config, gate_up, down = self.config, self.gate_up.product, self.down.product
         assert isinstance(gate_up, ExpertPanels) and isinstance(down, ExpertPanels)
-        return gate_up.compiled.experts(
-            h, logits, gate_up.packed, down.packed, chosen=config.chosen, normalised=config.normalised,
-            activation="clamped" if config.clamped else config.activation, gate_up_bias=self.gate_up.biases,
-            down_bias=self.down.biases,
+        out = gate_up.compiled.experts(
+            array_of(h), array_of(logits), gate_up.packed, down.packed, chosen=config.chosen,
+            normalised=config.normalised, activation="clamped" if config.clamped else config.activation,
+            gate_up_bias=array_of(self.gate_up.biases), down_bias=array_of(self.down.biases),
         )  # fmt: skip
+        return tensor_of(out)
 
     def _by_pytorch(self, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
         """Sorts pairs of a row and an expert by expert, so that each expert's rows are one product with its

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import kernels
+from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
 from ...model.decoder_layer import Layer, norm_of
 from ...model.layers import Linear, Weight, linear_weights
 from ...model.lora import RowAdapters
@@ -126,7 +127,7 @@ class Mixer(nn.Module):
 
 def compiled_for(x: Tensor) -> kernels.Kernels | None:
     """Returns our compiled kernels, where they compute on such a tensor: they have no gradients."""
-    return kernels.load() if x.is_cpu and x.dtype in kernels.DTYPES and not x.requires_grad else None
+    return kernels.load() if x.is_cpu and x.dtype in ARRAY_DTYPES and not x.requires_grad else None
 
 
 def _taps(weight: Tensor) -> Tensor:
@@ -147,11 +148,11 @@ class ShortConv(Mixer):
         x, out = self.linear("in_proj", h, adapters), adapters if read is None else adapters.read
         if compiled := compiled_for(x):
             carry = states.carry
-            bias, width = None if self.bias is None else self.bias.float(), self.taps.shape[2] - 1
             (table,) = carry.table.tensors[self.number]
-            y = compiled.short_conv(
-                carry.unfold(x), table, _taps(self.taps), bias, carry.places(width), carry.picked(read)
-            )
+            unfolded, pick = array_of(carry.unfold(x)), array_of(carry.picked(read))
+            taps, bias = array_of(_taps(self.taps)), None if self.bias is None else array_of(self.bias.float())
+            places = carry.places(self.taps.shape[2] - 1)
+            y = tensor_of(compiled.short_conv(unfolded, array_of(table), taps, bias, places, pick))
             return self.linear("out_proj", y, out)
         b, c, x = x.chunk(3, -1)
         y = states.conv(0, b * x, self.taps[:, 0], self.bias)
@@ -215,20 +216,21 @@ class GatedDeltaNet(Mixer):
     def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
         """Returns what the layer gives before its last linear, of what its first one gives."""
         columns, states = carry.table.tensors[self.number]
-        return compiled.delta_net(
-            carry.unfold(x),
-            columns,
-            states,
-            _taps(self.taps),
+        out = compiled.delta_net(
+            array_of(carry.unfold(x)),
+            array_of(columns),
+            array_of(states),
+            array_of(_taps(self.taps)),
             carry.places(self.taps.shape[2] - 1),
             carry.order,
             key_heads=self.key_heads,
-            rates=-self.a_log.float().exp(),
-            dt_bias=self.dt_bias.float(),
-            norm=self.norm.float(),
+            rates=array_of(-self.a_log.float().exp()),
+            dt_bias=array_of(self.dt_bias.float()),
+            norm=array_of(self.norm.float()),
             eps=self.config.norm_eps,
-            pick=carry.picked(read),
+            pick=array_of(carry.picked(read)),
         )
+        return tensor_of(out)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         prefix += "linear_attn."

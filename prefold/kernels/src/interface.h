@@ -17,6 +17,7 @@
 namespace prefold {
 
 struct Bf16;       // a bfloat16 number (vectors.h)
+struct F16;        // a float16 number (words.cpp)
 struct TileLists;  // a plan of attention over rows (tiles.h)
 struct SlotLists;  // a plan of attention over slots (tiles.h)
 
@@ -236,6 +237,15 @@ using PackInt8 = int32_t(const E* weight, int64_t row, int64_t outputs, int64_t 
                          int32_t threads);
 extern "C" PackInt8<float> prefold_pack_int8_float32;
 extern "C" PackInt8<Bf16> prefold_pack_int8_bfloat16;
+
+// Pack rows as products.h has them: out [panels, words, kPanel]. rows [panels * kPanel] has the address of each column's
+// `k` numbers, which may be at any byte; null: zeros. There are zeros between the end of a row and the end of its words.
+// The names end with the dtype of the rows, then of the words; numbers that do not fit are rounded to nearest even.
+template <class E>
+using PackWords = void(const E* const* rows, int64_t panels, int64_t k, int64_t words, uint32_t* out, int32_t threads);
+extern "C" PackWords<float> prefold_pack_words_float32, prefold_pack_words_float32_bfloat16;
+extern "C" PackWords<Bf16> prefold_pack_words_bfloat16, prefold_pack_words_bfloat16_float32;
+extern "C" PackWords<F16> prefold_pack_words_float16_float32, prefold_pack_words_float16_bfloat16;
 
 // --------------------------------------------------------------------------------------------------- norms, rotations
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...model.arrays import ARRAY_DTYPES
 from ...model.device import TRITON_DTYPES, runs_triton
 
 # Of the kernels in Triton.
@@ -48,7 +49,7 @@ class Heads:
 
     def compiled(self, device: torch.device) -> kernels.Kernels | None:
         """Returns the compiled kernels where they are there and take such heads on this device, else None."""
-        fits = device.type == "cpu" and self.dtype in kernels.DTYPES and 1 <= self.head_dim <= kernels.MAX_HEAD_DIM
+        fits = device.type == "cpu" and self.dtype in ARRAY_DTYPES and 1 <= self.head_dim <= kernels.MAX_HEAD_DIM
         return kernels.load() if fits else None
 
     def fits(self, device: torch.device) -> bool:

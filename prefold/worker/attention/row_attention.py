@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...model.arrays import array_of, tensor_of
 from . import gpu
 from .plan import Heads, check_sinks
 from .row_plan import RowPlan, plan_rows
@@ -208,9 +209,10 @@ class RowAttention:
         if self._fused:
             return gpu.attend_rows(*tensors, plan, self.heads, scale=scale, sinks=sinks)
         if self._compiled and plan.lists is not None and scale > 0 and not gpu.wants_gradient(*tensors, sinks):
-            q, k, v, path_k, path_v = (None if t is None else gpu.dense(t) for t in tensors)
-            more = {"path_k": path_k, "path_v": path_v, "sinks": sinks}
-            return self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **more)
+            q, k, v = (array_of(gpu.dense(t)) for t in (q, k, v))
+            path_k, path_v = (None if t is None else array_of(gpu.dense(t)) for t in (path_k, path_v))
+            more = {"path_k": path_k, "path_v": path_v, "sinks": array_of(sinks)}
+            return tensor_of(self._compiled.row_attention(q, k, v, plan.lists, scale=scale, cap=self.heads.cap, **more))
         keys = k if path_k is None else torch.cat((path_k, k))
         values = v if path_v is None else torch.cat((path_v, v))
         return blocked_attention(q, keys, values, plan, scale=scale, cap=self.heads.cap, sinks=sinks)

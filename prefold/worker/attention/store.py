@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...model.arrays import array_of, tensor_of
 from ...model.device import PAGE, zero_pages
 from . import gpu
 from .plan import Heads, check_sinks
@@ -250,9 +251,8 @@ class KVStore:
                 f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
             )
         if self.compiled:
-            if not self.compiled.write_slots(
-                self._packed[plane].struct, slots.contiguous(), gpu.dense(k), gpu.dense(v)
-            ):
+            rows = (array_of(x) for x in (slots.contiguous(), gpu.dense(k), gpu.dense(v)))
+            if not self.compiled.write_slots(self._packed[plane].struct, *rows):
                 _check_slots(slots, self.slots)
             return
         if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
@@ -284,9 +284,9 @@ class KVStore:
         self._check(q, plan)
         check_sinks(sinks, self.heads)
         if self.compiled and plan.lists is not None and scale > 0:
-            return self.compiled.slot_attention(
-                self._packed[plane].struct, gpu.dense(q), plan.lists, scale, self.heads.cap, sinks
-            )
+            numbers, cap = array_of(gpu.dense(q)), self.heads.cap
+            struct = self._packed[plane].struct
+            return tensor_of(self.compiled.slot_attention(struct, numbers, plan.lists, scale, cap, array_of(sinks)))
         if self._fused:
             return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale, sinks=sinks)
         read = partial(self.read, plane)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from adapters import MODULES, write_adapter
+from machines import threads_in_use
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, SIZES, DenseAttend, reference, tiny_checkpoint
 from torch.nn import functional as F
@@ -118,16 +119,12 @@ def test_a_row_is_the_same_in_any_company(hidden, width, experts, chosen, rows, 
     """Bit by bit, on any number of threads."""
     _, packed = module_of(config_of(hidden, width, experts, chosen), dtype)
     h = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    threads = torch.get_num_threads()
     with torch.inference_mode():
         ops = choose_ops(dtype, CPU)
         together = packed(h, NO_ADAPTERS, ops)
         for some in (torch.tensor([rows - 1]), torch.arange(0, rows, 3), torch.arange(rows).flip(0)):
-            torch.set_num_threads(1 if len(some) == 1 else 3)
-            try:
+            with threads_in_use(1 if len(some) == 1 else 3):
                 assert torch.equal(packed(h[some], NO_ADAPTERS, ops), together[some])
-            finally:
-                torch.set_num_threads(threads)
 
 
 @NEEDS_PRODUCTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from machines import kernels_in_use
+from machines import kernels_in_use, threads_in_use
 
 from prefold import kernels
 from prefold.features.hybrid import layers
@@ -112,16 +112,13 @@ def test_bfloat16_is_as_near_as_rounding_allows(name):
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_the_same_on_any_number_of_threads(name, dtype):
-    mixer, threads, results = mixer_of(MIXERS[name], dtype), torch.get_num_threads(), []
+    mixer, results = mixer_of(MIXERS[name], dtype), []
     for part in mixer.modules():
         if isinstance(part, Linear):
             part.pack()  # PyTorch's own products depend on the number of threads on some CPUs
     for count in (1, 3):
-        torch.set_num_threads(count)
-        try:
+        with threads_in_use(count):
             results.append(mixed(mixer, *step_of(mixer, dtype, 0)))
-        finally:
-            torch.set_num_threads(threads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import RowCase, SlotCase, groups
+from machines import threads_in_use
 from nests import random_nest
 
 pytestmark = pytest.mark.parametrize("make", [RowCase, SlotCase], ids=["rows", "slots"])
@@ -34,14 +35,10 @@ def test_views_of_one_fused_buffer(backend, make, dtype):
 def test_every_thread_count_gives_the_same(backend, make, dtype):
     nest, queries = groups([40, 2, 1, 1], 300, 90)
     case = make(nest, query_rows=np.sort(np.append(queries, np.arange(50, 100))), dtype=dtype)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
+    results = []
+    for count in (1, 2, 5):
+        with threads_in_use(count):
             results.append(case.run())
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

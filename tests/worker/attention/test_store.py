@@ -13,7 +13,7 @@ from cases import PLANES, TOLERANCE, SlotCase, groups
 from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import kernels_in_use
+from machines import kernels_in_use, threads_in_use
 from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
@@ -135,13 +135,9 @@ def test_what_is_written_can_be_read(dim, dtype, threads):
     store = KVStore(PLANES, Heads(3, 3, dim, dtype), count)
     keys, values = torch.randn(2, count, 3, dim).to(dtype)
     keys[5], values[7, 1, 0] = torch.nan, torch.inf
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_in_use(threads):
         for slots in torch.randperm(count).split(700):
             store.write(1, slots, keys[slots], values[slots])
-    finally:
-        torch.set_num_threads(before)
     slots = torch.randint(0, count, (500,))
     for found, wanted in zip(store.read(1, slots), (keys[slots], values[slots]), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
