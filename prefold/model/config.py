@@ -91,6 +91,7 @@ class ModelConfig:
     Models that are more than that have configs of subclasses, which override what differs.
 
     model          the module and the class of the model that is built
+    is_program     whether the program of the model is all that its passes compute
     loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
     layers         layers with weights of their own
 
@@ -134,6 +135,7 @@ class ModelConfig:
 
     model: ClassVar[str] = "prefold.model.transformer:CausalLM"
     loading: ClassVar[str] = ""
+    is_program: ClassVar[bool] = True
 
     vocab_size: int
     hidden: int

@@ -5,27 +5,25 @@ Knows nothing of models, plans or steps.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import mmap
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..errors import InputError, OutOfMemoryError
+from ..errors import InputError
 from ..kernels.threads import VARIABLES
 from ..kernels.threads import process as kernel_threads
 from ..spec import environment
-from ..spec.container import free_memory, usable_cores
+from ..spec.container import usable_cores
+from . import machine
 
 # The dtypes that a model may be loaded in, by the name a user writes.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,12 +31,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TRITON_DEVICES = ("cuda",)
 # What our Triton kernels compute with; sums are float32 in each.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "mallopt", None)
-# Numbers of glibc's malloc.h, with the variables by which a user may have set them already.
-MALLOC_OPTIONS = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
-# Tensors of a step are smaller than this, and memory of so many free bytes is kept for the next one.
-MALLOC_KEEPS = 1 << 30
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
 PAGE = 4096
@@ -122,18 +114,12 @@ def computes_bf16() -> bool:
 def available_memory(device: torch.device) -> int:
     """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the limits of the container
     and of the process (`ulimit -v`), if any."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
-    return min(limit for limit in free if limit is not None)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.available_memory()
 
 
 def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
     """Raises OutOfMemoryError when `needed` bytes are more than is available. subject, remedy: for its message."""
-    free = available_memory(device)
-    if needed > free:
-        message = f"{subject} needs {needed / 1e9:.1f} GB of memory on {device.type}, and {free / 1e9:.1f} GB are free"
-        raise OutOfMemoryError(f"{message}; {remedy}")
+    machine.check_fits(needed, subject, remedy, free=available_memory(device), place=device.type)
 
 
 def zero_pages(size: int) -> Tensor:
@@ -151,36 +137,10 @@ def zero_pages(size: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
-def _address_space_free() -> int | None:
-    """Returns the bytes that may still be mapped; None: there is no limit."""
-    if not hasattr(psutil, "RLIMIT_AS"):
-        return None
-    process = psutil.Process()
-    limit = process.rlimit(psutil.RLIMIT_AS)[0]
-    return None if limit < 0 else max(0, limit - process.memory_info().vms)
-
-
 def free_cached(device: torch.device) -> None:
     """Gives back the memory that torch keeps for later, after memory has run out."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def keep_freed() -> None:
-    """Lets glibc keep the memory of freed tensors for the next ones, until `give_back`.
-
-    Every layer makes tensors of some megabytes and frees them. By default glibc returns such pieces to the system,
-    which hands them out again page by page, each filled with zeros first: up to 9 % of the time of a step on a CPU.
-    """
-    if _mallopt is not None and not any(name in os.environ for name in MALLOC_OPTIONS.values()):
-        for option in MALLOC_OPTIONS:
-            _mallopt(option, MALLOC_KEEPS)
-
-
-def give_back() -> None:
-    """Returns free memory to the system; glibc itself keeps small freed pieces for later."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
 
 
 @cache

@@ -16,7 +16,8 @@ from ..engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, S
 from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, not_invariant
 from ..model import Adapter, CausalLM
-from ..model.device import available_memory, compile_seconds, free_cached, give_back, keep_freed, on, runs_triton, send
+from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
+from ..model.machine import give_back, keep_freed
 from ..model.parallel import Shard
 from ..trie import MEDIA_BASE
 from .attention import KVStore, RowAttention

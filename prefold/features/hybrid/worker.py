@@ -18,9 +18,10 @@ from ...model.transformer import Attend, CausalLM, MediaRows
 from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
 from ...worker.rows import Batch
-from .carry import Carry, StateTable
+from .carry import Carry, tensor_table
 from .config import HybridConfig
 from .layers import GatedAttention, StateLayer
+from .states import StateTable
 from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
 
 
@@ -86,7 +87,7 @@ def state_part(model: HybridLM) -> WorkerPart:
         step = batch.step
         assert isinstance(step, StateStreamStep)
         if (path := paths.get(step.stream)) is None:
-            path = paths[step.stream] = StateTable(config, 1, dtype, device)
+            path = paths[step.stream] = tensor_table(config, 1, dtype, device)
         placed = path.place(step.runs)
         carry = Carry(path, placed, len(step.end) - step.path, device, batch.scatter, batch.gather)
         ticket = worker.run_batch(batch, {"states": carry})
@@ -103,7 +104,7 @@ def state_part(model: HybridLM) -> WorkerPart:
 
     def make_states(worker: LocalWorker, message: MakeStates) -> Ticket:
         nonlocal table
-        table = StateTable(config, message.slots, dtype, device)
+        table = tensor_table(config, message.slots, dtype, device)
         return DONE
 
     handlers: dict[type, Callable[[Any, Any], Ticket]] = {
@@ -112,5 +113,5 @@ def state_part(model: HybridLM) -> WorkerPart:
         StateSlotStep: run_slots,
         MakeStates: make_states,
     }
-    state_bytes = sum(part.nbytes for parts in StateTable(config, 1, dtype, device).tensors for part in parts)
+    state_bytes = sum(part.nbytes for parts in tensor_table(config, 1, dtype, device).tensors for part in parts)
     return WorkerPart(handlers, StateFacts(state_bytes), forget=lambda stream: paths.pop(stream, None))

@@ -1,5 +1,8 @@
-"""Loads a checkpoint's weights into a NativeModel: names, shapes and memory are checked first, then each tensor is packed
-out of the file, without a copy in between where the file has numbers."""
+"""Loads a checkpoint's weights into a NativeModel.
+
+Names, shapes and memory are checked first. Then each tensor is packed from the file, without a copy in between if the
+file has numbers in their order.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from ... import kernels
 from ...checkpoint import Checkpoint
 from ...errors import InputError
 from ...kernels import BFLOAT16, Blocks, PanelPool
-from ...model.checks import check_fits, check_tensors, settled_lm_head
+from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
+from ...model.machine import available_memory, check_fits
 from ...model.program import Embed, Experts, Linear, Program, Weight
 from ...model.sources import StoredSource, open_source
 from .model import NativeModel
@@ -43,7 +47,7 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
         "a model in parts": ranks == 1,
-        "a model of another kind": config.is_native,
+        "a model that is more than its program": config.is_program,
         "rows of whole words": dtype != "bfloat16" or all(width % 2 == 0 for width in config.program().widths.values()),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)
@@ -63,8 +67,8 @@ def load_native(
     seed    of random weights
     keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
 
-    Raises OutOfMemoryError before anything is read, and CheckpointError, naming every tensor that is missing, unexpected
-    or misshapen.
+    Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
+    unexpected or misshapen.
     """
     compiled = kernels.load()
     assert compiled is not None
@@ -107,19 +111,17 @@ def kept_as_stored(
 
     wish       "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
                memory is plenty
-    invariant  whether few rows are multiplied as many are, for which the dtype is faster: "auto" and "fast" keep none as
-               stored if memory is plenty
+    invariant  whether few rows are multiplied as many are, for which the dtype is faster: "auto" and "fast" keep none
+               as stored if memory is plenty
     """
     if wish == "dtype":
         return {}
     matrices = [one.weight for one in program.operations if isinstance(one, Linear)]
     tables = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])])
-    sizes = {
-        weight: size for weight in (*tables, *matrices) if (size := _stored_size(weight, source, dtype, compiled))
-    }
+    sizes = {weight: size for weight in (*tables, *matrices) if (size := _stored_size(weight, source, dtype, compiled))}
     if (wish == "fast" and dtype == BFLOAT16) or (wish != "file" and invariant):
         total = sum(weight.size * _itemsize(weight, dtype) for weight in program.weights)
-        if total <= COMFORTABLE * check_fits.free():
+        if total <= COMFORTABLE * available_memory():
             return {}
     if wish == "file" and not sizes:
         message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
@@ -175,9 +177,9 @@ class _Loader:
         parts = [rows for name, _ in weight.parts if (rows := self._source.stored(name)) is not None]
         types = {part.type for part in parts}
         if gated:
-            step, starts = kernels.LANES, range(0, weight.rows // 2, kernels.LANES)
-            whole = [(part, at) for at in starts for part in _halves(parts)]
-            parts = [kernels.StoredRows(part.type, part.rows[at : at + step]) for part, at in whole]
+            starts = range(0, weight.rows // 2, kernels.LANES)
+            whole = [(half, at) for at in starts for half in parts]
+            parts = [kernels.StoredRows(half.type, half.rows[at : at + kernels.LANES]) for half, at in whole]
         blocks = self._model.kernels.pack_blocks(parts, weight.inputs[0], self._pool)
         if blocks is not None:
             self._types |= types
@@ -221,9 +223,3 @@ class _Loader:
         if weight.offset:
             out += dtype.type(weight.offset)
         return out
-
-
-def _halves(parts: list[kernels.StoredRows]) -> list[kernels.StoredRows]:
-    """Return the rows of gate, and of up."""
-    assert len(parts) == 2
-    return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,10 +130,6 @@ class NativeModel:
         np.multiply(products, np.float32(scale / cap), out=products)
         return np.multiply(np.tanh(products, out=products), np.float32(cap), out=products)
 
-    def adapters_for(self, adapters: Sequence[AdapterArrays], linears: Sequence[Linear]) -> PackedAdapters:
-        """Return what packs adapters for a program's linears."""
-        return PackedAdapters(self, adapters, linears)
-
 
 def padded_widths(program: Program) -> dict[str, int]:
     """Return the width of each buffer of a program: what a gate leaves is filled up to whole LANES, with zeros."""
@@ -218,10 +214,3 @@ def low_rank_matrices(
     a[:, : added.a.shape[1]] = added.a
     spans = np.stack((first, stop, begins), 1).astype(np.int64)
     return model.kernels.pack_words(a), np.ascontiguousarray(b[inside]), spans
-
-
-def memory_addresses(table: np.ndarray | Blocks) -> tuple[int | None, int | None]:
-    """Return where a table's rows lie, or None, and where its panels of blocks are named, or None."""
-    return (None, table.table.ctypes.data) if isinstance(table, Blocks) else (table.ctypes.data, None)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +15,13 @@ from ...errors import UnsupportedModelError
 from ...kernels import Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
 from ...kernels.abi import Operation as CompiledOperation
 from ...kernels.threads import threads
+from ...model.adapters import AdapterArrays
 from ...model.config import ModelConfig
-from ...model.program import DELTA, OUT, H, X, Add, Attend, Embed, Linear, Norm, Operation, Pick, Program, Rope, Weight
-from ...model.rotary import AngleTables
+from ...model.program import DELTA, OUT, Add, Attend, Embed, H, Linear, Norm, Operation, Pick, Rope, Weight, X
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
 from .memory import LINE, empty_bytes, place_buffers
+from .model import NativeModel, PackedAdapters, in_turn
 from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
 
@@ -28,18 +29,6 @@ MOST_POSITIONS = 1 << 62
 ACTIVATIONS = {"": Activation.LINEARLY, "silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
 # A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
 Visit = tuple[int, int, int]
-
-
-class Memory(Protocol):
-    """A Memory holds the weights of a model as the kernels read them."""
-
-    def matrix(self, weight: Weight) -> tuple[int | None, int | None]:
-        """Return where a matrix's words are, or None, and where its panels of blocks are named, or None."""
-        ...
-
-    def vector(self, weight: Weight) -> tuple[int, bool]:
-        """Return where the numbers of a weight are, and whether they are float32 where the model's are not."""
-        ...
 
 
 @dataclass(slots=True)
@@ -66,15 +55,16 @@ class Compiler:
     """A Compiler turns operations into those of the kernels (`kernels/src/interface.h`).
 
     number      of each buffer
-    tables      by plane, the number of its table of angles
     windows     the sliding windows of planes, each once
     linears     those that adapters may add to, in the order of their tables
     """
 
-    def __init__(self, config: ModelConfig, program: Program, memory: Memory, tables: Sequence[int], is_split: bool):
-        self.config, self.memory, self.tables, self.is_split = config, memory, tables, is_split
-        self.number = {name: number for number, name in enumerate(program.widths)}
-        self.windows = list(dict.fromkeys(plane.window for plane in config.planes))
+    def __init__(self, model: NativeModel):
+        self.model, self.config, self.memory = model, model.config, model.memory
+        self.tables = [] if model.angles is None else model.angles.table_of
+        self.is_split = model.view is not None
+        self.number = {name: number for number, name in enumerate(model.program.widths)}
+        self.windows = list(dict.fromkeys(plane.window for plane in model.config.planes))
         self.linears: list[Linear] = []
         self.operations: list[CompiledOperation] = []
         self.keepalive: list[np.ndarray] = []
@@ -115,33 +105,47 @@ class Compiler:
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
         """Add a norm, of the sum of two buffers where `beside` is one."""
-        weight, wide = self.memory.vector(norm.weight)
+        weight, wide = self.vector(norm.weight)
         bias = None
         if norm.kind == "layer":
-            bias = self._zeros(norm.weight) if norm.bias is None else self.memory.vector(norm.bias)[0]
+            none = np.zeros(norm.weight.rows, self.model.dtype)
+            bias = self.address(none if norm.bias is None else self.memory.arrays[norm.bias])
         self.add(
             Kind.NORM, source=self.number[norm.source], out=self.number[norm.out], beside=beside, at=norm.at,
             weight=weight, bias=bias, columns=norm.weight.rows, wide=wide, eps=norm.eps,
         )  # fmt: skip
 
-    def _zeros(self, weight: Weight) -> int:
-        self.keepalive.append(np.zeros(weight.rows, np.float32))  # of either dtype
-        return self.keepalive[-1].ctypes.data
+    def address(self, array: np.ndarray) -> int:
+        """Return the address of an array, which lives as long as the program."""
+        self.keepalive.append(array)
+        return array.ctypes.data
+
+    def vector(self, weight: Weight) -> tuple[int, bool]:
+        """Return where the numbers of a weight are, and whether they are float32 where the model's are not."""
+        array = self.memory.arrays[weight]
+        return self.address(array), array.dtype != self.model.dtype
+
+    def bias(self, linear: Linear) -> int | None:
+        """Return where the bias of a linear is, with zeros for the outputs that have none; None: it has none."""
+        if linear.bias is None:
+            return None
+        bias = self.memory.arrays[linear.bias]
+        bias = np.pad(bias, (0, linear.weight.rows - len(bias)))
+        return self.address(in_turn(bias) if linear.gated else bias)
 
     def linear(self, linear: Linear) -> None:
         """Add a product."""
-        words, blocks = self.memory.matrix(linear.weight)
-        bias = None if linear.bias is None else self.memory.vector(linear.bias)[0]
+        words, blocks = kernels.matrix_addresses(self.memory.matrices[linear.weight])
         self.add(
             Kind.GATED if linear.gated else Kind.LINEAR, source=self.number[linear.source],
-            out=self.number[linear.out], weight=words, blocks=blocks, bias=bias,
+            out=self.number[linear.out], weight=words, blocks=blocks, bias=self.bias(linear),
             activation=ACTIVATIONS[linear.activation], linear=len(self.linears), summed=self.is_split and linear.summed,
         )  # fmt: skip
         self.linears.append(linear)
 
     def rope(self, rope: Rope) -> None:
         """Add the norm and the rotation of heads."""
-        weight, wide = (None, False) if rope.norm is None else self.memory.vector(rope.norm)
+        weight, wide = (None, False) if rope.norm is None else self.vector(rope.norm)
         self.add(
             Kind.ROPE, source=self.number[rope.source], plane=self.tables[self.like], at=rope.at, heads=rope.heads,
             dim=rope.dim, weight=weight, eps=rope.eps, wide=wide,
@@ -149,7 +153,7 @@ class Compiler:
 
     def attend(self, attend: Attend) -> None:
         """Add attention."""
-        sinks = None if attend.sinks is None else self.memory.vector(attend.sinks)[0]
+        sinks = None if attend.sinks is None else self.vector(attend.sinks)[0]
         self.add(
             Kind.ATTEND, source=self.number[attend.source], out=self.number[attend.out], at=attend.at,
             beside=self.number[attend.beside], keys=attend.keys, heads=attend.heads, dim=attend.dim, plane=self.plane,
@@ -163,11 +167,12 @@ class Compiler:
 
     def embed(self, embed: Embed, at: int, columns: int) -> None:
         """Add the embedding. at, columns: the first token of this rank, and how many it has"""
-        words, blocks = self.memory.matrix(embed.table)
-        learned = None if embed.positions is None else self.memory.vector(embed.positions)[0]
+        rows, blocks = kernels.matrix_addresses(self.memory.tables[embed.table])
+        learned = None if embed.positions is None else self.vector(embed.positions)[0]
+        scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, which has it as a tensor
         self.add(
-            Kind.EMBED, out=self.number[embed.out], weight=words, blocks=blocks, bias=learned, at=at, columns=columns,
-            dim=self.config.vocab_size, eps=embed.scale, summed=self.is_split,
+            Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, bias=learned, at=at, columns=columns,
+            dim=self.config.vocab_size, eps=scale, summed=self.is_split,
             positions=0 if embed.positions is None else embed.positions.rows,
         )  # fmt: skip
 
@@ -177,7 +182,6 @@ def _norms_sum(norm: Norm, add: Add) -> bool:
     return add.scale == 1 and norm.source == add.source and norm.at == 0
 
 
-T = TypeVar("T", bound=Operation)
 COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Norm: Compiler.norm,
     Linear: Compiler.linear,
@@ -187,28 +191,6 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
 }
 
 
-class NativeModelLike(Protocol):
-    """What a NativeProgram needs of a model."""
-
-    config: ModelConfig
-    program: Program
-    memory: Memory
-    widths: Mapping[str, int]
-    dtype: np.dtype
-    vocab: slice
-    view: kernels.RanksView | None
-    angles: AngleTables | None
-
-    def compiled_head(self) -> tuple[int | None, int | None, int] | None:
-        """Return the words or the blocks of the LM head, and how many tokens it has; None: it has no compiled form, or
-        the largest logit is not that of the largest product."""
-        ...
-
-    def adapters_for(self, linears: Sequence[Linear]) -> Any:
-        """Return what packs adapters for a program's linears."""
-        ...
-
-
 class NativeProgram:
     """A NativeProgram runs the layers and the final norm of one model, or some visits to its layers.
 
@@ -216,14 +198,15 @@ class NativeProgram:
     memory_rows  the most rows of a step that they hold
     """
 
-    def __init__(self, model: NativeModelLike, compiled: kernels.Kernels, visits: Sequence[Visit] | None = None):
-        """visits: of a part of a pass; None: a whole pass"""
-        self.model, self._kernels = model, compiled
+    def __init__(
+        self, model: NativeModel, adapters: Sequence[AdapterArrays] = (), visits: Sequence[Visit] | None = None
+    ):
+        """adapters: those that steps number, in their order; visits: of a part of a pass; None: a whole pass"""
+        self.model, self._kernels = model, model.kernels
         config, program = model.config, model.program
         every = visits_of(config) if visits is None else list(visits)
         self._first = next((plane for _, plane, _ in every if plane >= 0), 0)
-        tables = [] if model.angles is None else model.angles.table_of
-        compiler = Compiler(config, program, model.memory, tables, model.view is not None)
+        compiler = Compiler(model)
         self._number, self._windows = compiler.number, compiler.windows
         if visits is None:
             compiler.embed(program.embed, model.vocab.start, model.vocab.stop - model.vocab.start)
@@ -247,7 +230,7 @@ class NativeProgram:
         self._tables: list[np.ndarray] = []
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
-        self._adapters = model.adapters_for(compiler.linears)
+        self._adapters = PackedAdapters(model, adapters, compiler.linears)
         self._last: PreparedStep | None = None  # the last step over slots
 
     def over_slots(

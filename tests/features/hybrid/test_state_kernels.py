@@ -9,7 +9,7 @@ from machines import kernels_in_use, threads_in_use
 
 from prefold import kernels
 from prefold.features.hybrid import layers
-from prefold.features.hybrid.carry import Carry, StateTable
+from prefold.features.hybrid.carry import Carry, tensor_table
 from prefold.features.hybrid.config import HybridConfig
 from prefold.features.hybrid.steps import StateRuns
 from prefold.model import config_from
@@ -71,7 +71,7 @@ def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = F
     first = np.cumsum([0, *lengths[:-1]])
     ends = np.sort(rng.permutation(len(lengths))[:6])
     runs = StateRuns(first, source, ends, SLOTS + np.arange(len(ends)))
-    table = StateTable(mixer.config, SLOTS + len(ends), dtype, CPU)
+    table = tensor_table(mixer.config, SLOTS + len(ends), dtype, CPU)
     for part in table.tensors[0]:
         part.copy_(torch.randn(part.shape, generator=generator))
     h = torch.randn(rows, 40, generator=generator).to(dtype)
@@ -144,7 +144,7 @@ def test_a_row_that_is_no_number_reaches_those_below_it_alone(name):
 
 def test_a_state_takes_the_place_of_the_one_that_only_its_own_run_reads():
     mixer = mixer_of(MIXERS["delta, small"], torch.float32)
-    table = StateTable(mixer.config, 2, torch.float32, CPU)
+    table = tensor_table(mixer.config, 2, torch.float32, CPU)
 
     def step(source: list[int], ends: list[int], slots: list[int]) -> StateRuns:
         runs = StateRuns(np.arange(len(source)), *(np.array(x, np.int64) for x in (source, ends, slots)))
