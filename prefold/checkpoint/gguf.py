@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from .mapped import mapped_bytes
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -174,15 +175,10 @@ class GGUFFile:
                 f"{self.path}: {name} has rows of {row} weights; their type needs multiples of {block_size}"
             )
         shape = (*tensor.shape[:-1], row // block_size * type_size)
-        start = self._data_start + tensor.offset
-        size = math.prod(shape)
+        start, size = self._data_start + tensor.offset, math.prod(shape)
         if start + size > self._size:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
-        if not size:
-            return np.empty(shape, np.uint8)
-        before = start % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(self._file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
-        return np.frombuffer(mapped, np.uint8, size, before).reshape(shape)
+        return mapped_bytes(self._file, start, size).reshape(shape)
 
     def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along

@@ -6,12 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from ..spec.files import sampled_digest
 from .checkpoint import Checkpoint
 from .gguf import GGUFFile
@@ -62,8 +63,6 @@ def folder_digest(path: Path, read: Callable[[Path], str] | None = None) -> str:
 # The names that torch has for the dtypes of safetensors.
 SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}
 SAFETENSORS |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-# Longer headers, in bytes, are refused, as the safetensors library does.
-LARGEST_HEADER = 100_000_000
 
 
 def stored_as(checkpoint: Checkpoint) -> str:
@@ -100,15 +99,11 @@ def _quantisation(file: GGUFFile) -> str:
 
 
 def _dtypes(path: Path) -> Counter[str]:
-    """Returns {dtype: number of weights} of a safetensors file; an empty Counter where its header cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size)) if size <= LARGEST_HEADER else {}
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        counts: Counter[str] = Counter()
-        for tensor in tensors:
-            counts[str(tensor["dtype"])] += math.prod(tensor["shape"])
-        return counts
-    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError, RecursionError):
-        return Counter()
+    """Returns {dtype: number of weights} of a safetensors file; an empty Counter for a file that cannot be read."""
+    from .safetensors import SafetensorsFile
+
+    counts: Counter[str] = Counter()
+    with suppress(CheckpointError):
+        for tensor in SafetensorsFile(path).tensors.values():
+            counts[tensor.type] += math.prod(tensor.shape)
+    return counts

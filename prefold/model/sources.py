@@ -1,4 +1,7 @@
-"""Where tensors are read from, by Hugging Face name: safetensors, GGUF, or a generator of random numbers."""
+"""Where tensors are read from, by Hugging Face name: safetensors, GGUF, or a generator of random numbers. No torch.
+
+Arrays of bfloat16 have the dtype of the package ml_dtypes.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,25 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from .. import kernels
 from ..checkpoint import Checkpoint, read_json
 from ..checkpoint.gguf import GGUFFile
+from ..checkpoint.safetensors import SafetensorsFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
-from ..kernels import StoredRows
+from ..kernels import BFLOAT16, StoredRows
 from . import mxfp4
-from .arrays import tensor_of
 from .config import ModelConfig, head_order
 from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS
+
+BLOCK = 1 << 20  # numbers decoded at once: 4 MiB of float32, which caches hold and malloc gives back
+# Types of GGUF files whose rows are numbers as NumPy has them.
+NUMBERS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 
 
 class TensorSource(Protocol):
@@ -38,8 +42,14 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Returns the shape of each tensor by its name."""
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
-        """Copies the tensor, or that part of it, into `target` (of its shape, contiguous, any dtype and device)."""
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        """Return the tensor, or that part of it: in the type of the file if it has numbers, else float32.
+
+        It is a read-only array over the mapped file if the file holds the numbers in their order.
+        """
+
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
+        """Copy the tensor, or that part of it, into `target`, of its shape and any dtype. Rounds to the nearest."""
 
 
 class StoredSource(TensorSource, Protocol):
@@ -81,56 +91,71 @@ class TensorPlace:
     scales       the file and the name of the scales of a stack of MXFP4; None: it is none
     """
 
-    file: Any
+    file: SafetensorsFile
     name: str
     outputs: slice | None
     transposed: bool
     flat: bool = False
     order: Sequence[int] | None = None
     matrix: int | None = None
-    scales: tuple[Any, str] | None = None
+    scales: tuple[SafetensorsFile, str] | None = None
 
-    def read(self, part: tuple[slice, ...]) -> Tensor:
-        """Returns a part of the tensor; no more of the file is read. Of heads with an order whole ones."""
-        return in_order(self._read(part), self.order)
-
-    def _read(self, part: tuple[slice, ...]) -> Tensor:
-        if self.flat:
-            return self.file.get_tensor(self.name).flatten()[_within(self.outputs, part[0] if part else slice(None))]
-        if self.outputs is not None and self.outputs.step is not None:
-            return self._in_turn(*(part or (slice(None),)))
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of the tensor; no more of the file is read. Parts of heads with an order are whole heads."""
+        values = self.file.array(self.name)
         if self.matrix is not None:
-            index = (self.matrix, _within(self.outputs, part[0] if part else slice(None)), *part[1:])
-            return self.file.get_slice(self.name)[index]
-        if self.outputs is None and not part:
-            values = self.file.get_tensor(self.name)
-        else:
-            index = (_within(self.outputs, part[0] if part else slice(None)), *part[1:])
-            if self.transposed:
-                index = (index[1] if len(index) > 1 else slice(None), index[0])
-            values = self.file.get_slice(self.name)[index]
-        return values.T if self.transposed else values
-
-    def _in_turn(self, rows: slice, *inputs: slice) -> Tensor:
-        """Returns rows of a matrix, or numbers of a bias, whose outputs are some of those of a stack's matrix."""
+            values = values[self.matrix]
+        if self.flat:
+            values = values.reshape(-1)
+        if self.transposed:
+            values = values.T
+        if self.outputs is not None:
+            values = values[self.outputs]
         if self.scales is not None:
-            stacks = ((self.file, self.name), self.scales)
-            blocks, scales = (file.get_slice(name)[self.matrix][self.outputs][rows] for file, name in stacks)
-            values = mxfp4.numbers(blocks, scales)
-        else:
-            matrix = self.file.get_slice(self.name)[self.matrix]
-            values = (matrix.T if self.transposed else matrix)[self.outputs][rows]
-        return values[(slice(None), *inputs)]
+            file, name = self.scales
+            rows = part[0] if part else slice(None)
+            values = mxfp4.numbers(values[rows], file.array(name)[self.matrix][self.outputs][rows])
+            part = (slice(None), *part[1:])
+        return in_order(values[part] if part else values, self.order)
 
 
-def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
-    """Returns rows [heads * dim, ...] with those of each head in an order, as of `head_order`; None: as they are."""
-    return values if order is None else values.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+def in_order(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
+    """Return rows [heads * dim, ...] with those of each head in an order, as of `head_order`; None: as they are."""
+    if order is None:
+        return values
+    return values.reshape(-1, len(order), *values.shape[1:])[:, list(order)].reshape(values.shape)
 
 
-def as_stored(values: Tensor, order: Sequence[int] | None) -> Tensor:
-    """Returns rows [heads * dim, ...] in the order of a checkpoint: the inverse of `in_order`."""
+def as_stored(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
+    """Return rows [heads * dim, ...] in the order of a checkpoint: the inverse of `in_order`."""
     return values if order is None else in_order(values, np.argsort(order).tolist())
+
+
+def put(target: np.ndarray, values: np.ndarray) -> None:
+    """Copy numbers into an array of the same shape and any dtype."""
+    if values.dtype == np.float16 != target.dtype and values.ndim == 2 and values.strides[1] == 2:
+        step = max(1, BLOCK // max(1, values.shape[1]))
+        for start in range(0, len(values), step):
+            rows = values[start : start + step]
+            decoded = decoded_rows("F16", rows.view(np.uint8), values.shape[1])
+            target[start : start + step] = rows if decoded is None else decoded
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        target[...] = values
+
+
+def decoded_rows(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.float32] | None:
+    """Return rows of a type of `kernels.BLOCK_TYPES` as float32 [rows, inputs]; None if no kernel decodes them.
+
+    Kernels decode on all threads, about ten times as fast as NumPy does on one. rows: [rows, bytes of a row]
+    """
+    compiled = kernels.load()
+    if compiled is None or not compiled.has_blocks(kind, inputs):
+        return None
+    # A pool of its own makes no pieces larger than what is asked for.
+    blocks = compiled.pack_blocks([StoredRows(kind, rows)], inputs, kernels.PanelPool(piece=0))
+    assert blocks is not None  # of one type
+    return compiled.block_rows(blocks, np.arange(blocks.outputs), kernels.FLOAT32)
 
 
 class SafetensorsSource:
@@ -146,10 +171,10 @@ class SafetensorsSource:
         self._places: dict[str, TensorPlace] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         names = config.names
-        opened = [file for _, file in self.opened(checkpoint)]
-        files = {stored: file for file in opened for stored in file.keys()}  # noqa: SIM118 (not a dict)
+        opened = list(self.opened(checkpoint))
+        files = {stored: file for file in opened for stored in file.tensors}
         for file in opened:
-            for stored in file.keys():  # noqa: SIM118 (not a dict)
+            for stored, tensor in file.tensors.items():
                 if self.IGNORED.fullmatch(stored):
                     continue
                 if templates := names.of_stack(stored):
@@ -160,7 +185,7 @@ class SafetensorsSource:
                     continue
                 if own_names[0] in self._places:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
-                shape = tuple(file.get_slice(stored).get_shape())
+                shape = tensor.shape
                 transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
                 flat = len(own_names) > 1 and len(shape) > 2
@@ -178,13 +203,18 @@ class SafetensorsSource:
                     self.shapes[name] = (size, *shape[1:])
 
     def _add_stack(
-        self, checkpoint: Checkpoint, files: Mapping[str, Any], stored: str, templates: Sequence[str], in_turn: bool
+        self,
+        checkpoint: Checkpoint,
+        files: Mapping[str, SafetensorsFile],
+        stored: str,
+        templates: Sequence[str],
+        in_turn: bool,
     ) -> None:
         """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`; in_turn: as of
         Names"""
         file = files[stored]
-        scales: tuple[Any, str] | None = None
-        whole = tuple(file.get_slice(stored).get_shape())
+        scales: tuple[SafetensorsFile, str] | None = None
+        whole = file.tensors[stored].shape
         turned = in_turn and len(whole) == 3
         if turned:
             whole = (whole[0], whole[2], whole[1])
@@ -197,14 +227,9 @@ class SafetensorsSource:
             self.shapes[name] = shape
 
     @classmethod
-    def opened(cls, checkpoint: Checkpoint) -> Iterator[tuple[Path, Any]]:
-        """Yields the safetensors files of a folder, and each of them opened."""
-        for path in cls._files(checkpoint):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-            yield path, file
+    def opened(cls, checkpoint: Checkpoint) -> Iterator[SafetensorsFile]:
+        """Yield the safetensors files of a folder, opened."""
+        yield from map(SafetensorsFile, cls._files(checkpoint))
 
     @staticmethod
     def _files(checkpoint: Checkpoint) -> list[Path]:
@@ -227,18 +252,20 @@ class SafetensorsSource:
             )
         raise CheckpointError(f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json")
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
-        target.copy_(self._places[name].read(part))
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        return self._places[name].read(part)
+
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
+        put(target, self.read(name, part))
 
     def stored_type(self, name: str) -> tuple[str, int]:
         place, shape = self._places[name], self.shapes[name]
-        kind = place.file.get_slice(place.name).get_dtype()
+        kind = place.file.tensors[place.name].type
         return (kind, 2 * shape[1]) if kind in ("F16", "BF16") and len(shape) == 2 else ("", 0)
 
     def stored(self, name: str) -> StoredRows | None:
         kind, _ = self.stored_type(name)
-        rows = self._places[name].read(()).contiguous() if kind else None
-        return None if rows is None else StoredRows(kind, rows.view(torch.uint8).numpy())
+        return StoredRows(kind, np.ascontiguousarray(self.read(name)).view(np.uint8)) if kind else None
 
 
 def in_stack(
@@ -258,23 +285,15 @@ def in_stack(
             yield template.format(number), number, rows, (size, *shape[2:])
 
 
-def _scales(files: Mapping[str, Any], stored: str, shape: Sequence[int]) -> tuple[Any, str]:
+def _scales(files: Mapping[str, SafetensorsFile], stored: str, shape: Sequence[int]) -> tuple[SafetensorsFile, str]:
     """Returns the file and the name of the scales of a stack of MXFP4's blocks [matrices, outputs, blocks, bytes]."""
     name = stored.removesuffix("_blocks") + "_scales"
     if name not in files:
         raise CheckpointError(f"{stored} has no scales: {name} is missing")
-    scales = files[name].get_slice(name).get_shape()
+    scales = files[name].tensors[name].shape
     if list(scales) != list(shape[:3]) or 2 * shape[3] != mxfp4.BLOCK:
         raise CheckpointError(f"{stored} is {list(shape)} with scales {list(scales)}; blocks have 16 bytes and a scale")
     return files[name], name
-
-
-def _within(outer: slice | None, inner: slice) -> slice:
-    """Returns the slice `inner` of what `outer` (None: everything) gives, as one slice."""
-    if outer is None:
-        return inner
-    start, stop, _ = inner.indices(outer.stop - outer.start)
-    return slice(outer.start + start, outer.start + stop)
 
 
 class GGUFSource:
@@ -284,7 +303,7 @@ class GGUFSource:
     of the file stays beside them.
     """
 
-    BLOCK = 1 << 20  # numbers dequantised at once: 4 MiB of float32, which caches hold and malloc gives back
+    BLOCK = BLOCK
     # Parts of the config.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
@@ -324,12 +343,25 @@ class GGUFSource:
                 thin = tuple(number for number in wanted.get(name, ()) if number != 1)
                 self.shapes[name] = wanted[name] if thin == shape else shape
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        shape = self.shapes[name]
+        if self._has_numbers(name):
+            (stored, first), order = self._stored[name], self._order_of(name)
+            numbers = self._numbers(stored)
+            values = numbers[first : first + math.prod(shape) // numbers.shape[1]].reshape(shape)
+            values = in_order(values, order)
+            return values[part] if part else values
+        sizes = [len(range(*cut.indices(size))) for size, cut in zip(shape, part, strict=False)]
+        out = np.empty((*sizes, *shape[len(sizes) :]), np.float32)
+        self.read_into(name, out, part)
+        return out
+
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         (stored, first_row), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
         if len(shape) < 2:
-            values = _tensor(self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]])
-            target.copy_(self._values(name, values, order)[part])
+            values = self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]]
+            put(target, self._values(name, values, order)[part or ...])
             return
         begin, end, _ = (part[0] if part else slice(None)).indices(shape[0])
         # A head whose rows are in another order in the file is read whole.
@@ -337,10 +369,10 @@ class GGUFSource:
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
-            rows = self._dequantised(stored, slice(first_row + start, first_row + stop), target.device)
-            block = self._values(name, rows, order).view(-1, *shape[1:])
+            rows = self._rows(stored, slice(first_row + start, first_row + stop))
+            block = self._values(name, rows, order).reshape(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
-            target[first - begin : last - begin].copy_(block[(slice(first - start, last - start), *part[1:])])
+            put(target[first - begin : last - begin], block[(slice(first - start, last - start), *part[1:])])
 
     def stored_type(self, name: str) -> tuple[str, int]:
         stored, shape = self._stored[name][0], self.shapes[name]
@@ -359,30 +391,37 @@ class GGUFSource:
     def _order_of(self, name: str) -> Sequence[int] | None:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
 
-    def _dequantised(self, stored: str, rows: slice, device: torch.device) -> Tensor:
-        """Returns rows of a tensor of the file, float32. For a CPU our kernels decode them, where they know the type:
-        they do it on all threads, and about ten times as fast as NumPy on one."""
-        compiled = kernels.load() if device.type == "cpu" else None
+    def _has_numbers(self, name: str) -> bool:
+        """Return whether a tensor is stored as numbers, and the model's are the same."""
+        is_changed = bool(self.offsets.get(name)) or self._is_exponential(name)
+        return not is_changed and self.file.type_name(self._stored[name][0]) in NUMBERS
+
+    def _is_exponential(self, name: str) -> bool:
+        return bool(self.negative_exponentials) and name.endswith(self.negative_exponentials)
+
+    def _numbers(self, stored: str) -> np.ndarray:
+        """Return the rows [rows, numbers] of a tensor of a type in NUMBERS; of one dimension: [numbers, 1]."""
+        raw, dtype = self.file.raw(stored), NUMBERS[self.file.type_name(stored)]
+        values = raw.reshape(-1, dtype.itemsize if raw.ndim < 2 else raw.shape[-1]).view(dtype)
+        return values if values.flags.aligned else values.copy()
+
+    def _rows(self, stored: str, rows: slice) -> np.ndarray:
+        """Return rows of a tensor of the file, in its type if that is in NUMBERS, else float32."""
         kind, inputs = self.file.type_name(stored), self.file.tensors[stored].shape[-1]
-        if compiled is None or not compiled.has_blocks(kind, inputs):
-            return _tensor(self.file.dequantize(stored, rows))
+        if kind in NUMBERS:
+            return self._numbers(stored)[rows]
         raw = self.file.raw(stored)
-        # A pool of its own makes no pieces larger than what is asked for.
-        stored_rows = StoredRows(kind, raw.reshape(-1, raw.shape[-1])[rows])
-        blocks = compiled.pack_blocks([stored_rows], inputs, kernels.PanelPool(piece=0))
-        assert blocks is not None  # of one type
-        return tensor_of(compiled.block_rows(blocks, np.arange(blocks.outputs), kernels.FLOAT32))
+        decoded = decoded_rows(kind, raw.reshape(-1, raw.shape[-1])[rows], inputs)
+        return self.file.dequantize(stored, rows) if decoded is None else decoded
 
-    def _values(self, name: str, values: Tensor, order: Sequence[int] | None) -> Tensor:
-        """Returns the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
+    def _values(self, name: str, values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
+        """Return the tensor `name` or rows of it, out of what is stored. order: of the rows of each head."""
         values = in_order(values, order)
-        if self.negative_exponentials and name.endswith(self.negative_exponentials):
-            return values.neg().log()
-        return values - self.offsets[name] if self.offsets.get(name) else values
-
-
-def _tensor(array: NDArray[np.float32]) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+        offset = self.offsets.get(name)
+        if self._is_exponential(name):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return np.log(-values.astype(np.float64)).astype(np.float32)
+        return values.astype(np.float32) - np.float32(offset) if offset else values
 
 
 class RandomSource:
@@ -407,18 +446,26 @@ class RandomSource:
         return None
 
     @cached_property
-    def _pool(self) -> Tensor:
-        return torch.randn(self.POOL, generator=torch.Generator().manual_seed(self.seed)) * 0.02
+    def _pool(self) -> NDArray[np.float32]:
+        return np.random.default_rng(self.seed).standard_normal(self.POOL, np.float32) * np.float32(0.02)
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
+        whole = np.empty(self.shapes[name], np.float32)
+        self.read_into(name, whole)
+        return whole[part] if part else whole
+
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         if name.endswith("norm.weight"):
-            target.fill_(1 - self.offsets.get(name, 0))
+            target[...] = 1 - self.offsets.get(name, 0)
             return
         if part:
-            whole = target.new_empty(self.shapes[name])
+            whole = np.empty(self.shapes[name], target.dtype)
             self.read_into(name, whole)
-            target.copy_(whole[part])
+            target[...] = whole[part]
             return
-        pool = self._pool.roll(zlib.crc32(name.encode()) % self.POOL).to(target.device, target.dtype)
-        for values in target.view(-1).split(self.POOL):
-            values.copy_(pool[: len(values)])
+        pool = np.roll(self._pool, zlib.crc32(name.encode()) % self.POOL).astype(target.dtype)
+        flat = target.reshape(-1)
+        assert np.shares_memory(flat, target) or not flat.size, "a target is contiguous"
+        for start in range(0, flat.size, self.POOL):
+            values = flat[start : start + self.POOL]
+            values[...] = pool[: len(values)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, InputError, not_invariant
 from ..spec.plugins import named_class
+from .arrays import array_of
 from .config import ModelConfig
 from .decoder_layer import Layer
 from .device import check_fits
@@ -250,10 +252,8 @@ def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
     if saved is None:
         return replace(config, lm_head=False)
     if saved == source.shapes.get(EMBEDDING):
-        head, embedding = torch.empty(saved), torch.empty(saved)
-        source.read_into(LM_HEAD, head)
-        source.read_into(EMBEDDING, embedding)
-        if torch.equal(head, embedding):
+        head, embedding = source.read(LM_HEAD), source.read(EMBEDDING)
+        if np.array_equal(head.astype(np.float32, copy=False), embedding.astype(np.float32, copy=False)):
             return config
     return replace(config, tie_embeddings=False)
 
@@ -304,7 +304,10 @@ def fill(weight: Weight, source: TensorSource, device: torch.device) -> None:
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
     parts = values.split([rows for _, rows in weight.parts])
     for (name, _), part, place in zip(weight.parts, parts, weight.places or [()] * len(parts), strict=True):
-        source.read_into(name, part, place)
+        read = part if device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
+        source.read_into(name, array_of(read), place)
+        if read is not part:
+            part.copy_(read)
     if weight.offset:
         values += weight.offset
     setattr(weight.owner, weight.attribute, nn.Parameter(values))

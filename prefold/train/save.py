@@ -17,6 +17,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM, ModelConfig
+from ..model.arrays import array_of, tensor_of
 from ..model.sources import SafetensorsSource, as_stored
 from ..model.weights import model_weights
 from ..text import load_tokenizer
@@ -83,7 +84,8 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     stored_as = {names_of_parts: (stored, parts) for stored, parts in names.parts.items() for names_of_parts in parts}
     if (order := config.head_order) is not None:
         in_heads = SafetensorsSource.IN_HEADS.search
-        tensors = {name: as_stored(t, order) if in_heads(name) else t for name, t in tensors.items()}
+        turned = {name: tensor_of(as_stored(array_of(t), order)) for name, t in tensors.items() if in_heads(name)}
+        tensors = {**tensors, **turned}
     stored, tensors = _stacks(tensors, config) if names.writes_stacks else ({}, tensors)
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

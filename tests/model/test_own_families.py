@@ -21,6 +21,7 @@ from prefold.cli import main
 from prefold.errors import CheckpointError
 from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
 from prefold.model import config as config_module
+from prefold.model.arrays import array_of, tensor_of
 from prefold.model.config import head_order
 from prefold.model.names import Names
 from prefold.model.sources import as_stored
@@ -133,7 +134,7 @@ def test_heads_whose_halves_are_stored_in_turn(tmp_path):
         theirs = stored(tokens[None]).logits[0]
         for layer in stored.model.layers:
             for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                linear.weight.copy_(as_stored(linear.weight, head_order(6, 6, True)))
+                linear.weight.copy_(tensor_of(as_stored(array_of(linear.weight), head_order(6, 6, True))))
     stored.save_pretrained(folder)
     register_family("LlamaForCausalLM", lambda config: decoder(config, names=Names(interleaved=True)))
     model = load_model(resolve(str(folder)), dtype=torch.float32, device="cpu")

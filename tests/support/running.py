@@ -54,6 +54,7 @@ def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
     """The same float32 weights in transformers' own model."""
     import transformers
 
+    from prefold.model.arrays import array_of
     from prefold.model.sources import open_source
 
     config = transformers.AutoConfig.for_model(**llm.checkpoint.config)
@@ -64,7 +65,7 @@ def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
     assert {name.removeprefix("model.") for name in names} == set(source.shapes)
     with torch.no_grad():
         for name, parameter in names.items():
-            source.read_into(name.removeprefix("model."), parameter)
+            source.read_into(name.removeprefix("model."), array_of(parameter))
     return model
 
 

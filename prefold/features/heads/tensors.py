@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, deserialize, safe_open
 
 from ...checkpoint import Checkpoint
-from ...checkpoint.identity import LARGEST_HEADER
+from ...checkpoint.safetensors import DTYPES, FLOATING, SafetensorsFile
 from ...errors import CheckpointError
 
 _EPS = 1e-5
 _erf = np.frompyfunc(math.erf, 1, 1)
-_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class HeadTensors(Mapping[str, np.ndarray]):
@@ -30,12 +25,8 @@ class HeadTensors(Mapping[str, np.ndarray]):
         path = checkpoint.file(name)
         if path is None:
             raise CheckpointError(f"{checkpoint.name} has no file {name}, which its decision head is in")
-        self._path = path
-        try:
-            with safe_open(path, framework="np") as file:
-                found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+        self._file = SafetensorsFile(path)
+        found = {key: tensor.shape for key, tensor in self._file.tensors.items()}
         for key in sorted(shapes.keys() | found.keys()):
             if not _fits(found.get(key), shapes.get(key)):
                 has, needs = (f"the shape {list(of[key])}" if key in of else "no such tensor" for of in (found, shapes))
@@ -44,13 +35,7 @@ class HeadTensors(Mapping[str, np.ndarray]):
 
     @cached_property
     def _values(self) -> dict[str, np.ndarray]:
-        values = {}
-        read: list[tuple[str, dict[str, Any]]] = deserialize(self._path.read_bytes())  # type: ignore[no-untyped-call]
-        for name, part in read:
-            if part["dtype"] not in _TYPES:
-                raise CheckpointError(f"{self._path}: {name!r} is of type {part['dtype']}")
-            values[name] = _floats(part["data"], part["dtype"]).reshape(part["shape"])
-        return values
+        return {name: _floats(self._file.array(name), self._file, name) for name in self.shapes}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name]
@@ -93,19 +78,14 @@ class StoredRows:
 
     def __init__(self, checkpoint: Checkpoint):
         """Raise CheckpointError if the folder has no such matrix."""
-        found = {
-            name: (path, 8 + size, part)
-            for path in _files(checkpoint)
-            for size, header in [_header(path)]
-            for name, part in header.items()
-        }
+        found = {name: file for path in _files(checkpoint) for file in [SafetensorsFile(path)] for name in file.tensors}
         for wanted in ("lm_head.weight", "embed_tokens.weight"):  # a tied head is not stored twice
-            for name, (path, start, part) in found.items():
+            for name, file in found.items():
                 if name == wanted or name.endswith("." + wanted):
-                    if part["dtype"] not in _TYPES or len(part["shape"]) != 2:
-                        raise CheckpointError(f"{path}: {name} is a {part['dtype']} of the shape {part['shape']}")
-                    self._path, self._type, self.width = path, part["dtype"], part["shape"][1]
-                    self._start = start + part["data_offsets"][0]
+                    tensor = file.tensors[name]
+                    if DTYPES.get(tensor.type) not in FLOATING or len(tensor.shape) != 2:
+                        raise CheckpointError(f"{file.path}: {name} is a {tensor.type} of the shape {tensor.shape}")
+                    self._file, self._name, self.width = file, name, tensor.shape[1]
                     return
         raise CheckpointError(
             f"{checkpoint.name} has no lm_head.weight in safetensors files, whose rows its head reads"
@@ -113,13 +93,7 @@ class StoredRows:
 
     def __call__(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of token ids, float64 [ids, width]."""
-        size = self.width * np.dtype(_TYPES[self._type]).itemsize
-        rows = []
-        with open(self._path, "rb") as file:
-            for id in ids:
-                file.seek(self._start + int(id) * size)
-                rows.append(_floats(file.read(size), self._type).astype(np.float64))
-        return np.stack(rows)
+        return self._file.array(self._name)[ids].astype(np.float64)
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
@@ -130,18 +104,8 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
     return [] if folder is None else sorted(folder.glob("model*.safetensors"))
 
 
-def _header(path: Path) -> tuple[int, Mapping[str, Any]]:
-    """Return (the bytes of a safetensors file's header, {name of a tensor: its type, shape and place})."""
-    try:
-        with open(path, "rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(size, LARGEST_HEADER)))
-        return size, {name: part for name, part in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, struct.error, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _floats(data: bytes, kind: str) -> np.ndarray:
-    """Return the numbers in some bytes, float32."""
-    flat = np.frombuffer(data, _TYPES[kind])
-    return (flat.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else flat.astype(np.float32)
+def _floats(values: np.ndarray, file: SafetensorsFile, name: str) -> np.ndarray:
+    """Return a tensor's numbers as float32."""
+    if values.dtype not in FLOATING:
+        raise CheckpointError(f"{file.path}: {name!r} is of type {file.tensors[name].type}")
+    return values.astype(np.float32)

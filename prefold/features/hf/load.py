@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ...checkpoint import Checkpoint
 from ...errors import CheckpointError, InputError, UnsupportedModelError
 from ...model.adapter_config import read_adapter_config
+from ...model.adapters import TENSOR, AdapterArrays, LinearAdapter, Pair, adapter_file, scaled
 from ...model.device import check_fits
-from ...model.lora import TENSOR, Adapter, Pair, delta_of, scaled
+from ...model.lora import Adapter
 from ...model.parallel import ALONE, Alone
 from ...model.sources import SafetensorsSource
 from .check import check, expected_of, note, refused
@@ -173,27 +173,21 @@ def load_adapter(
     folder = Path(path).expanduser()
     settings = read_adapter_config(folder)
     pairs: dict[str, Pair] = {}
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no adapter_model.safetensors (a pickled file is never opened)")
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (not a dict)
-                match = TENSOR.fullmatch(stored)
-                module = match[1] if match else stored
-                places = [linear for linear in config.linears if linear == module or linear.endswith(f".{module}")]
-                if match is None or len(places) != 1:
-                    raise UnsupportedModelError(
-                        f"{folder} adapts {module}, which is no linear of the model that every row goes through"
-                    )
-                setattr(pairs.setdefault(places[0], Pair(module)), match[2].lower(), tensors.get_tensor(stored))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+    file = adapter_file(folder)
+    for stored in file.tensors:
+        match = TENSOR.fullmatch(stored)
+        module = match[1] if match else stored
+        places = [linear for linear in config.linears if linear == module or linear.endswith(f".{module}")]
+        if match is None or len(places) != 1:
+            raise UnsupportedModelError(
+                f"{folder} adapts {module}, which is no linear of the model that every row goes through"
+            )
+        setattr(pairs.setdefault(places[0], Pair(module)), match[2].lower(), file.array(stored))
     if not pairs:
         raise CheckpointError(f"{folder} adapts nothing")
-    deltas = {}
+    linears = {}
     for module, pair in pairs.items():
         inputs, outputs = config.linears[module]
         a, b = scaled(pair, settings, outputs, inputs, folder)
-        deltas[module] = delta_of([(a, b, slice(0, outputs))], dtype, torch.device(device))
-    return Adapter(name or str(path), (deltas,))
+        linears[module] = LinearAdapter.joined([(a, b, slice(0, outputs))])
+    return Adapter.of(AdapterArrays(name or str(path), (linears,)), dtype, torch.device(device))

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from ...checkpoint import Checkpoint
 from ...checkpoint.gguf import GGUFFile
@@ -18,7 +18,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...model.config import ModelConfig
 from ...model.layers import Norm, Weight, linear_weights
 from ...model.names import Names
-from ...model.sources import RandomSource, SafetensorsSource, TensorSource
+from ...model.sources import RandomSource, SafetensorsSource, TensorSource, put
 from ...model.weights import check_memory, check_tensors, fill_all, wanted_shapes
 from .config import TOWER, TowerConfig
 from .families import tower_of
@@ -95,11 +95,11 @@ PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_proj
 class _RandomTower(RandomSource):
     """A _RandomTower gives random weights, with norms that change nothing."""
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         if name == PROJECTOR_NORM:
-            target.fill_(0)  # stored less one
+            target.fill(0)  # stored less one
         elif re.search(r"norm\d?\.weight$", name):
-            target.fill_(1)
+            target.fill(1)
         else:
             super().read_into(name, target, part)
 
@@ -109,19 +109,22 @@ class _StoredTower:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._reads: dict[str, Callable[[], Tensor]] = {}
+        self._reads: dict[str, Callable[[], np.ndarray]] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
+    def add(self, name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> None:
         """Adds a tensor. shape: as it is stored; read: returns it"""
         if len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
             shape = shape[0], math.prod(shape[1:])
         self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
         self._reads[name] = read
 
-    def read_into(self, name: str, target: Tensor, part: tuple[slice, ...] = ()) -> None:
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
         values = self._reads[name]()
-        values = values.T if name == PROJECTION["gemma3"] else values
-        target.copy_(values.reshape(self.shapes[name])[part])
+        values = (values.T if name == PROJECTION["gemma3"] else values).reshape(self.shapes[name])
+        return values[part] if part else values
+
+    def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
+        put(target, self.read(name, part))
 
 
 # The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.
@@ -131,15 +134,15 @@ IGNORED = re.compile(r"head\..*|embeddings\.position_ids")
 def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
     """Returns the tower in a Hugging Face folder, where the text model's tensors lie too."""
     tensors = _StoredTower()
-    for path, file in SafetensorsSource.opened(checkpoint):
-        for stored in file.keys():  # noqa: SIM118 (not a dict)
+    for file in SafetensorsSource.opened(checkpoint):
+        for stored, tensor in file.tensors.items():
             before = re.match(TOWER, stored)
             name = stored[before.end() :] if before else ""
             if not before or IGNORED.fullmatch(name):
                 continue
             if name in tensors.shapes:
-                raise CheckpointError(f"{path} has the tensor {stored!r} twice")
-            tensors.add(name, tuple(file.get_slice(stored).get_shape()), partial(file.get_tensor, stored))
+                raise CheckpointError(f"{file.path} has the tensor {stored!r} twice")
+            tensors.add(name, tensor.shape, partial(file.array, stored))
     return tensors
 
 
@@ -175,8 +178,8 @@ def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
     if first is not None and first.shape == (config.hidden,) and config.hidden != config.intermediate:
         names = replace(GGUF, parts={**GGUF.parts, "ffn_up": ("mlp.fc2",), "ffn_down": ("mlp.fc1",)})
 
-    def read(stored: str) -> Tensor:
-        values = torch.from_numpy(file.dequantize(stored).copy())
+    def read(stored: str) -> np.ndarray:
+        values = file.dequantize(stored)
         return values - 1 if GGUF_PROJECTORS.get(stored) == PROJECTOR_NORM else values  # one is added to what is stored
 
     for stored, tensor in file.tensors.items():

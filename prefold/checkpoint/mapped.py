@@ -1,0 +1,29 @@
+"""Bytes of an open file as read-only arrays. No torch."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+
+# Fewer bytes are read, not mapped. A mapping takes as long, and holds a file descriptor (before Python 3.13).
+LEAST_MAPPED = 1 << 16
+
+
+def mapped_bytes(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
+    """Return bytes of a file as a read-only array [size], mapped for as long as an array over it lives.
+
+    Raises CheckpointError for bytes beyond the end of the file.
+    """
+    if start + size > os.fstat(file.fileno()).st_size:
+        raise CheckpointError(f"{file.name} is damaged, or was not copied whole: {start + size:,} bytes are expected")
+    if size < LEAST_MAPPED:
+        return np.frombuffer(os.pread(file.fileno(), size, start), np.uint8)
+    before = start % mmap.ALLOCATIONGRANULARITY
+    mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+    return np.frombuffer(mapping, np.uint8, size, before)

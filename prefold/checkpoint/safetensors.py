@@ -1,0 +1,84 @@
+"""Reads safetensors files: what tensors there are, and their numbers as arrays over the file. No torch.
+
+The `safetensors` package checks the header. Its own arrays are copies, and it has none of bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+from .mapped import mapped_bytes
+
+DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16, "BOOL": "?",
+        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
+        "C64": "<c8",
+    }.items()
+}  # fmt: skip
+FLOATING = frozenset(dtype for name, dtype in DTYPES.items() if "F" in name)
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsTensor:
+    """The place of a tensor in a file, with its type as the format names it: "BF16"."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int  # in bytes from the start of the file
+    size: int  # in bytes
+
+
+class SafetensorsFile:
+    """One safetensors file. A tensor is mapped into memory while an array over it lives.
+
+    tensors  {name: SafetensorsTensor}
+
+    Raises CheckpointError for a file that is not a safetensors file, or is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        try:
+            with safe_open(self.path, framework="np"):  # checks types, shapes, places, and the size of the file
+                pass
+            self._file = open(self.path, "rb")  # noqa: SIM115  # tensors are read later, of this file
+            weakref.finalize(self, self._file.close)
+            (size,) = struct.unpack("<Q", self._file.read(8))
+            header = json.loads(self._file.read(size))
+            header.pop("__metadata__", None)
+            self.tensors = {
+                name: SafetensorsTensor(part["dtype"], tuple(part["shape"]), 8 + size + start, end - start)
+                for name, part in header.items()
+                for start, end in [part["data_offsets"]]
+            }
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+            raise CheckpointError(f"{self.path} cannot be read as safetensors: {error}") from error
+
+    def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
+        """A copy in another process opens the file itself."""
+        return SafetensorsFile, (self.path,)
+
+    def array(self, name: str) -> np.ndarray:
+        """Return a tensor's numbers: a read-only array over the file, or a copy if the file has them unaligned.
+
+        Raises CheckpointError for a type of numbers that NumPy has not, and for a file that has become shorter.
+        """
+        tensor = self.tensors[name]
+        if (dtype := DTYPES.get(tensor.type)) is None:
+            raise CheckpointError(f"{self.path}: {name} is of type {tensor.type}; convert it to bfloat16 or float32")
+        data = mapped_bytes(self._file, tensor.start, tensor.size)
+        values = data.view(dtype).reshape(tensor.shape)
+        return values if values.flags.aligned else values.copy()

@@ -1,0 +1,209 @@
+"""LoRA adapters (Hu et al. 2021) as PEFT writes them: read, scaled, and checked against a model. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..checkpoint.safetensors import FLOATING, SafetensorsFile
+from ..errors import CheckpointError, UnsupportedModelError
+from .adapter_config import AdapterConfig, read_adapter_config
+from .config import ModelConfig
+from .sources import in_order
+
+if TYPE_CHECKING:
+    from .parallel import Shard
+
+TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
+MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # by its name here
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """The part of one module in a fused linear.
+
+    ranks    the rows of `LinearAdapter.a` that are the module's
+    columns  the columns of the linear's result that are the module's
+    b        B times the scale, float32 [columns, ranks]
+    """
+
+    ranks: slice
+    columns: slice
+    b: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAdapter:
+    """A and B of one linear. a: float32 [ranks of all parts, inputs]"""
+
+    a: NDArray[np.float32]
+    parts: tuple[AdapterPart, ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray, slice]]) -> LinearAdapter:
+        """Join the modules of a linear. parts: of each module A, scaled B, and its columns"""
+        ends = np.cumsum([len(a) for a, _, _ in parts]).tolist()
+        return cls(
+            np.concatenate([a for a, _, _ in parts]),
+            tuple(
+                AdapterPart(slice(end - len(a), end), columns, b)
+                for end, (a, b, columns) in zip(ends, parts, strict=True)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterArrays:
+    """The numbers of a LoRA adapter that fits a model.
+
+    name    as it was asked for
+    layers  by layer, and by the name of the layer's linear, A and B
+    """
+
+    name: str
+    layers: tuple[Mapping[str, LinearAdapter], ...]
+
+
+@dataclass(slots=True)
+class Pair:
+    """A and B of one module, called `name` in the model that was trained."""
+
+    name: str
+    a: np.ndarray | None = None
+    b: np.ndarray | None = None
+
+
+def read_adapter(
+    path: str | Path, config: ModelConfig, *, name: str | None = None, shard: Shard | None = None
+) -> AdapterArrays:
+    """Read the adapter in a PEFT folder (adapter_config.json, adapter_model.safetensors), for a model of `config`.
+
+    shard: the share of a split model that is kept; None: the whole. Raises UnsupportedModelError for an adapter that is
+    more than LoRA of a layer's linears, and CheckpointError for files that are missing or do not fit.
+    """
+    folder = Path(path).expanduser()
+    settings = read_adapter_config(folder)
+    pairs = _read_pairs(folder, config)
+    layers: list[dict[str, LinearAdapter]] = []
+    local, places = (config, {}) if shard is None else (shard.local(config), shard.parts(config))
+    for number in range(config.layers):
+        linears = {}
+        for linear, modules in _linears(config, number).items():
+            parts = []
+            for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, number)[linear], strict=True):
+                pair = pairs.pop((number, module), None)
+                if pair is not None:
+                    a, b = scaled(pair, settings, columns.stop - columns.start, inputs, folder)
+                    outputs, *of_inputs = places[module.rpartition(".")[2]] if places else [slice(None)]
+                    parts.append((a[:, *of_inputs], b[outputs], own))
+            if parts:
+                linears[linear] = LinearAdapter.joined(parts)
+        layers.append(linears)
+    if pairs:
+        names = ", ".join(pair.name for pair in list(pairs.values())[:4])
+        raise UnsupportedModelError(f"{folder} adapts modules that the model has not, or that cannot be: {names}")
+    if not any(layers):
+        raise CheckpointError(f"{folder} adapts nothing")
+    return AdapterArrays(name or str(path), tuple(layers))
+
+
+def adapter_file(folder: Path) -> SafetensorsFile:
+    """Open the tensors of a PEFT folder. Raise CheckpointError if it has none that may be opened."""
+    path = folder / "adapter_model.safetensors"
+    if path.is_file():
+        return SafetensorsFile(path)
+    if [*folder.glob("*.bin"), *folder.glob("*.pt")]:
+        raise CheckpointError(
+            f"{folder} has its weights as a pickled file only, which can run code when opened; save it as "
+            "safetensors (in PEFT: save_pretrained(folder, safe_serialization=True))"
+        )
+    raise CheckpointError(f"{folder} has no adapter_model.safetensors")
+
+
+def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair]:
+    """Return A and B by layer and module ("self_attn.q_proj"). A linear of several modules gives a pair for each."""
+    file, names = adapter_file(folder), config.names
+    pairs: dict[str, Pair] = {}
+    modules: dict[str, list[re.Match[str]]] = {}
+    strange = []
+    for stored in file.tensors:
+        match = TENSOR.fullmatch(stored)
+        name, side = match.groups() if match else ("", "")
+        found = [MODULE.fullmatch(module) for module in names.of_module(name)]
+        hits = [hit for hit in found if hit is not None]
+        if len(hits) < len(found):
+            strange.append(stored)
+            continue
+        modules[name] = hits
+        setattr(pairs.setdefault(name, Pair(name)), side.lower(), file.array(stored))
+    if strange:
+        raise UnsupportedModelError(
+            f"{file.path} holds {', '.join(strange[:4])}, not supported; LoRA of the layers' linears is"
+        )
+    return {
+        (int(module[1]), module[2]): part
+        for name, hits in modules.items()
+        for module, part in zip(hits, _parted(pairs[name], [module[2] for module in hits], config, folder), strict=True)
+    }
+
+
+def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -> list[Pair]:
+    """Return one pair a module: they share A, and each has its rows of B."""
+    if pair.b is None:
+        return [pair] * len(modules)
+    sizes = config.fused_sizes(modules) if len(modules) > 1 else [len(pair.b)]
+    if len(pair.b) != sum(sizes):
+        raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
+    parts = zip(modules, np.split(pair.b, np.cumsum(sizes)[:-1]), strict=True)
+    order = config.head_order
+    return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
+
+
+def _linears(config: ModelConfig, number: int) -> dict[str, list[tuple[str, slice, int]]]:
+    """Return the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
+    q, kv, hidden = config.q_size, config.kv_size, config.hidden
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    last = number == config.visited[-1]
+    attention = {
+        **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
+        "o": (q, [("self_attn.o_proj", hidden)]),
+    }
+    linears = {**(config.mixer_linears(number) or attention), **config.mlp_kind.linears(config)}
+    placed: dict[str, list[tuple[str, slice, int]]] = {}
+    for linear, (inputs, modules) in linears.items():
+        ends = np.cumsum([size for _, size in modules]).tolist()
+        placed[linear] = [
+            (module, slice(end - size, end), inputs) for (module, size), end in zip(modules, ends, strict=True)
+        ]
+    return placed
+
+
+def scaled(
+    pair: Pair, settings: AdapterConfig, outputs: int, inputs: int, folder: Path
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return (A, B times the scale)."""
+    if pair.a is None or pair.b is None:
+        raise CheckpointError(f"{folder} has only lora_{'A' if pair.b is None else 'B'} of {pair.name}")
+    rank = settings.ranks.of(pair.name)
+    if pair.a.shape != (rank, inputs) or pair.b.shape != (outputs, rank):
+        raise CheckpointError(
+            f"{folder}: {pair.name} has lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)}, not "
+            f"{[rank, inputs]} and {[outputs, rank]} as its rank and the model ask for"
+        )
+    for side, array in (("A", pair.a), ("B", pair.b)):
+        if array.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{folder}: lora_{side} of {pair.name} is of {array.dtype}, not floating-point numbers"
+            )
+    scale = settings.scale(pair.name)
+    with np.errstate(over="ignore", invalid="ignore"):
+        a, b = pair.a.astype(np.float32), pair.b.astype(np.float32) * np.float32(scale)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise CheckpointError(f"{folder}: {pair.name} is not finite, with a scale of {scale:g}")
+    return a, b
