@@ -18,7 +18,7 @@ from ...kernels import BFLOAT16, Blocks, PanelPool
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
 from ...model.machine import available_memory, check_fits
-from ...model.program import Embed, Experts, Linear, Program, Weight
+from ...model.program import Add, Embed, Experts, Linear, Program, Weight
 from ...model.sources import StoredSource, open_source
 from .model import NativeModel
 from .program import COMPILE
@@ -38,7 +38,7 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
-    unknown = {type(one).__name__ for one in config.program().operations if type(one) not in (*COMPILE, Embed)}
+    unknown = {type(one).__name__ for one in config.program().operations if type(one) not in (*COMPILE, Add, Embed)}
     things = {
         f"compiled kernels ({kernels.status()})": compiled is not None,
         f"the dtype {dtype}": dtype in DTYPES,
