@@ -43,6 +43,7 @@ class Activation(IntEnum):
     LINEARLY = 0
     SILU = 1
     GELU_TANH = 2
+    CLAMPED = 3
 
 
 class Kind(IntEnum):
@@ -55,6 +56,11 @@ class Kind(IntEnum):
     EMBED = 6
     HEAD = 7
     ADD = 8
+    GATE = 9
+    EXPERTS = 10
+    SHORT_CONV = 11
+    GATED_DELTA = 12
+    MAMBA2 = 13
 
 
 class Run(Structure):
@@ -236,6 +242,7 @@ class ExpertsCall(Structure):
 class ConvCall(Structure):
     _fields_ = (
         ("x", c_void_p),
+        ("row_of", c_void_p),
         ("states", c_void_p),
         ("taps", c_void_p),
         ("bias", c_void_p),
@@ -261,29 +268,60 @@ class ShortConvCall(Structure):
     )
 
 
-class DeltaCall(Structure):
+class RunLists(Structure):
     _fields_ = (
-        ("conv", ConvCall),
-        ("out", c_void_p),
-        ("pick", c_void_p),
-        ("states", c_void_p),
-        ("between", c_void_p),
         ("first", c_void_p),
         ("stop", c_void_p),
         ("source", c_void_p),
         ("to", c_void_p),
         ("waves", c_void_p),
+        ("num_waves", c_int64),
+        ("num_states", c_int64),
+        ("num_between", c_int64),
+    )
+
+
+class DeltaCall(Structure):
+    _fields_ = (
+        ("conv", ConvCall),
+        ("runs", RunLists),
+        ("out", c_void_p),
+        ("pick", c_void_p),
+        ("states", c_void_p),
+        ("between", c_void_p),
         ("rates", c_void_p),
         ("dt_bias", c_void_p),
         ("norm", c_void_p),
         ("picked", c_int64),
-        ("num_waves", c_int64),
-        ("num_states", c_int64),
         ("heads", c_int64),
         ("key_heads", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("eps", c_float),
+        ("threads", c_int32),
+    )
+
+
+class MambaCall(Structure):
+    _fields_ = (
+        ("conv", ConvCall),
+        ("runs", RunLists),
+        ("out", c_void_p),
+        ("pick", c_void_p),
+        ("states", c_void_p),
+        ("between", c_void_p),
+        ("rates", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skips", c_void_p),
+        ("norm", c_void_p),
+        ("picked", c_int64),
+        ("heads", c_int64),
+        ("groups", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("eps", c_float),
+        ("least", c_float),
+        ("most", c_float),
         ("threads", c_int32),
     )
 
@@ -311,6 +349,8 @@ class Operation(Structure):
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("blocks", c_void_p),
+        ("stride", c_int64),
+        ("call", c_void_p),
     )
 
 
@@ -320,6 +360,29 @@ class PathPlane(Structure):
         ("values", c_void_p),
         ("next_keys", c_void_p),
         ("next_values", c_void_p),
+    )
+
+
+class StatePlane(Structure):
+    _fields_ = (
+        ("columns", c_void_p),
+        ("states", c_void_p),
+    )
+
+
+class PlaceLists(Structure):
+    _fields_ = (
+        ("above", c_void_p),
+        ("below", c_void_p),
+    )
+
+
+class StateStep(Structure):
+    _fields_ = (
+        ("places", c_void_p),
+        ("to", c_void_p),
+        ("num_ends", c_int64),
+        ("runs", RunLists),
     )
 
 
@@ -365,6 +428,8 @@ class ProgramCall(Structure):
         ("cap", c_float),
         ("threads", c_int32),
         ("is_bf16", c_int32),
+        ("states", c_void_p),
+        ("state_step", c_void_p),
     )
 
 
@@ -400,9 +465,14 @@ STRUCTURES: tuple[type[Structure], ...] = (
     ExpertsCall,
     ConvCall,
     ShortConvCall,
+    RunLists,
     DeltaCall,
+    MambaCall,
     Operation,
     PathPlane,
+    StatePlane,
+    PlaceLists,
+    StateStep,
     ProgramCall,
 )
 # The letter of the result (void: none), ":", the letters of the arguments: `LETTERS` of interface.py.
@@ -470,6 +540,8 @@ FUNCTIONS = {
     "prefold_short_conv_bfloat16": ":p",
     "prefold_delta_net_float32": "i:p",
     "prefold_delta_net_bfloat16": "i:p",
+    "prefold_mamba2_float32": "i:p",
+    "prefold_mamba2_bfloat16": "i:p",
     "prefold_run_program": "i:p",
     "prefold_follow_program": ":pi",
     "prefold_calm_openmp": ":",

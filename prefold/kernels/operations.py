@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .abi import ConvCall, DeltaCall, ExpertsCall, ShortConvCall
+from .abi import ConvCall, DeltaCall, ExpertsCall, MambaCall, RunLists, ShortConvCall
 from .interface import FLOAT32, Family, address, is_dense, step
 from .products import COLUMNS
 from .threads import threads
@@ -286,15 +286,69 @@ class StateKernels(Family):
         between = np.empty((order.between, *states.shape[1:]), FLOAT32)
         picked = len(x) if pick is None else len(pick)
         out = np.empty((picked, values), x.dtype)
-        runs = (address(getattr(order, name)) for name in ("first", "stop", "source", "to", "waves"))
         numbers = (address(rates), address(dt_bias), address(norm))
         call = DeltaCall(
-            conv, address(out), address(pick), address(states), address(between), *runs, *numbers, picked,
-            len(order.waves) - 1, len(states), heads, key_heads, key_dim, value_dim, eps, threads(),
+            conv, self._runs(order, states), address(out), address(pick), address(states), address(between), *numbers,
+            picked, heads, key_heads, key_dim, value_dim, eps, threads(),
         )  # fmt: skip
         if self._calls["delta_net", x.dtype](byref(call)):
             raise MemoryError("delta_net")
         return out
+
+    def mamba2(
+        self,
+        x: np.ndarray,
+        columns: np.ndarray,
+        states: np.ndarray,
+        taps: np.ndarray,
+        conv_bias: np.ndarray | None,
+        places: ConvPlaces,
+        order: RunOrder,
+        *,
+        groups: int,
+        rates: np.ndarray,
+        dt_bias: np.ndarray,
+        skips: np.ndarray,
+        norm: np.ndarray,
+        eps: float,
+        limits: tuple[float, float],
+        pick: np.ndarray | None,
+    ) -> np.ndarray:
+        """Return what Mamba-2 gives for the rows in `pick`, [rows, heads * value dim], and write the two parts of the
+        states at the ends.
+
+        x          [rows, heads * value dim + channels + heads]: the gate, x, b, c and dt
+        columns    [states, kept, channels]; taps float32 [kept + 1, channels], conv_bias float32 [channels] or None: of
+                   the convolution of x, b and c
+        states     float32 [states, heads, key dim, value dim]
+        rates, dt_bias, skips  float32 [heads]; rates: -exp(a_log); skips: what D is in papers
+        norm       float32 [heads * value dim]
+        limits     the least and the largest time step
+
+        Raise ValueError if sizes do not fit, and MemoryError.
+        """
+        _, heads, key_dim, value_dim = states.shape
+        values = heads * value_dim
+        sizes = values + 2 * groups * key_dim, 2 * (values + groups * key_dim) + heads
+        if (columns.shape[2], x.shape[1]) != sizes or states.dtype != FLOAT32 or not states.flags.c_contiguous:
+            raise ValueError(f"x {list(x.shape)} and states {list(states.shape)} do not fit together")
+        conv = self._conv(x, columns, taps, conv_bias, places)
+        between = np.empty((order.between, *states.shape[1:]), FLOAT32)
+        picked = len(x) if pick is None else len(pick)
+        out = np.empty((picked, values), x.dtype)
+        numbers = (address(rates), address(dt_bias), address(skips), address(norm))
+        call = MambaCall(
+            conv, self._runs(order, states), address(out), address(pick), address(states), address(between), *numbers,
+            picked, heads, groups, key_dim, value_dim, eps, *limits, threads(),
+        )  # fmt: skip
+        if self._calls["mamba2", x.dtype](byref(call)):
+            raise MemoryError("mamba2")
+        return out
+
+    @staticmethod
+    def _runs(order: RunOrder, states: np.ndarray) -> RunLists:
+        lists = (address(getattr(order, name)) for name in ("first", "stop", "source", "to", "waves"))
+        return RunLists(*lists, len(order.waves) - 1, len(states), order.between)
 
     @staticmethod
     def _conv(
@@ -305,7 +359,7 @@ class StateKernels(Family):
         if taps.shape != (kept + 1, channels) or not is_dense(x) or places.above.shape != (kept, len(x)):
             raise ValueError(f"taps {list(taps.shape)}, states {list(states.shape)} and x {list(x.shape)} do not fit")
         return ConvCall(
-            address(x), address(states), address(taps), address(bias), address(places.above),
+            address(x), None, address(states), address(taps), address(bias), address(places.above),
             address(places.below), address(places.to), len(x), step(x), channels, kept, count * kept,
             len(places.to),
         )  # fmt: skip

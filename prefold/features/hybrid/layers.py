@@ -323,8 +323,6 @@ class Mamba2(Mixer):
     """A Mamba2 is a mixer of state spaces: x, keys b and queries c go through a short convolution; heads of one group
     share b and c. Source: modeling_granitemoehybrid.py of transformers."""
 
-    varies = "states that are computed in chunks"
-
     def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
         super().__init__(config, number, dtype=dtype, device=device)
         place: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -337,7 +335,11 @@ class Mamba2(Mixer):
         self.norm = nn.Parameter(torch.empty(self.inner, **place))
 
     def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        gate, xbc, dt = self.linear("in_proj", h, adapters).split([self.inner, len(self.taps), self.heads], -1)
+        inputs = self.linear("in_proj", h, adapters)
+        if compiled := compiled_for(inputs):
+            y = self._by_kernels(compiled, inputs, states.carry, read)
+            return self.linear("out_proj", y, adapters if read is None else adapters.read)
+        gate, xbc, dt = inputs.split([self.inner, len(self.taps), self.heads], -1)
         xbc = F.silu(states.conv(0, xbc, self.taps[:, 0], self.conv_bias))
         step = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.config.sizes["limits"])
         carry = states.carry
@@ -360,6 +362,28 @@ class Mamba2(Mixer):
         y = (y.to(h.dtype).float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
         y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.config.norm_eps)).flatten(1)
         return self.linear("out_proj", self.norm * y.to(h.dtype), adapters)
+
+    def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
+        """Return the input of the layer's last linear, from the output of its first one."""
+        columns, states = carry.table.tensors[self.number]
+        out = compiled.mamba2(
+            array_of(carry.unfold(x)),
+            array_of(columns),
+            array_of(states),
+            array_of(_taps(self.taps)),
+            None if self.conv_bias is None else array_of(self.conv_bias.float()),
+            carry.places(self.taps.shape[2] - 1),
+            carry.order,
+            groups=self.groups,
+            rates=array_of(-self.a_log.float().exp()),
+            dt_bias=array_of(self.dt_bias.float()),
+            skips=array_of(self.d.float()),
+            norm=array_of(self.norm.float()),
+            eps=self.config.norm_eps,
+            limits=self.config.sizes["limits"],
+            pick=array_of(carry.picked(read)),
+        )
+        return tensor_of(out)
 
     def weights(self, prefix: str) -> Iterator[Weight]:
         yield from super().weights(prefix)

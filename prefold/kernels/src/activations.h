@@ -37,4 +37,7 @@ PREFOLD_INLINE Floats gated(const Floats& g, const Floats& u) {
   return x / (Floats(1.0f) + exp2<kExact>(Activation::exponent(x))) * Activation::up(u);
 }
 
+// 1 / (1 + e^-x), to float32's rounding.
+PREFOLD_INLINE Floats sigmoid(const Floats& x) { return Floats(1.0f) / (Floats(1.0f) + exp2<true>(Silu::exponent(x))); }
+
 }  // namespace prefold

@@ -189,7 +189,7 @@ struct RowLow {
   const float* low;        // [ranks]
 };
 
-enum Activation : int32_t { kLinearly, kSilu, kGeluTanh };
+enum Activation : int32_t { kLinearly, kSilu, kGeluTanh, kClamped };  // kClamped: of experts alone
 
 // What a product does to its sums before it stores them.
 struct Epilogue {
@@ -354,7 +354,8 @@ extern "C" int32_t prefold_experts_clamped_bfloat16(const ExpertsCall* call);
 // The rows that a causal convolution reads. A place below first_row is a column of a state; a place from first_row on
 // is a row of x. A stored state replaces a state that only its own rows read, if any row does.
 struct ConvCall {
-  const void* x;         // [rows, ...], of stride x_row
+  const void* x;         // the rows, of stride x_row
+  const int64_t* row_of; // [rows]: the row of x that each row is; null: row i is row i of x
   void* states;          // [states, kept, channels]
   const float* taps;     // [kept + 1, channels]; the last is of the row itself
   const float* bias;     // [channels]; null: none
@@ -375,26 +376,50 @@ struct ShortConvCall {
 extern "C" void prefold_short_conv_float32(const ShortConvCall* call);
 extern "C" void prefold_short_conv_bfloat16(const ShortConvCall* call);
 
-// A gated delta net. A row of x has q, k and v of its heads, z, b and a side by side; the convolution covers q, k and
-// v. Rows come in runs. A run starts from the state at the end of an earlier run; runs of a wave do not depend on each
-// other.
-struct DeltaCall {
-  ConvCall conv;
-  void* out;                    // [picked, heads * value_dim]
-  const int64_t* pick;          // [picked], the rows to compute; null: all
-  float* states;                // [num_states, heads, key_dim, value_dim]
-  float* between;               // the same, for states that only later runs start from
+// How rows go through states that change with each row. Rows come in runs. A run starts from the state at the end of an
+// earlier run; runs of a wave do not depend on each other.
+struct RunLists {
   const int64_t *first, *stop;  // [runs]: the first row of a run, and the row after its last
   const int64_t* source;        // [runs]: the state that a run starts from, in `states` and then in `between`
   const int64_t* to;            // [runs]: the state that a run leaves, likewise; -1: none
   const int64_t* waves;         // [num_waves + 1]: the first run of each wave, and the number of runs
+  int64_t num_waves;
+  int64_t num_states, num_between;
+};
+
+// A gated delta net. A row of x has q, k and v of its heads, z, b and a side by side; the convolution covers q, k and
+// v.
+struct DeltaCall {
+  ConvCall conv;
+  RunLists runs;
+  void* out;            // [picked, heads * value_dim]
+  const int64_t* pick;  // [picked], the rows to compute, each once; null: all
+  float* states;        // [num_states, heads, key_dim, value_dim]
+  float* between;       // [num_between, ...]: likewise, for states that only later runs start from
   const float *rates, *dt_bias, *norm;  // [heads]: -exp(a_log); [heads]; [value_dim]
-  int64_t picked, num_waves, num_states, heads, key_heads, key_dim, value_dim;
+  int64_t picked, heads, key_heads, key_dim, value_dim;
   float eps;
   int32_t threads;
 };
 extern "C" int32_t prefold_delta_net_float32(const DeltaCall* call);
 extern "C" int32_t prefold_delta_net_bfloat16(const DeltaCall* call);
+
+// Mamba-2. A row of x has the gate, x, b, c and dt side by side; the convolution covers x, b and c. The heads of a group
+// share b and c [key_dim] and the norm. With t = softplus(dt + dt_bias), within least and most:
+// S = exp(rates t) S + t b x^T; out = the RMS norm of (c^T S + skips x) silu(gate).
+struct MambaCall {
+  ConvCall conv;
+  RunLists runs;
+  void* out;            // out, pick, states and between as in DeltaCall
+  const int64_t* pick;
+  float *states, *between;
+  const float *rates, *dt_bias, *skips, *norm;  // [heads] each; norm [heads * value_dim]
+  int64_t picked, heads, groups, key_dim, value_dim;
+  float eps, least, most;
+  int32_t threads;
+};
+extern "C" int32_t prefold_mamba2_float32(const MambaCall* call);
+extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 
 // ----------------------------------------------------------------------------------------------------------- programs
 
@@ -403,27 +428,40 @@ extern "C" int32_t prefold_delta_net_bfloat16(const DeltaCall* call);
 // kNorm     out = the norm of `source` plus `beside` (-1: nothing), `columns` numbers from `at` on. With a bias it is a
 // kLinear   out = source times the matrix, plus bias, activated
 // kGated    out = activation(gate) * up of source
-// kRope     rotate `heads` heads of `dim` from `at` on by table `plane`;
-//           weight (null: none), eps, wide: a norm before
+// kRope     rotate the first ProgramCall.dim numbers of `heads` heads of `dim` from `at` on by table `plane` (-1: none);
+//           weight (null: none), eps, wide: a norm of the whole head before
 // kAttend   out = attention of the queries in `source` from `at` on, over `beside`: keys from `keys` on, then values.
 // kPick     keep the rows that are read, of `source`; if `beside`, for all that follows
 // kEmbed    out = eps * the embeddings of the tokens, plus the learned embeddings of `positions` positions in `bias`
 // kHead     ids = the most likely tokens of `source`; this rank has `columns` ids from `at` on
 // kAdd      source += eps * beside
-enum Kind : int32_t { kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd };
+// kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has
+//           `columns` gates: one for each number, or one for all.
+// kExperts  out = the mixture of experts `call` of source; the router's matrix and bias are the operation's
+// kShortConv, kGatedDelta, kMamba2
+//           out = the mixer `call` of all rows of `source`, with the states `plane`. Rows that are not read get no
+//           result if `beside`, or after a kPick for all that follows.
+//
+// `call` points to an ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
+// program fills in the rest.
+enum Kind : int32_t {
+  kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
+};
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
 struct Operation {
   int32_t kind;
   int32_t source, out, beside;    // buffers
   int32_t wide, plane, window;
-  int32_t activation;             // kLinear, kGated
+  int32_t activation;             // kLinear, kGated, kExperts
   int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
-  int32_t summed;                 // kLinear, kEmbed: whether the result is the sum over all ranks
+  int32_t summed;                 // kLinear, kEmbed, kAdd, kExperts: whether the result is the sum over all ranks
   float eps;
   int64_t at, keys, heads, dim, kv_heads, columns, positions;
   const void *weight, *bias;
   const BlockPanel* blocks;       // the matrix, if it is in blocks; then weight is null
+  int64_t stride;                 // kRope, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
+  const void* call;               // kExperts, kShortConv, kGatedDelta, kMamba2
 };
 
 // Keys and values of the path above a step of a row stream, of one plane, and memory for the path above the next step:
@@ -431,6 +469,25 @@ struct Operation {
 struct PathPlane {
   const char *keys, *values;
   char *next_keys, *next_values;
+};
+
+// States of one layer, as ConvCall and DeltaCall have them; `states` is null for a short convolution.
+struct StatePlane {
+  void* columns;
+  float* states;
+};
+
+// The rows that convolutions read, as ConvCall has them.
+struct PlaceLists {
+  const int64_t *above, *below;
+};
+
+// How rows go through states in one step, of all layers. With sharing "mlp" these are the rows of the stream.
+struct StateStep {
+  const PlaceLists* places;  // by the number of columns that a convolution keeps
+  const int64_t* to;         // [num_ends], as in ConvCall
+  int64_t num_ends;
+  RunLists runs;
 };
 
 // A program for one step, over slots or over the rows of a stream.
@@ -444,7 +501,7 @@ struct ProgramCall {
   const int64_t* tokens;                // [rows]; null: the embeddings are in their buffer already
   const int64_t* positions;             // [rows]
   const int64_t* slots;                 // [rows]; null: the rows of a stream
-  const float* const* tables;           // [num_tables] of [positions, dim]: cosines, then sines
+  const float* const* tables;           // [num_tables] of [positions, dim]: cosines, then sines, of rotated numbers
   int64_t num_tables, dim;
   float* angles;                        // [num_tables, rows, dim], scratch memory
   int64_t* ids;                         // [picked]: results of kHead; null: skip kHead
@@ -469,11 +526,14 @@ struct ProgramCall {
   int64_t none;                         // the id of a row whose largest logit is not finite
   float scale, cap;                     // as in TileCall
   int32_t threads, is_bf16;
+  const StatePlane* states;             // by layer with a state
+  const StateStep* state_step;          // null: no layer has a state
 };
 
 extern "C" int32_t prefold_run_program(const ProgramCall* call);
 // Make a call over slots the call of the next step: each row moves on by one position, slot and key. takes: whether the
-// tokens become `ids`. Not for models with windows.
+// tokens become `ids`. Not for models with windows. States stay as they are, so each run must have left its state where
+// it started.
 extern "C" void prefold_follow_program(const ProgramCall* call, int32_t takes);
 
 // ------------------------------------------------------------------------------------------------------- the library

@@ -5,11 +5,13 @@
 // it takes all rows. After kPick only the rows that are read go on.
 #include <cstring>
 
+#include "activations.h"
 #include "attention.h"
 #include "epilogue.h"
 #include "interface.h"
 #include "parallel.h"
 #include "ranks.h"
+#include "workspace.h"
 
 namespace prefold {
 namespace {
@@ -145,7 +147,7 @@ struct Pass {
     return op.summed ? Ranks{*call.ranks}.sum(buffer(op.out), rows * width, call.threads, false) : 0;
   }
 
-  void add(const Operation& op) const {
+  int32_t add(const Operation& op) const {
     const int64_t width = call.widths[op.source];
     E* x = buffer(op.source);
     const E* delta = buffer(op.beside);
@@ -156,6 +158,94 @@ struct Pass {
         store_some(x + i, load_some(x + i, count) + more, count);
       }
     });
+    return op.summed ? Ranks{*call.ranks}.sum(x, rows * width, call.threads, false) : 0;
+  }
+
+  // The distance of heads.
+  static int64_t stride(const Operation& op) { return op.stride ? op.stride : op.dim; }
+
+  // Rounds the sigmoid before the product, as PyTorch does.
+  void gate(const Operation& op) const {
+    const int64_t row = call.widths[op.source], gates_row = call.widths[op.beside], apart = stride(op);
+    const auto of_gate = [](const Floats& gate) { return rounded_to<E>(sigmoid(gate)); };
+    parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        for (int64_t h = 0; h < op.heads; ++h) {
+          E* x = buffer(op.source) + r * row + h * op.dim;
+          const E* gates = buffer(op.beside) + r * gates_row + op.at + h * apart;
+          const bool one = op.columns == 1;
+          const Floats of_all = one ? of_gate(Floats(number_at(gates))) : zeros();
+          for (int64_t d = 0; d < op.dim; d += kLanes) {
+            const int64_t count = op.dim - d;
+            const Floats by = one ? of_all : of_gate(load_some(gates + d, count));
+            store_some(x + d, load_some(x + d, count) * by, count);
+          }
+        }
+      }
+    });
+  }
+
+  int32_t experts(const Operation& op) const {
+    auto experts = *static_cast<const ExpertsCall*>(op.call);
+    static thread_local Workspace workspace;
+    auto* logits = static_cast<float*>(workspace.reserve(rows * experts.experts * sizeof(float)));
+    const int64_t k = call.widths[op.source];
+    if (const int32_t failed = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32)(
+            buffer(op.source), k, static_cast<const uint32_t*>(op.weight), op.blocks, static_cast<const E*>(op.bias),
+            logits, rows, experts.experts, k, call.threads, nullptr)) {
+      return failed;
+    }
+    experts.x = buffer(op.source), experts.x_row = experts.hidden = k, experts.logits = logits;
+    experts.out = buffer(op.out), experts.rows = rows, experts.threads = call.threads;
+    auto* function = pick_of<E>(prefold_experts_silu_float32, prefold_experts_silu_bfloat16);
+    if (op.activation == kGeluTanh) {
+      function = pick_of<E>(prefold_experts_gelu_tanh_float32, prefold_experts_gelu_tanh_bfloat16);
+    } else if (op.activation == kClamped) {
+      function = pick_of<E>(prefold_experts_clamped_float32, prefold_experts_clamped_bfloat16);
+    }
+    const int32_t failed = function(&experts);
+    if (failed || !op.summed) return failed;
+    return Ranks{*call.ranks}.sum(buffer(op.out), rows * k, call.threads, false);
+  }
+
+  // Fills in what mixers have in common. They read all rows, of the stream with sharing "mlp".
+  template <class Call>
+  void set_mixer(const Operation& op, Call& mixer) const {
+    const StateStep& step = *call.state_step;
+    ConvCall& conv = mixer.conv;
+    const PlaceLists& places = step.places[conv.kept];
+    conv.x = buffer(op.source), conv.x_row = call.widths[op.source];
+    conv.row_of = call.scatter, conv.rows = call.scatter ? call.unfolded : call.rows;
+    conv.states = call.states[op.plane].columns, conv.first_row = step.runs.num_states * conv.kept;
+    conv.above = places.above, conv.below = places.below, conv.to = step.to, conv.num_ends = step.num_ends;
+    const bool reads = (op.beside || !all) && call.picked < call.rows;
+    mixer.out = buffer(op.out), mixer.threads = call.threads, mixer.picked = reads ? call.picked : call.rows;
+    mixer.pick = call.scatter ? call.gather : nullptr;
+    if (!reads) return;
+    mixer.pick = call.read;
+    if (!call.scatter) return;
+    static thread_local Workspace workspace;
+    auto* rows_of_stream = static_cast<int64_t*>(workspace.reserve(call.picked * sizeof(int64_t)));
+    for (int64_t r = 0; r < call.picked; ++r) rows_of_stream[r] = call.gather[call.read[r]];
+    mixer.pick = rows_of_stream;
+  }
+
+  void short_conv(const Operation& op) const {
+    auto mixer = *static_cast<const ShortConvCall*>(op.call);
+    set_mixer(op, mixer);
+    pick_of<E>(prefold_short_conv_float32, prefold_short_conv_bfloat16)(&mixer);
+  }
+
+  template <class Call>
+  int32_t scan(const Operation& op, int32_t (*function)(const Call*)) const {
+    auto mixer = *static_cast<const Call*>(op.call);
+    set_mixer(op, mixer);
+    mixer.runs = call.state_step->runs;
+    static thread_local Workspace workspace;
+    const int64_t state = mixer.heads * mixer.key_dim * mixer.value_dim;
+    mixer.states = call.states[op.plane].states;
+    mixer.between = static_cast<float*>(workspace.reserve(mixer.runs.num_between * state * sizeof(float)));
+    return function(&mixer);
   }
 
   int32_t choose(const Operation& op) const {
@@ -165,15 +255,31 @@ struct Pass {
   }
 
   void rope(const Operation& op) const {
-    const float* table = call.angles + op.plane * rows * call.dim;
-    const auto turned = [&](auto* function, auto* weight) {
-      function(buffer(op.source) + op.at, table, weight, rows, op.heads, op.dim, call.widths[op.source], op.dim, op.eps,
-               call.threads);
-    };
     if constexpr (kBf16) {
-      if (op.wide) return turned(prefold_rope_bfloat16_float32, static_cast<const float*>(op.weight));
+      if (op.wide) return turn_heads<float>(op, prefold_rope_bfloat16_float32, prefold_add_rms_norm_bfloat16_float32);
     }
-    turned(pick_of<E>(prefold_rope_float32, prefold_rope_bfloat16), static_cast<const E*>(op.weight));
+    turn_heads<E>(op, pick_of<E>(prefold_rope_float32, prefold_rope_bfloat16),
+                  pick_of<E>(prefold_add_rms_norm_float32, prefold_add_rms_norm_bfloat16));
+  }
+
+  template <class W>
+  void turn_heads(const Operation& op, Rope<E, W>* rope, AddRmsNorm<E, W>* norm) const {
+    const int64_t width = call.widths[op.source], turned = op.plane < 0 ? 0 : call.dim;
+    const float* table = turned ? call.angles + op.plane * rows * turned : nullptr;
+    const auto* weight = static_cast<const W*>(op.weight);
+    E* x = buffer(op.source) + op.at;
+    if (turned == op.dim || (turned && !weight)) {
+      return rope(x, table, weight, rows, op.heads, turned, width, stride(op), op.eps, call.threads);
+    }
+    if (!weight) return;
+    // The kernel norms what it rotates, so the norm of whole heads comes apart from it.
+    parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        E* row = x + r * width;
+        norm(row, nullptr, weight, row, op.heads, op.dim, stride(op), 0, stride(op), op.eps, 1);
+        if (turned) rope(row, table + r * turned, nullptr, 1, op.heads, turned, width, stride(op), op.eps, 1);
+      }
+    });
   }
 
   TileCall tiles(const Operation& op) const {
@@ -181,7 +287,7 @@ struct Pass {
     tiles.q = buffer(op.source) + op.at;
     tiles.out = buffer(op.out);
     tiles.q_row = call.widths[op.source];
-    tiles.q_head = op.dim;
+    tiles.q_head = stride(op);
     tiles.queries = rows;
     tiles.heads = op.heads;
     tiles.kv_heads = op.kv_heads;
@@ -215,12 +321,15 @@ struct Pass {
     return 0;
   }
 
-  // Copies the rows [count, width] that stand at `from` to where they are wanted, or each to its place.
+  // Copies the rows [count, parts * width] that stand at `from` to where they are wanted, or each to its place. The
+  // parts of a row of the source are `apart` from each other.
   void copy_rows(const E* source, int64_t row, const int64_t* from, E* out, const int64_t* to, int64_t count,
-                 int64_t width) const {
-    parallel_ranges(count, width, call.threads, [&](int64_t first, int64_t stop) {
+                 int64_t width, int64_t parts = 1, int64_t apart = 0) const {
+    parallel_ranges(count, parts * width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t i = first; i < stop; ++i) {
-        std::memcpy(out + (to ? to[i] : i) * width, source + (from ? from[i] : i) * row, width * sizeof(E));
+        E* at = out + (to ? to[i] : i) * parts * width;
+        const E* of_row = source + (from ? from[i] : i) * row;
+        for (int64_t p = 0; p < parts; ++p) std::memcpy(at + p * width, of_row + p * apart, width * sizeof(E));
       }
     });
   }
@@ -232,9 +341,9 @@ struct Pass {
     E *q = reinterpret_cast<E*>(call.unfolded_room), *kv = q + call.unfolded * queries;
     tiles.queries = all ? call.unfolded : rows;
     copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
-              queries);
+              tiles.dim, tiles.heads, tiles.q_head);
     copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, kv, nullptr, call.unfolded, keys);
-    tiles.q = q, tiles.q_row = queries, tiles.out = kv + call.unfolded * keys;
+    tiles.q = q, tiles.q_row = queries, tiles.q_head = tiles.dim, tiles.out = kv + call.unfolded * keys;
     over.k = kv, over.v = kv + keys / 2, over.k_row = over.v_row = keys, over.rows = call.unfolded;
   }
 
@@ -267,7 +376,12 @@ struct Pass {
       int32_t failed = 0;
       switch (op.kind) {
         case kNorm: norm(op); break;
-        case kAdd: add(op); break;
+        case kAdd: failed = add(op); break;
+        case kGate: gate(op); break;
+        case kExperts: failed = experts(op); break;
+        case kShortConv: short_conv(op); break;
+        case kGatedDelta: failed = scan(op, pick_of<E>(prefold_delta_net_float32, prefold_delta_net_bfloat16)); break;
+        case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;
         case kRope: rope(op); break;
@@ -296,8 +410,12 @@ struct Pass {
 }  // namespace
 extern "C" int32_t prefold_run_program(const ProgramCall* call) {
   if (call->rows == 0) return 0;
-  if (call->is_bf16) return Pass<Bf16>{*call, call->rows, true}.run();
-  return Pass<float>{*call, call->rows, true}.run();
+  try {
+    if (call->is_bf16) return Pass<Bf16>{*call, call->rows, true}.run();
+    return Pass<float>{*call, call->rows, true}.run();
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
 }
 
 extern "C" void prefold_follow_program(const ProgramCall* call, int32_t takes) {

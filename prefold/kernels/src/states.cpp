@@ -1,8 +1,10 @@
-// Layers whose state runs along the sequence: the gated short convolution, and the gated delta net (Yang et al. 2024).
+// Layers whose state runs along the sequence: the gated short convolution, the gated delta net (Yang et al. 2024), and
+// Mamba-2 (Dao and Gu 2024).
 //
 // The delta rule is computed row by row. The chunkwise form has more products than that (those of a chunk's rows with each
 // other), and is of use where matrices of a state do not fit beside the arithmetic units: here some columns of one head's
 // state stay in the nearest cache while all rows of a run go by, and each number of it is read and written once a row.
+// Mamba-2 is computed in the same way. A row's result has the same bits however its path is cut into runs: hence `fused`.
 #include <cmath>
 #include <vector>
 
@@ -21,6 +23,12 @@ constexpr int kLongVectors = kPartBytes == 64 ? 4 : 2, kShortVectors = 8;
 constexpr int64_t kShortRun = 2;  // rows
 // Rows of neighbouring runs that a thread takes at once.
 constexpr int64_t kTaskRows = 16;
+
+// Where a row of a convolution lies.
+template <class E>
+PREFOLD_INLINE const E* row_at(const ConvCall& call, int64_t row) {
+  return static_cast<const E*>(call.x) + (call.row_of ? call.row_of[row] : row) * call.x_row;
+}
 
 // Sixteen channels of a convolution at one row. column(row, channel): what x is convolved of.
 template <class E, class Column>
@@ -60,9 +68,8 @@ template <class E>
 void short_conv(const ShortConvCall& call) {
   const ConvCall& conv = call.conv;
   const int64_t channels = conv.channels;
-  const auto row_of = [&](int64_t row) { return static_cast<const E*>(conv.x) + row * conv.x_row; };
   const auto column = [&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
-    const E* x = row_of(row) + c;
+    const E* x = row_at<E>(conv, row) + c;
     return rounded_to<E>(load_some(x, count) * load_some(x + 2 * channels, count));
   };
   parallel_ranges(call.picked, channels * (conv.kept + 1), call.threads, [&](int64_t first, int64_t stop) {
@@ -71,7 +78,7 @@ void short_conv(const ShortConvCall& call) {
       E* out = static_cast<E*>(call.out) + i * channels;
       for (int64_t c = 0; c < channels; c += kLanes) {
         const int64_t count = std::min<int64_t>(kLanes, channels - c);
-        const Floats gate = load_some(row_of(row) + channels + c, count);
+        const Floats gate = load_some(row_at<E>(conv, row) + channels + c, count);
         store_some(out + c, gate * convolved<E>(conv, row, c, count, column), count);
       }
     }
@@ -79,86 +86,53 @@ void short_conv(const ShortConvCall& call) {
   store_ends<E>(conv, call.threads, column);
 }
 
-template <class E>
-class DeltaNet {
+// What layers share whose states change with each row. `rows_` has float32 numbers of each row, which begin with those
+// behind the convolution. Derived computes:
+//   run_columns<V>(run, head, column, part): V vectors of columns of one head's state through one run;
+//   kLong, kShort: V for long and for short runs.
+template <class Derived, class E, class Call>
+class Scan {
  public:
-  explicit DeltaNet(const DeltaCall& call)
-      : call_(call),
-        keys_(call.key_heads * call.key_dim),
-        values_(call.heads * call.value_dim),
-        of_heads_(2 * keys_ + values_),
-        row_((of_heads_ + 2 * call.heads + call.key_heads + kLanes - 1) / kLanes * kLanes) {}
+  explicit Scan(const Call& call, int64_t channels, int64_t numbers)
+      : call_(call), channels_(channels), row_((channels + numbers + kLanes - 1) / kLanes * kLanes) {}
 
-  void run() {
+ protected:
+  // The rows of all runs, in threads: what Derived::prepare makes of a row, the columns and states at the ends, and
+  // Derived::finish of each row that is picked. column(row, channel, count): what is convolved.
+  template <class Column>
+  void run_with(const Column& column) {
     static thread_local Workspace workspace;
     rows_ = static_cast<float*>(workspace.reserve((call_.conv.rows * row_ + kLanes) * sizeof(float)));
-    const auto column = [&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
-      return load_some(row_of(row) + c, count);
-    };
-    parallel_ranges(call_.conv.rows, 4 * of_heads_, call_.threads, [&](int64_t first, int64_t stop) {
-      for (int64_t row = first; row < stop; ++row) prepare(row, column);
+    auto& derived = static_cast<Derived&>(*this);
+    parallel_ranges(call_.conv.rows, 4 * channels_, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t row = first; row < stop; ++row) {
+        float* to = rows_ + row * row_;
+        for (int64_t c = 0; c < channels_; c += kLanes) {
+          const int64_t count = std::min<int64_t>(kLanes, channels_ - c);
+          const Floats x = convolved<E>(call_.conv, row, c, count, column);
+          store_some(to + c, gated<Silu, true>(x, Floats(1.0f)), count);
+        }
+        derived.prepare(row_at<E>(call_.conv, row), to);
+      }
     });
     store_ends<E>(call_.conv, call_.threads, column);
-    for (int64_t wave = 0; wave < call_.num_waves; ++wave) run_wave(call_.waves[wave], call_.waves[wave + 1]);
-    parallel_ranges(call_.picked, 4 * values_, call_.threads, [&](int64_t first, int64_t stop) {
-      for (int64_t i = first; i < stop; ++i) finish(i);
+    const RunLists& runs = call_.runs;
+    for (int64_t wave = 0; wave < runs.num_waves; ++wave) run_wave(runs.waves[wave], runs.waves[wave + 1]);
+    const int64_t values = call_.heads * call_.value_dim;
+    parallel_ranges(call_.picked, 4 * values, call_.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first; i < stop; ++i) {
+        const int64_t row = call_.pick ? call_.pick[i] : i;
+        derived.finish(row_at<E>(call_.conv, row), rows_ + row * row_, static_cast<E*>(call_.out) + i * values);
+      }
     });
   }
 
- private:
-  const E* row_of(int64_t row) const { return static_cast<const E*>(call_.conv.x) + row * call_.conv.x_row; }
-
-  // A row's q, k and v behind the convolution, q and k of length 1, then the decays, beta, and the products of q and k.
-  template <class Column>
-  void prepare(int64_t row, const Column& column) {
-    float* to = rows_ + row * row_;
-    for (int64_t c = 0; c < of_heads_; c += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, of_heads_ - c);
-      const Floats x = convolved<E>(call_.conv, row, c, count, column);
-      store_some(to + c, gated<Silu, true>(x, Floats(1.0f)), count);
-    }
-    const int64_t dim = call_.key_dim;
-    float *decays = to + of_heads_, *betas = decays + call_.heads, *products = betas + call_.heads;
-    for (int64_t h = 0; h < call_.key_heads; ++h) {
-      float *q = to + h * dim, *k = q + keys_;
-      const float root = 1.0f / std::sqrt(static_cast<float>(dim));
-      scale(q, root / std::sqrt(product(q, q) + 1e-6f));
-      scale(k, 1.0f / std::sqrt(product(k, k) + 1e-6f));
-      products[h] = product(q, k);
-    }
-    const E *b = row_of(row) + of_heads_ + values_, *a = b + call_.heads;
-    for (int64_t h = 0; h < call_.heads; ++h) {
-      const float x = number(a + h) + call_.dt_bias[h];
-      const float softplus = x > 20 ? x : std::log1p(std::exp(x));
-      decays[h] = std::exp(call_.rates[h] * softplus);
-      betas[h] = 1.0f / (1.0f + std::exp(-number(b + h)));
-    }
+  // A row of a state behind a row of the run.
+  static PREFOLD_INLINE Floats moved(const Floats& decay, const Floats& s, const Floats& added, float by) {
+    return fused(added, Floats(by), decay * s);
   }
 
-  static float number(const E* p) {
-    if constexpr (std::is_same_v<E, float>) {
-      return *p;
-    } else {
-      const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
-      float x;
-      memcpy(&x, &bits, sizeof x);
-      return x;
-    }
-  }
-
-  float product(const float* x, const float* y) const {
-    Floats sum = zeros();
-    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
-      sum += load_some(x + i, call_.key_dim - i) * load_some(y + i, call_.key_dim - i);
-    }
-    return sum_of(sum);
-  }
-
-  void scale(float* x, float by) const {
-    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
-      store_some(x + i, load_some(x + i, call_.key_dim - i) * Floats(by), call_.key_dim - i);
-    }
-  }
+  static float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
   // Runs that do not depend on each other. Those of one thread that start from one state follow each other, so that a
   // head's part of it is read from memory once.
@@ -179,27 +153,86 @@ class DeltaNet {
     parallel_tasks(static_cast<int64_t>(pieces.size()) * heads, call_.threads, [&](int64_t task) {
       const Piece& piece = pieces[task / heads];
       if (piece.is_short) {
-        run_head<kShortVectors>(piece.first, piece.stop, task % heads);
+        run_head<Derived::kShort>(piece.first, piece.stop, task % heads);
       } else {
-        run_head<kLongVectors>(piece.first, piece.stop, task % heads);
+        run_head<Derived::kLong>(piece.first, piece.stop, task % heads);
       }
     });
   }
 
-  int64_t rows_in(int64_t run) const { return call_.stop[run] - call_.first[run]; }
+  int64_t rows_in(int64_t run) const { return call_.runs.stop[run] - call_.runs.first[run]; }
 
   template <int V>
   void run_head(int64_t first, int64_t stop, int64_t head) {
     static thread_local Workspace workspace;
-    auto* part = static_cast<float*>(workspace.reserve(call_.key_dim * kShortVectors * kLanes * sizeof(float)));
+    auto* part = static_cast<float*>(workspace.reserve(call_.key_dim * V * kLanes * sizeof(float)));
     for (int64_t column = 0; column < call_.value_dim; column += V * kLanes) {
-      for (int64_t run = first; run < stop; ++run) run_columns<V>(run, head, column, part);
+      for (int64_t run = first; run < stop; ++run) {
+        static_cast<Derived&>(*this).template run_columns<V>(run, head, column, part);
+      }
     }
   }
 
   float* state(int64_t number, int64_t head) const {
     const int64_t size = call_.key_dim * call_.value_dim, at = size * head, all = size * call_.heads;
-    return at + (number < call_.num_states ? call_.states + number * all : call_.between + (number - call_.num_states) * all);
+    return at + (number < call_.runs.num_states ? call_.states + number * all
+                                                : call_.between + (number - call_.runs.num_states) * all);
+  }
+
+  const Call& call_;
+  int64_t channels_, row_;
+  float* rows_ = nullptr;
+};
+
+template <class E>
+class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
+  using Base = Scan<DeltaNet<E>, E, DeltaCall>;
+  friend Base;
+  using Base::call_, Base::channels_, Base::row_, Base::rows_, Base::state, Base::moved;
+  static constexpr int kLong = kLongVectors, kShort = kShortVectors;
+
+ public:
+  explicit DeltaNet(const DeltaCall& call)
+      : Base(call, 2 * call.key_heads * call.key_dim + call.heads * call.value_dim, 2 * call.heads + call.key_heads),
+        keys_(call.key_heads * call.key_dim) {}
+
+  void run() {
+    this->run_with([&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
+      return load_some(row_at<E>(call_.conv, row) + c, count);
+    });
+  }
+
+ private:
+  // A row's q and k of length 1, then the decays, beta, and the products of q and k.
+  void prepare(const E* x, float* to) {
+    const int64_t dim = call_.key_dim;
+    float *decays = to + channels_, *betas = decays + call_.heads, *products = betas + call_.heads;
+    for (int64_t h = 0; h < call_.key_heads; ++h) {
+      float *q = to + h * dim, *k = q + keys_;
+      const float root = 1.0f / std::sqrt(static_cast<float>(dim));
+      scale(q, root / std::sqrt(product(q, q) + 1e-6f));
+      scale(k, 1.0f / std::sqrt(product(k, k) + 1e-6f));
+      products[h] = product(q, k);
+    }
+    const E *b = x + channels_ + call_.heads * call_.value_dim, *a = b + call_.heads;
+    for (int64_t h = 0; h < call_.heads; ++h) {
+      decays[h] = std::exp(call_.rates[h] * this->softplus(number_at(a + h) + call_.dt_bias[h]));
+      betas[h] = 1.0f / (1.0f + std::exp(-number_at(b + h)));
+    }
+  }
+
+  float product(const float* x, const float* y) const {
+    Floats sum = zeros();
+    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
+      sum += load_some(x + i, call_.key_dim - i) * load_some(y + i, call_.key_dim - i);
+    }
+    return sum_of(sum);
+  }
+
+  void scale(float* x, float by) const {
+    for (int64_t i = 0; i < call_.key_dim; i += kLanes) {
+      store_some(x + i, load_some(x + i, call_.key_dim - i) * Floats(by), call_.key_dim - i);
+    }
   }
 
   // V vectors of columns of one head's state through one run. What row t adds is put into the state in the pass in which
@@ -208,14 +241,14 @@ class DeltaNet {
   template <int V>
   void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
     const int64_t dim = call_.key_dim, wide = call_.value_dim, key_head = head * call_.key_heads / call_.heads;
-    const int64_t first = call_.first[run], stop = call_.stop[run], left = wide - column;
+    const int64_t first = call_.runs.first[run], stop = call_.runs.stop[run], left = wide - column;
     const bool whole = left >= V * kLanes;
     const auto sums_of = [&](int64_t i, const float* q, const float* k, const Floats* s, Floats* by_k, Floats* by_q)
         __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
-        by_k[v] += s[v] * Floats(k[i]);
-        by_q[v] += s[v] * Floats(q[i]);
+        by_k[v] = fused(s[v], Floats(k[i]), by_k[v]);
+        by_q[v] = fused(s[v], Floats(q[i]), by_q[v]);
       }
     };
     Floats added[V];
@@ -228,7 +261,7 @@ class DeltaNet {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) by_k[v] = by_q[v] = zeros();
       if (row == first) {
-        const float* from = state(call_.source[run], head) + column;
+        const float* from = state(call_.runs.source[run], head) + column;
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
@@ -241,29 +274,30 @@ class DeltaNet {
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
-            s[v] = decay * load(part + (i * V + v) * kLanes) + added[v] * Floats(last_k[i]);
+            s[v] = moved(decay, load(part + (i * V + v) * kLanes), added[v], last_k[i]);
             store(part + (i * V + v) * kLanes, s[v]);
           }
           sums_of(i, q, k, s, by_k, by_q);
         }
       }
-      const float* of_heads = of_row + of_heads_;
+      const float* of_heads = of_row + channels_;
       const Floats beta(of_heads[call_.heads + head]), product(of_heads[2 * call_.heads + key_head]);
       decay = Floats(of_heads[head]), last_k = k;
       float* value = of_row + 2 * keys_ + head * wide + column;  // o takes the place of v
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         const int64_t count = left - v * kLanes;
-        added[v] = beta * (load_some(value + v * kLanes, count) - decay * by_k[v]);
-        if (count > 0) store_some(value + v * kLanes, decay * by_q[v] + product * added[v], count);
+        const Floats predicted = decay * by_k[v];
+        added[v] = beta * fused(Floats(-1.0f), predicted, load_some(value + v * kLanes, count));  // v - predicted
+        if (count > 0) store_some(value + v * kLanes, fused(product, added[v], decay * by_q[v]), count);
       }
     }
-    if (call_.to[run] < 0) return;
-    float* to = state(call_.to[run], head) + column;
+    if (call_.runs.to[run] < 0) return;
+    float* to = state(call_.runs.to[run], head) + column;
     for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
-        const Floats s = decay * load(part + (i * V + v) * kLanes) + added[v] * Floats(last_k[i]);
+        const Floats s = moved(decay, load(part + (i * V + v) * kLanes), added[v], last_k[i]);
         if (whole) {
           store(to + i * wide + v * kLanes, s);
         } else if (left > v * kLanes) {
@@ -274,11 +308,10 @@ class DeltaNet {
   }
 
   // The norm of each head's o, gated with silu(z).
-  void finish(int64_t i) {
-    const int64_t row = call_.pick ? call_.pick[i] : i, dim = call_.value_dim;
-    const float* o = rows_ + row * row_ + 2 * keys_;
-    const E* z = row_of(row) + of_heads_;
-    E* out = static_cast<E*>(call_.out) + i * values_;
+  void finish(const E* input, const float* of_row, E* out) {
+    const int64_t dim = call_.value_dim;
+    const float* o = of_row + 2 * keys_;
+    const E* z = input + channels_;
     for (int64_t h = 0; h < call_.heads; ++h, o += dim, z += dim, out += dim) {
       Floats squares = zeros();
       for (int64_t d = 0; d < dim; d += kLanes) {
@@ -293,15 +326,131 @@ class DeltaNet {
     }
   }
 
-  const DeltaCall& call_;
-  int64_t keys_, values_, of_heads_, row_;
-  float* rows_ = nullptr;
+  int64_t keys_;
 };
 
 template <class E>
-int32_t delta_net(const DeltaCall& call) {
+class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
+  using Base = Scan<Mamba2<E>, E, MambaCall>;
+  friend Base;
+  using Base::call_, Base::channels_, Base::row_, Base::rows_, Base::state, Base::moved;
+  // A row of a state is usually 64 numbers.
+  static constexpr int kLong = kLongVectors, kShort = 4;
+
+ public:
+  explicit Mamba2(const MambaCall& call)
+      : Base(call, call.heads * call.value_dim + 2 * call.groups * call.key_dim, 2 * call.heads),
+        values_(call.heads * call.value_dim) {}
+
+  void run() {
+    this->run_with([&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
+      return load_some(row_at<E>(call_.conv, row) + values_ + c, count);
+    });
+  }
+
+ private:
+  // A row's time steps and decays.
+  void prepare(const E* x, float* to) {
+    const E* dt = x + values_ + channels_;
+    float *decays = to + channels_, *steps = decays + call_.heads;
+    for (int64_t h = 0; h < call_.heads; ++h) {
+      const float t = this->softplus(number_at(dt + h) + call_.dt_bias[h]);
+      steps[h] = t < call_.least ? call_.least : t > call_.most ? call_.most : t;  // NaN stays NaN
+      decays[h] = std::exp(call_.rates[h] * steps[h]);
+    }
+  }
+
+  // V vectors of columns of one head's state through one run:
+  //   S = decay S + b (t x)^T; y = c^T S + skip x.
+  // The first row of a run reads its state where it is, and the last one writes it to where it is to be.
+  template <int V>
+  void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
+    const int64_t dim = call_.key_dim, wide = call_.value_dim, group = head * call_.groups / call_.heads;
+    const int64_t first = call_.runs.first[run], stop = call_.runs.stop[run], left = wide - column;
+    const bool whole = left >= V * kLanes;
+    const float* start = state(call_.runs.source[run], head) + column;
+    float* end = call_.runs.to[run] < 0 ? nullptr : state(call_.runs.to[run], head) + column;
+    const Floats skip(call_.skips[head]);
+    for (int64_t row = first; row < stop; ++row) {
+      float* of_row = rows_ + row * row_;
+      const float *b = of_row + values_ + group * dim, *c = b + call_.groups * dim;
+      const Floats decay(of_row[channels_ + head]), step(of_row[channels_ + call_.heads + head]);
+      float* value = of_row + head * wide + column;  // y takes the place of x
+      Floats added[V], y[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        added[v] = step * load_some(value + v * kLanes, left - v * kLanes);
+        y[v] = zeros();
+      }
+      // from_state, to_state: whether the numbers lie as in a state, not as in `part`.
+      const auto pass = [&](auto from_state, auto to_state, const float* from, float* to) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < dim; ++i) {
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) {
+            Floats s;
+            if constexpr (from_state) {
+              s = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+            } else {
+              s = load(from + (i * V + v) * kLanes);
+            }
+            s = moved(decay, s, added[v], b[i]);
+            y[v] = fused(s, Floats(c[i]), y[v]);
+            if constexpr (!to_state) {
+              store(to + (i * V + v) * kLanes, s);
+            } else if (whole) {
+              store(to + i * wide + v * kLanes, s);
+            } else if (left > v * kLanes) {
+              store_some(to + i * wide + v * kLanes, s, left - v * kLanes);
+            }
+          }
+        }
+      };
+      const bool leaves = row + 1 == stop && end;
+      constexpr std::true_type yes{};
+      constexpr std::false_type no{};
+      if (row == first) {
+        if (leaves) pass(yes, yes, start, end);
+        else pass(yes, no, start, part);
+      } else if (leaves) {
+        pass(no, yes, part, end);
+      } else {
+        pass(no, no, part, part);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        const int64_t count = left - v * kLanes;
+        if (count > 0) store_some(value + v * kLanes, fused(skip, load_some(value + v * kLanes, count), y[v]), count);
+      }
+    }
+  }
+
+  // The RMS norm of each group's y silu(gate).
+  void finish(const E* x, float* y, E* out) {
+    const int64_t size = values_ / call_.groups;
+    for (int64_t at = 0; at < values_; at += size) {
+      Floats squares = zeros();
+      for (int64_t d = at; d < at + size; d += kLanes) {
+        const int64_t count = at + size - d;
+        const Floats inside = gated<Silu, true>(load_some(x + d, count), load_some(y + d, count));
+        store_some(y + d, inside, count);
+        squares += inside * inside;
+      }
+      const Floats by(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + call_.eps));
+      for (int64_t d = at; d < at + size; d += kLanes) {
+        const int64_t count = at + size - d;
+        store_some(out + d, load_some(y + d, count) * by * load_some(call_.norm + d, count), count);
+      }
+    }
+  }
+
+  int64_t values_;
+};
+
+// Returns 0, or kNoMemory.
+template <class Layer, class Call>
+int32_t run_layer(const Call& call) {
   try {
-    DeltaNet<E>(call).run();
+    Layer(call).run();
     return 0;
   } catch (const std::bad_alloc&) {
     return kNoMemory;
@@ -309,9 +458,10 @@ int32_t delta_net(const DeltaCall& call) {
 }
 
 }  // namespace
-#define PREFOLD_EXPORT_STATES(name, E)                                                           \
-  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); } \
-  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return delta_net<E>(*call); }
+#define PREFOLD_EXPORT_STATES(name, E)                                                                               \
+  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); }                     \
+  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return run_layer<DeltaNet<E>>(*call); }       \
+  extern "C" int32_t prefold_mamba2_##name(const MambaCall* call) { return run_layer<Mamba2<E>>(*call); }
 
 PREFOLD_EXPORT_STATES(float32, float)
 PREFOLD_EXPORT_STATES(bfloat16, Bf16)

@@ -10,8 +10,10 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace prefold {
@@ -111,6 +113,22 @@ PREFOLD_INLINE void store_bits(void* p, const Vec<T>& x) {
 PREFOLD_INLINE Floats load(const float* p) { return load_bits<float>(p); }
 PREFOLD_INLINE void store(float* p, const Floats& x) { store_bits(p, x); }
 
+// a * b + c, rounded once if the processor can. With the operators, the compiler chooses in each place which product of
+// a sum is not rounded, so that the same sum may have other bits elsewhere.
+PREFOLD_INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
+  return Floats::make([&](int p) {
+#if defined(__AVX512F__)
+    return (Part<float>)_mm512_fmadd_ps((__m512)a.part[p], (__m512)b.part[p], (__m512)c.part[p]);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Part<float>)_mm256_fmadd_ps((__m256)a.part[p], (__m256)b.part[p], (__m256)c.part[p]);
+#elif defined(__aarch64__)
+    return (Part<float>)vfmaq_f32((float32x4_t)c.part[p], (float32x4_t)a.part[p], (float32x4_t)b.part[p]);
+#else
+    return (Part<float>)(a.part[p] * b.part[p] + c.part[p]);
+#endif
+  });
+}
+
 typedef uint16_t HalfPart __attribute__((vector_size(kPartBytes / 2)));
 
 PREFOLD_INLINE Part<float> widen(HalfPart x) {
@@ -145,6 +163,15 @@ PREFOLD_INLINE void store(Bf16* p, const Floats& x) {
     const HalfPart h = narrow(x.part[i]);
     memcpy(p + i * kPartLanes, &h, sizeof h);
   }
+}
+
+PREFOLD_INLINE float number_at(const float* p) { return *p; }
+
+PREFOLD_INLINE float number_at(const Bf16* p) {
+  const uint32_t bits = static_cast<uint32_t>(p->bits) << 16;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
 }
 
 // As a float after it has been stored as E.

@@ -122,14 +122,9 @@ def test_adapters_are_added_to_rows_of_any_layer(folder, tmp_path):
     assert tokens_of(generate(engine, mixed)) == alone
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_answers_alike_in_any_company(tmp_path, name):
     check_invariant(hybrid_checkpoint(tmp_path, name), dtype="float32")
-
-
-def test_states_in_chunks_cannot_be_invariant(tmp_path):
-    with pytest.raises(InputError, match="computed in chunks"):
-        LLM(str(hybrid_checkpoint(tmp_path, "granite4_h")), invariant=True)
 
 
 def test_a_checkpoint_with_a_tower_gives_its_text_model(tmp_path):

@@ -22,6 +22,11 @@ CPU, SLOTS = torch.device("cpu"), 5
 LFM2 = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}
 QWEN = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
 
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 0, "shared_intermediate_size": 32,
+}  # fmt: skip
+
 
 def delta(key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict:
     return QWEN | {
@@ -32,13 +37,25 @@ def delta(key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict:
     }
 
 
+def mamba(heads: int, groups: int, dim: int, state: int, **more) -> dict:
+    hidden = {"hidden_size": heads * dim // 2, "mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": state}
+    return GRANITE | hidden | more
+
+
 MIXERS = {
     "conv": LFM2 | {"conv_bias": True, "conv_L_cache": 3},
     "conv of five taps": LFM2 | {"conv_L_cache": 5},
     "delta, small": delta(2, 4, 6, 10),
     "delta, 128": delta(2, 2, 128, 128),
     "delta, odd": delta(1, 3, 33, 150),
+    "mamba, small": mamba(6, 2, 10, 7),
+    "mamba, 64": mamba(4, 1, 64, 128, mamba_conv_bias=False),
+    "mamba, odd": mamba(2, 2, 75, 33, time_step_limit=[0.3, 1.5]),
 }
+
+
+# By a size that only their configs have.
+KINDS = {"value_heads": layers.GatedDeltaNet, "groups": layers.Mamba2, "bias": layers.ShortConv}
 
 
 def mixer_of(settings: dict, dtype: torch.dtype) -> layers.Mixer:
@@ -47,7 +64,7 @@ def mixer_of(settings: dict, dtype: torch.dtype) -> layers.Mixer:
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     config = config_from(sizes | settings)
     assert isinstance(config, HybridConfig)
-    kind = layers.GatedDeltaNet if "value_heads" in config.sizes else layers.ShortConv
+    kind = next(kind for size, kind in KINDS.items() if size in config.sizes)
     mixer = kind(config, 0, dtype=dtype, device=CPU).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in mixer.parameters():
@@ -74,7 +91,7 @@ def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = F
     table = tensor_table(mixer.config, SLOTS + len(ends), dtype, CPU)
     for part in table.tensors[0]:
         part.copy_(torch.randn(part.shape, generator=generator))
-    h = torch.randn(rows, 40, generator=generator).to(dtype)
+    h = torch.randn(rows, mixer.config.hidden, generator=generator).to(dtype)
     return Carry(table, runs, int(lengths.sum()), CPU, **fold), h
 
 

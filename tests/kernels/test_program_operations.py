@@ -1,0 +1,327 @@
+"""The operations that programs of mixtures, hybrids and gated attention have, against NumPy and against each other."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL, addressof, byref
+from typing import Any
+
+import numpy as np
+import pytest
+from programs import (
+    Machine,
+    Runs,
+    gated_delta,
+    mamba2,
+    normal,
+    random_experts,
+    random_layers,
+    random_mixer,
+    random_runs,
+    rms_norm,
+    short_conv,
+    sigmoid,
+)
+
+from prefold import kernels
+from prefold.kernels.abi import FUNCTIONS, ExpertsCall, Kind
+from prefold.kernels.interface import BFLOAT16, FLOAT32, LETTERS
+from prefold.worker.tensor_parallel import PART, MemoryRanks, memory_file
+
+pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no compiled kernels")
+DTYPES = (FLOAT32, BFLOAT16)
+STATES = 5
+
+
+def check(found: np.ndarray, wanted: np.ndarray, bound: float) -> None:
+    """Compares within a part of the largest number."""
+    found = found.astype(np.float64)
+    assert np.abs(found - wanted).max() <= bound * np.abs(wanted).max()
+
+
+def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return len(found) == len(expected) and all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+
+
+def function(name: str) -> Any:
+    """A function of the library."""
+    found, (result, arguments) = getattr(CDLL(str(kernels.load().path)), name), FUNCTIONS[name].split(":")
+    found.argtypes, found.restype = [LETTERS[letter] for letter in arguments], LETTERS[result]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_mixers(dtype, folded, seed):
+    """Runs that go on from others, states of several waves, rows that are read, folded steps."""
+    rng, machine = np.random.default_rng(seed), Machine(dtype)
+    runs = random_runs(rng, STATES, folded)
+    mixer = random_mixer(rng, machine, runs.states)
+    rows = runs.rows if runs.gather is None else len(runs.gather)
+    x = normal(rng, rows, mixer.width, dtype=dtype)
+    wanted, ends = mixer.scan(runs, x)
+    source, out = machine.buffer(x), machine.buffer(rows, mixer.out)
+    reads, fields = np.array([0, 3, rows - 1]), runs.fields(machine, [mixer])
+    given, results = [table.copy() for table in mixer.tables], []
+    for threads, picked in ((1, False), (3, False), (3, True)):
+        for table, before in zip(mixer.tables, given, strict=True):
+            table[:] = before
+        machine.operations.clear()
+        machine.add(mixer.kind, source=source, out=out, call=mixer.call, beside=picked)
+        machine.run(rows, threads, **fields, **({"read": reads, "picked": len(reads)} if picked else {}))
+        results.append([machine.buffers[out][: len(reads) if picked else rows].copy(), *mixer.stored(runs)])
+    assert same(results[1], results[0])
+    assert same(results[2], [results[0][0][reads], *results[0][1:]])
+    check(results[0][0], wanted, 3e-5 if dtype == FLOAT32 else 2e-2)
+    for part, table in enumerate(results[0][1:]):
+        check(table, np.array([end[part] for end in ends]), 3e-5 if dtype == FLOAT32 or part else 2.0**-8)
+    for before, after in zip(given, mixer.tables, strict=True):
+        assert same([after[:STATES]], [before[:STATES]])  # what runs start from is not written
+
+
+MIXERS = {
+    "conv": lambda *given: short_conv(*given, 70, 3),
+    "delta": lambda *given: gated_delta(*given, 2, 2, 33, 150),
+    "mamba": lambda *given: mamba2(*given, 2, 3, 33, 150),
+    "mamba of 64": lambda *given: mamba2(*given, 1, 2, 128, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_row_has_the_same_bits_however_its_path_is_cut(name, dtype):
+    """As one run; as several runs of one step beside others, in waves; in steps of one row over a stored state."""
+    rng, machine = np.random.default_rng(1), Machine(dtype)
+    mixer = MIXERS[name](rng, machine, STATES)
+    x, rows, fresh = normal(rng, 60, mixer.width, dtype=dtype), 23, [table.copy() for table in mixer.tables]
+    out = machine.buffer(60, mixer.out)
+    machine.buffer(x)
+
+    def run(runs: Runs, given: np.ndarray) -> np.ndarray:
+        machine.operations.clear()
+        machine.buffers[1] = np.ascontiguousarray(given)
+        machine.add(mixer.kind, source=1, out=out, call=mixer.call)
+        machine.run(len(given), 2, **runs.fields(machine, [mixer]))
+        return machine.buffers[out][: len(given)].copy()
+
+    def left() -> list[np.ndarray]:
+        state = [table[4].copy() for table in mixer.tables]
+        for table, before in zip(mixer.tables, fresh, strict=True):
+            table[:] = before
+        return state
+
+    whole = run(Runs([0], [rows], [2], [0], [4], STATES), x[:rows])
+    state = left()
+    # Runs 0, 2, 3, 5 are one path; the others begin elsewhere.
+    cut = Runs([0, 9, 19, 20, 31, 40], [9, 19, 20, 31, 40, 42], [2, 3, -1, -3, -1, -4], [5], [4], STATES)
+    path = [*range(9), *range(19, 31), *range(40, 42)]
+    beside = x[:42].copy()
+    beside[path] = x[:rows]
+    assert same([run(cut, beside)[path], *left()], [whole, *state])
+    steps = []
+    for row in range(rows):
+        steps.append(run(Runs([0], [1], [4 if row else 2], [0], [4], STATES), x[row : row + 1]))
+    assert same([np.concatenate(steps), *left()], [whole, *state])
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_layers_of_mixers_and_experts(folded, seed):
+    rng = np.random.default_rng(seed)
+    runs = random_runs(rng, STATES, folded)
+    rows = runs.rows if runs.gather is None else len(runs.gather)
+    reads = np.flatnonzero(rng.integers(0, 2, rows)) if seed % 2 else None
+    layers = random_layers(rng, Machine(FLOAT32), runs, reads)
+    found = layers.run(1)
+    assert same(layers.run(3), found)
+    check(found[0], layers.expected(), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_experts_are_those_of_the_call_and_of_numpy(dtype, seed):
+    rng, machine = np.random.default_rng(seed), Machine(dtype)
+    hidden, rows = 2 * int(rng.integers(8, 60)), int(rng.integers(1, 40))
+    experts, x = random_experts(rng, machine, hidden), normal(rng, rows, hidden, dtype=dtype)
+    source, out = machine.buffer(x), machine.buffer(rows, hidden)
+    machine.add(Kind.EXPERTS, source=source, out=out, **experts.fields)
+    machine.run(rows, 3)
+    found = machine.buffers[out].copy()
+    check(found, experts.oracle(x.astype(np.float64)), 1e-5 if dtype == FLOAT32 else 2e-2)
+    # A row alone.
+    machine.buffers[source][0] = x[-1]
+    machine.run(1)
+    assert same([machine.buffers[out][0]], [found[-1]])
+    # The call alone, with logits in float32.
+    logits, again = np.empty((rows, experts.call.experts), np.float32), np.empty_like(x)
+    linear = function("prefold_linear_float32" if dtype == FLOAT32 else "prefold_linear_bfloat16_float32")
+    addresses = x.ctypes.data, hidden, experts.fields["weight"], None, None, logits.ctypes.data
+    assert linear(*addresses, rows, logits.shape[1], hidden, 1, None) == 0
+    if experts.bias is not None:
+        logits += experts.bias.astype(np.float32)
+    call = ExpertsCall.from_buffer_copy(experts.call)
+    call.x, call.x_row, call.hidden, call.rows, call.threads = x.ctypes.data, hidden, hidden, rows, 1
+    call.logits, call.out = logits.ctypes.data, again.ctypes.data
+    activation = experts.fields["activation"].name.lower()
+    assert function(f"prefold_experts_{activation}_{dtype}")(byref(call)) == 0
+    assert same([again], [found])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate_for_each_number_and_one_for_all(dtype):
+    """The gates of a head lie behind its queries; the result of a number does not depend on its place."""
+    rng, heads, dim, rows = np.random.default_rng(0), 5, 37, 40
+    x, queries = (normal(rng, rows, heads * size, scale=4, dtype=dtype) for size in (dim, 2 * dim))
+    gates = queries.reshape(rows, heads, 2, dim)[:, :, 1]
+
+    def run(x, gates, count=rows, **fields):
+        machine = Machine(dtype)
+        source, beside = machine.buffer(x[:count]), machine.buffer(gates[:count])
+        machine.add(Kind.GATE, source=source, beside=beside, **fields)
+        machine.run(count, 3)
+        return machine.buffers[source]
+
+    def expected(x, gates):  # rounded twice
+        return (x.astype(np.float64) * sigmoid(gates.astype(np.float64)).astype(dtype).astype(np.float64)).astype(dtype)
+
+    each = {"heads": heads, "dim": dim, "at": dim, "stride": 2 * dim, "columns": dim}
+    found, wanted = run(x, queries, **each), expected(x, gates.reshape(x.shape))
+    check(found, wanted.astype(np.float64), 2e-7 if dtype == FLOAT32 else 2.0**-8)
+    if dtype == BFLOAT16:
+        assert (found == wanted).mean() > 0.99
+    by_numbers = run(x, gates.reshape(x.shape), heads=heads * dim, dim=1, stride=1, columns=1)
+    assert same([by_numbers, run(x, queries, 1, **each)], [found, found[:1]])
+    one = normal(rng, rows, 1, scale=4, dtype=dtype)
+    found = run(x, one, heads=1, dim=heads * dim, columns=1)
+    check(found, expected(x, one).astype(np.float64), 2e-7 if dtype == FLOAT32 else 2.0**-8)
+    wild = np.array([[np.nan, np.inf, -np.inf, 1000, -1000]], dtype)
+    ones = np.ones_like(wild)
+    np.testing.assert_array_equal(
+        run(ones, wild, 1, heads=1, dim=5, columns=5).astype(np.float32), [[np.nan, 1, 0, 1, 0]]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("turned", [0, 12, 48])
+def test_heads_that_lie_apart_are_rotated_in_part_behind_a_norm(dtype, wide, turned):
+    rng, heads, dim, stride, at, rows, eps = np.random.default_rng(0), 3, 48, 70, 5, 9, 1e-5
+    x = normal(rng, rows, at + heads * stride, dtype=dtype)
+    weight = normal(rng, dim, dtype=FLOAT32 if wide else dtype)
+    table, positions = normal(rng, 30, turned), rng.integers(0, 30, rows)
+    addresses = np.array([table.ctypes.data], np.int64)
+
+    def run(**fields):
+        machine = Machine(dtype)
+        buffer = machine.buffer(x)
+        plane = 0 if turned else -1
+        given = {"source": buffer, "at": at, "heads": heads, "dim": dim, "stride": stride, "eps": eps}
+        machine.add(Kind.ROPE, **given | {"plane": plane} | fields)
+        machine.run(
+            rows, 2, positions=positions, tables=addresses, num_tables=bool(turned), dim=turned,
+            angles=np.empty((1, rows, turned), np.float32),
+        )  # fmt: skip
+        return machine.buffers[buffer]
+
+    def expected(normed):
+        found = x.astype(np.float64)
+        parts = found[:, at:].reshape(rows, heads, stride)[..., :dim]
+        if normed:
+            parts = rms_norm(parts, weight.astype(np.float64), eps)
+        cosines, sines = np.split(table[positions][:, None].astype(np.float64), 2, -1)
+        a, b, rest = np.split(parts, [turned // 2, turned], -1)
+        done = np.concatenate((a * cosines - b * sines, b * cosines + a * sines, rest), -1)
+        found[:, at:].reshape(rows, heads, stride)[..., :dim] = done
+        return found
+
+    bound = 1e-6 if dtype == FLOAT32 else 2.0**-7
+    check(run(weight=weight, wide=wide), expected(True), bound)
+    plain = run()
+    check(plain, expected(False), bound)
+    untouched = np.ones_like(x, bool)
+    untouched[:, at:].reshape(rows, heads, stride)[..., :dim] = False
+    assert same([plain[untouched]], [x[untouched]])
+    if not turned:
+        assert same([plain], [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("picked", [False, True])
+def test_queries_that_lie_apart_attend_as_those_side_by_side(dtype, folded, picked):
+    rng, heads, kv_heads, dim, rows = np.random.default_rng(0), 4, 2, 24, 11
+    queries = normal(rng, rows, heads * 2 * dim, dtype=dtype)
+    near = np.ascontiguousarray(queries.reshape(rows, heads, 2, dim)[:, :, 0].reshape(rows, -1))
+    kv, times = normal(rng, rows, 2 * kv_heads * dim, dtype=dtype), 2 if folded else 1
+    end = np.repeat(np.arange(1, times + 1) * rows, rows)  # folded: the prompt twice
+    compiled = kernels.load()
+    assert compiled is not None
+
+    def lists(wanted):
+        return compiled.plan_rows(end, np.ascontiguousarray(wanted, np.int64), None, None)
+
+    reads = np.array([0, 4, 10])
+    plans = [lists(np.arange(times * rows)), lists(reads)]
+    given = {
+        "plans": plans[0].call, "read_plans": plans[1].call, "read": reads, "picked": len(reads) if picked else rows,
+        "scale": 0.2, "positions": np.zeros(rows, np.int64),
+    }  # fmt: skip
+    if folded:
+        room = np.empty((2 * rows, 2 * (heads + kv_heads) * dim), dtype)
+        given |= {
+            "unfolded": 2 * rows, "scatter": np.arange(2 * rows) % rows, "gather": np.arange(rows),
+            "read_order": np.arange(len(reads)), "unfolded_room": room,
+        }  # fmt: skip
+
+    def run(q, stride):
+        machine = Machine(dtype)
+        paths = np.zeros(4, np.int64)
+        source, beside, out = machine.buffer(q), machine.buffer(kv), machine.buffer(rows, heads * dim)
+        if picked:
+            machine.add(Kind.PICK, source=source, beside=1)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "stride": stride}
+        machine.add(Kind.ATTEND, source=source, beside=beside, out=out, **sizes)
+        machine.run(rows, 2, paths=paths, **given)
+        return machine.buffers[out][: given["picked"]]
+
+    found = run(queries, 2 * dim)
+    assert np.isfinite(found.astype(np.float32)).all()
+    assert same([found], [run(near, 0)])
+    q, (k, v) = near.reshape(rows, heads, dim).astype(float), np.split(kv.reshape(rows, -1, dim).astype(float), 2, 1)
+    k, v = (np.repeat(part, heads // kv_heads, 1) for part in (k, v))
+    scores = np.einsum("ihd,jhd->hij", q, k) * 0.2 + np.triu(np.full((rows, rows), -np.inf), 1)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = np.einsum("hij,jhd->ihd", shares / shares.sum(-1, keepdims=True), v).reshape(rows, -1)
+    check(found, wanted[reads] if picked else wanted, 1e-5 if dtype == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_and_sums_are_added_up_over_ranks(dtype):
+    file = memory_file(2, PART)
+    ranks = [MemoryRanks(rank, 2, file, [], 60.0, PART) for rank in range(2)]
+    os.close(file)
+    rng, hidden, rows = np.random.default_rng(0), 32, 7
+    machines = [Machine(dtype) for _ in ranks]
+    x, apart = normal(rng, rows, hidden, dtype=dtype), []
+    for machine, summed in ((machine, summed) for summed in (0, 1) for machine in machines):
+        machine.operations.clear()
+        machine.buffers.clear()
+        mixture = random_experts(np.random.default_rng(machines.index(machine)), machine, hidden)
+        source, out = machine.buffer(x), machine.buffer(rows, hidden)
+        machine.add(Kind.EXPERTS, source=source, out=out, summed=summed, **mixture.fields)
+        machine.add(Kind.ADD, source=source, beside=out, eps=1, summed=summed)
+        if not summed:
+            machine.run(rows)
+            apart.append(machine.buffers[out].astype(np.float32))
+
+    def run(rank: int) -> np.ndarray:
+        machines[rank].run(rows, ranks=addressof(ranks[rank].view))
+        return machines[rank].buffers[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    total = (apart[0] + apart[1]).astype(dtype).astype(np.float32)
+    each = (x.astype(np.float32) + total).astype(dtype).astype(np.float32)
+    assert same([first, second], [(each + each).astype(dtype)] * 2)
