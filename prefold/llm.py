@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from . import kernels
 from .api.arguments import Prompt
 from .api.keywords import GenerationKeywords, ModelKeywords
 from .api.numbers import NumericTasks
@@ -24,19 +22,15 @@ from .engine import EngineOptions, ModelEngine
 from .engine.cache import RadixCache
 from .engine.schedule.parts import settle_options
 from .errors import InputError, warn_caller
-from .model import config_from, load_adapter, load_model
-from .model.device import check_kv_dtype, choose_device, choose_dtype, settle_threads
-from .model.int8 import probe_tokens
-from .model.parallel import ALONE, CollectiveError
+from .model import config_from
+from .model.machine import check_kv_dtype, choose_device, choose_dtype
 from .spec.fields import described
 from .spec.model import GROUPS, ModelSpec, model_options
 from .spec.requests import Stats
 from .tasks.kept import open_kept
 from .tasks.make import end_ids, own_adapters
 from .text import Tokenizer, tokenizer_or_none
-from .worker.local import LocalWorker
-from .worker.parts import parts_of
-from .worker.tensor_parallel import TensorParallelWorker
+from .worker.loading import load
 
 __all__ = ["LLM"]
 
@@ -69,7 +63,6 @@ class LLM(NumericTasks, Texts):
         self.options = o = model_options(options)
         self.device = choose_device(o.device)
         # Nothing is downloaded, started or set before the arguments were looked at.
-        settle_threads(o.threads)
         if not isinstance(model, Checkpoint):
             source: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
             model = resolve(model, **source, notify=tell)
@@ -79,73 +72,30 @@ class LLM(NumericTasks, Texts):
         self.dtype = choose_dtype(o.dtype, self.checkpoint.config, self.device)
         o = settle_options(o, self.identity)
         config = config_from(self.checkpoint.config)
-        int8 = probe_tokens(o, self.checkpoint, config, self.tokenizer, self.dtype, self.device)
-        self.config = config if o.images.tower else config.text
+        config = config if o.images.tower else config.text
         if o.kv_dtype != "auto":
             check_kv_dtype(self.dtype, self.device)
-            self.config = replace(self.config, kv_dtype=o.kv_dtype)
-        self.config = replace(self.config, invariant=o.invariant)
-        self._team = self._start_ranks()
-        try:
-            ranks = ALONE if self._team is None else self._team.ranks
-            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "ranks": ranks}
-            loading = {"seed": o.seed, "config": self.config, "keep": o.weights, "int8": int8}
-            self.model = load_model(self.checkpoint, **place, **loading)
-            self.config = self.model.config
-            parts = parts_of(self.model, self.checkpoint, o.seed)
-            loaded = {
-                name: load_adapter(folder, self.config, **place, name=name)
-                for name, folder in (o.adapters or {}).items()
-            }
-            worker = LocalWorker(self.model, loaded, parts=parts)
-            # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
-            rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
-            words = (worker.passes, self.model.stored_as, rounded, self.config.chosen_positions)
-            self.passes = "; ".join(filter(None, words))
-            if self._team is not None:
-                self._team.join(worker)
-        except BaseException as error:
-            if self._team is not None and isinstance(error, CollectiveError):
-                self._team.fail(error)  # with what kept a rank from it
-            if self._team is not None:
-                self._team.close()
-            raise
+            config = replace(config, kv_dtype=o.kv_dtype)
+        config = replace(config, invariant=o.invariant)
+        self._loaded = load(self.checkpoint, config, o, self.tokenizer, dtype=self.dtype, device=self.device)
+        self.model, self.config, self.worker = self._loaded.model, self._loaded.config, self._loaded.worker
+        # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
+        rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
+        self.passes = "; ".join(filter(None, (self._loaded.passes, rounded, self.config.chosen_positions)))
         eos_ids = end_ids(self.checkpoint, self.tokenizer, self.config.vocab_size)
         hosts = o.images.allow_media_host
         self.images = self.config.image_inputs(self.checkpoint, self.tokenizer, media, hosts=hosts)
         table = media if self.images is None else self.images.table
         resources = () if table is None else (table,)
-        self.worker = self._team or worker
         self.engine = ModelEngine(self.worker, EngineOptions.of(o, eos_ids), resources=resources)
         self.kept = open_kept(o, self.checkpoint, self.dtype, self.device, warn_caller)
-
-    def _start_ranks(self) -> TensorParallelWorker | None:
-        """Starts the processes of the other ranks, and returns them as one worker; None without others."""
-        o, threads = self.options, self.options.threads
-        if o.tensor_parallel == 1:
-            return None
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", 0)
-        elif threads is None:
-            threads = max(1, kernels.threads() // o.tensor_parallel)
-            settle_threads(threads)
-        return TensorParallelWorker(
-            self.checkpoint,
-            self.config,
-            size=o.tensor_parallel,
-            dtype=self.dtype,
-            device=self.device,
-            threads=threads or kernels.threads(),
-            seed=o.seed,
-            adapters=o.adapters or {},
-        )
 
     @property
     def identity(self) -> dict[str, object]:
         """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
         the arithmetic and the dtype of keys and values where these are not the dtype."""
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
-        settings = {"dtype": str(self.dtype).removeprefix("torch."), "adapters": loaded}
+        settings = {"dtype": self.dtype, "adapters": loaded}
         defaults = {"arithmetic": "float", "kv_dtype": "auto", "invariant": False}
         rare = {name: (getattr(self.options, name), default) for name, default in defaults.items()}
         settings |= {name: value for name, (value, default) in rare.items() if value != default}
@@ -170,14 +120,13 @@ class LLM(NumericTasks, Texts):
         self.close()
 
     def __repr__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        config = self.config
-        split = "" if self._team is None else f", {self._team.ranks.size} ranks"
+        config, ranks = self.config, self._loaded.ranks
+        split = "" if ranks == 1 else f", {ranks} ranks"
         adapters = ", ".join(self.engine.facts.adapters)
         adapters = adapters and f", adapters {adapters}"
         return (
             f"LLM({self.checkpoint.name!r}: {config.layers} layers of {config.hidden}, context"
-            f" {config.max_positions:,}, {dtype} on {self.device}{split}{adapters})"
+            f" {config.max_positions:,}, {self.dtype} on {self.device}{split}{adapters})"
         )
 
     @property

@@ -91,7 +91,7 @@ class PrefoldLM(LM):
             name = self.llm.checkpoint.name
             raise InputError(f"{name} has no tokenizer", field="pretrained", remedy="give a model that has one")
         self._tokenizer = self.llm.tokenizer
-        self._device = self.llm.device
+        self._device = torch.device(self.llm.device)
         self.max_length = max_length or self.llm.config.max_positions
         self.max_gen_toks = max_gen_toks
         self.think_end_token = think_end_token

@@ -210,7 +210,7 @@ def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[st
 
     Raises InputError if the file has no such answers of this model.
     """
-    from ..model.device import choose_device, choose_dtype
+    from ..model.machine import choose_device, choose_dtype
 
     wrong = file.check()
     checkpoint = find_model(spec.model_name, spec.model, notify)

@@ -83,32 +83,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """Returns the dtype called `name`. Raises InputError for an unknown name.
-
-    "auto" is the dtype that the checkpoint is stored in, as `config` (the keys of config.json) says, where the device
-    computes natively in it, else float32.
-    """
-    if name != "auto":
-        if name not in DTYPES:
-            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(DTYPES)}")
-        return DTYPES[name]
-    stored = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"), torch.float32)
-    if stored == torch.float32 or device.type != "cpu":
-        return stored
-    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
-    return torch.bfloat16 if computes_bf16() else torch.float32
-
-
-def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises InputError where keys and values of rows in `dtype` cannot be kept as bfloat16."""
-    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        message = f"keys and values of {str(dtype).removeprefix('torch.')} on {device.type} are kept as they are"
-        raise InputError(message, field="kv_dtype", remedy="use dtype float32, or leave kv_dtype out (--kv-dtype auto)")
-
-
-def computes_bf16() -> bool:
-    """Returns whether this CPU multiplies bfloat16 numbers natively."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Returns what `machine.choose_dtype` does, of torch."""
+    return DTYPES[machine.choose_dtype(name, config, device.type)]
 
 
 def available_memory(device: torch.device) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import platform
+import shutil
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from ..errors import OutOfMemoryError
+from ..errors import InputError, OutOfMemoryError
 from ..spec.container import free_memory
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -20,6 +24,7 @@ _malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "ma
 MALLOC_OPTIONS = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
 # Arrays of a step are smaller than this, and memory of so many free bytes is kept for the next one.
 MALLOC_KEEPS = 1 << 30
+DTYPES = ("float32", "bfloat16", "float16")  # that a model may be loaded in
 # With these a CPU multiplies bfloat16 numbers faster than float32, by products of words or by widening.
 _X86_BF16 = ({"avx512f", "avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"})
 
@@ -86,3 +91,57 @@ def _cpu_flags() -> set[str]:
         if name.strip() in ("flags", "Features"):
             return set(values.split())
     return set()
+
+
+def has_gpu() -> bool:
+    """Return whether this machine seems to have a GPU for PyTorch, which takes seconds to say so itself."""
+    if sys.platform == "linux":
+        return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists() or Path("/dev/kfd").exists()
+    return sys.platform == "win32" and shutil.which("nvidia-smi") is not None
+
+
+def has_torch() -> bool:
+    """Return whether PyTorch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def choose_device(name: str) -> str:
+    """Return the device called `name`: "cpu", "cuda" or "cuda:1"; "auto" is a GPU where there is one. Raise InputError
+    where it is not there."""
+    if name == "cpu" or (name == "auto" and not (has_gpu() and has_torch())):
+        return "cpu"
+    if not has_torch():
+        raise missing_torch(f"device is {name!r}", "device")
+    from .device import choose_device as of_torch
+
+    return str(of_torch(name))
+
+
+def missing_torch(message: str, field: str) -> InputError:
+    """Return the error of something that needs PyTorch, which is not installed."""
+    return InputError(message, field=field, remedy="install PyTorch: pip install 'prefold[torch]'", code="no_torch")
+
+
+def choose_dtype(name: str, config: Mapping[str, Any], device: str) -> str:
+    """Return the dtype called `name`. Raise InputError for an unknown name.
+
+    "auto" is the dtype that the checkpoint is stored in, as `config` (the keys of config.json) says, where the device
+    computes natively in it, else float32.
+    """
+    if name != "auto":
+        if name not in DTYPES:
+            raise InputError(f"dtype is {name!r}", field="dtype", remedy=f"use auto, {', '.join(DTYPES)}")
+        return name
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    stored = stored if stored in DTYPES else "float32"
+    if stored == "float32" or device != "cpu":
+        return stored
+    # bfloat16 on a CPU that has to emulate it is slower than float32, and float16 nearly always is.
+    return "bfloat16" if computes_bf16() else "float32"
+
+
+def check_kv_dtype(dtype: str, device: str) -> None:
+    """Raise InputError where keys and values of rows in `dtype` cannot be kept as bfloat16."""
+    if device != "cpu" or dtype not in ("float32", "bfloat16"):
+        message = f"keys and values of {dtype} on {device.partition(':')[0]} are kept as they are"
+        raise InputError(message, field="kv_dtype", remedy="use dtype float32, or leave kv_dtype out (--kv-dtype auto)")

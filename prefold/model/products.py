@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from .. import kernels
 from ..kernels import LANES
 from .arrays import ARRAY_DTYPES, array_of, tensor_of
-from .device import available_memory, computes_bf16
+from .device import available_memory
+from .machine import computes_bf16
 from .ops import wide
 
 # Vocabulary entries of an LM head that are widened to float32 at once.

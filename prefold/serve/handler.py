@@ -338,7 +338,7 @@ def fingerprint(llm: Any) -> str:
     """Returns a text that changes whenever answers may change: a digest of the version, the model and the settings."""
     generation = llm.engine.facts.options.generation
     shifted = getattr(generation.cache, "shifted", None)
-    settings = [llm.device.type, llm.engine.facts.sharing, generation.looped.exits, shifted]
+    settings = [str(llm.device).partition(":")[0], llm.engine.facts.sharing, generation.looped.exits, shifted]
     identity = llm.identity
     identity = {**identity, "model": {**identity["model"], "name": ""}}  # the name may be a path
     content = json.dumps([__version__, identity, settings], sort_keys=True, default=str)

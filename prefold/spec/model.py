@@ -229,6 +229,12 @@ class ModelSpec(StepOptions, SlotOptions):
         " CPU, and slower.",
         on="machine", journal=True,
     )  # fmt: skip
+    executor: Literal["auto", "native", "torch"] = option(
+        "auto",
+        "What runs the model. native: compiled kernels on a CPU, without PyTorch; torch: PyTorch, for GPUs and models"
+        " that the kernels lack; auto: native where it runs the model.",
+        one_of=("auto", "native", "torch"), on="machine",
+    )  # fmt: skip
     device: str = option(
         "auto", "auto (a GPU, if there is one), cpu, cuda, or cuda:1 for the second GPU.", on="machine", metavar="NAME"
     )

@@ -14,7 +14,8 @@ from ..spec.plugins import load_plugins
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..model import CausalLM, MediaRows
+    from ..model import CausalLM, MediaRows, ModelConfig
+    from .native.model import NativeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,53 @@ class WorkerPart:
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]
-MAKERS: list[MakePart] = []
+MakeNativePart = Callable[["NativeModel", "Checkpoint | None", int], "WorkerPart | None"]
 
 
-def add_part(make: MakePart) -> None:
-    """Registers a function that makes a feature's WorkerPart for each worker from now on. make: takes the model, the
-    checkpoint from which the part loads further weights (None: there is no checkpoint) and the seed of random weights,
-    and returns the part, or None where the model lacks the feature."""
-    MAKERS.append(make)
+@dataclass(frozen=True, slots=True)
+class PartMaker:
+    """A PartMaker makes a feature's part of each worker; its fields are the arguments of `add_part`."""
+
+    make: MakePart
+    native: MakeNativePart | None
+    concerns: Callable[[ModelConfig], bool]
+
+
+MAKERS: list[PartMaker] = []
+
+
+def add_part(
+    make: MakePart,
+    *,
+    native: MakeNativePart | None = None,
+    concerns: Callable[[ModelConfig], bool] = lambda config: True,
+) -> None:
+    """Registers functions that make a feature's WorkerPart for each worker from now on.
+
+    make      takes the model, the checkpoint from which the part loads further weights (None: there is no checkpoint)
+              and the seed of random weights, and returns the part, or None where the model lacks the feature
+    native    the same for the native executor; None: PyTorch runs the models that the feature concerns
+    concerns  takes a model's config, and returns whether the feature concerns the model
+    """
+    MAKERS.append(PartMaker(make, native, concerns))
 
 
 def parts_of(model: CausalLM, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
     """Returns the parts of a worker for a model; the arguments are those of `add_part`."""
     load_plugins()
-    return [part for make in MAKERS if (part := make(model, checkpoint, seed)) is not None]
+    return [part for maker in MAKERS if (part := maker.make(model, checkpoint, seed)) is not None]
+
+
+def native_parts(model: NativeModel, checkpoint: Checkpoint | None = None, seed: int = 0) -> list[WorkerPart]:
+    """Returns the parts of a native worker for a model; the arguments are those of `add_part`."""
+    load_plugins()
+    makers = [maker.native for maker in MAKERS if maker.native is not None and maker.concerns(model.config)]
+    return [part for make in makers if (part := make(model, checkpoint, seed)) is not None]
+
+
+def without_native(config: ModelConfig) -> str | None:
+    """Returns the first feature of a model that the native executor lacks, by the module that adds it; None: it has
+    all."""
+    load_plugins()
+    lacking = (maker.make for maker in MAKERS if maker.native is None and maker.concerns(config))
+    return next((f"the part of {make.__module__}" for make in lacking), None)

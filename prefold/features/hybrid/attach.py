@@ -148,13 +148,21 @@ gguf_config.OF_ARCHITECTURE.update(OF_ARCHITECTURE)
 GGUF_OF.update(NAMES)
 
 
-@add_part
 def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     if not isinstance(model.config, HybridConfig):
         return None
     from .worker import state_part
 
     return state_part(model)
+
+
+def _native_part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
+    from .native import state_part
+
+    return state_part(model)
+
+
+add_part(_part, native=_native_part, concerns=lambda config: isinstance(config, HybridConfig))
 
 
 @add_engine_part

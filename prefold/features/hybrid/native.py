@@ -1,3 +1,93 @@
 """The states that the native executor keeps for a hybrid: of paths of row streams, and of slots."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import addressof
+from typing import Any
+
+import numpy as np
+
+from ...engine.worker import DONE, Ticket
+from ...kernels.abi import PlaceLists, RunLists, StatePlane, StateStep
+from ...worker.native.model import NativeModel
+from ...worker.native.steps import StreamBatch
+from ...worker.native.worker import NativeWorker
+from ...worker.parts import WorkerPart
+from .config import HybridConfig, StateShape
+from .states import StateFlow, StateTable
+from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
+
+
+class StateCall:
+    """A StateCall says to the kernels how states go through the rows of a step: its `fields` are those of the call."""
+
+    def __init__(self, flow: StateFlow):
+        table, order = flow.table, flow.order
+        layers = [parts for parts in table.tensors if parts]
+        kept = sorted({parts[0].shape[1] for parts in layers})
+        self._places = {number: flow.places(number) for number in kept}
+        lists = (PlaceLists * (kept[-1] + 1))()
+        for number, places in self._places.items():
+            lists[number] = PlaceLists(places.above.ctypes.data, places.below.ctypes.data)
+        planes = (StatePlane * len(layers))()
+        for plane, parts in enumerate(layers):
+            states = parts[1].ctypes.data if len(parts) > 1 else None
+            planes[plane] = StatePlane(parts[0].ctypes.data, states)
+        self._order = order
+        arrays = (order.first, order.stop, order.source, order.to, order.waves)
+        runs = RunLists(*(array.ctypes.data for array in arrays), len(order.waves) - 1, table.rows, order.between)
+        self._to = np.ascontiguousarray(flow.runs.slots, np.int64)
+        step = StateStep(addressof(lists), self._to.ctypes.data, len(self._to), runs)
+        self._kept: tuple[Any, ...] = (lists, planes, step)
+        self.fields = {"states": addressof(planes), "state_step": addressof(step)}
+
+
+def state_part(model: NativeModel) -> WorkerPart:
+    """Return the part of a worker that holds states."""
+    config = model.config
+    assert isinstance(config, HybridConfig)
+    paths: dict[int, StateTable] = {}
+    table: StateTable | None = None
+
+    def zeros(rows: int, part: StateShape) -> np.ndarray:
+        return np.zeros((rows, *part.shape), np.float32 if part.is_wide else model.dtype)
+
+    def run_stream(worker: NativeWorker, step: StateStreamStep) -> Ticket:
+        batch = worker.prepare(step)
+        assert batch is not None
+        return run_batch(worker, batch)
+
+    def run_batch(worker: NativeWorker, batch: StreamBatch) -> Ticket:
+        step = batch.step
+        assert isinstance(step, StateStreamStep)
+        if (path := paths.get(step.stream)) is None:
+            path = paths[step.stream] = StateTable(config, 1, zeros)
+        placed = path.place(step.runs)
+        call = StateCall(StateFlow(path, placed, len(step.end) - step.path))
+        ticket = worker.run_batch(batch, call.fields)
+        path.store(step.runs, placed)
+        path.keep(np.append(step.kept_states, step.runs.slots))
+        return ticket
+
+    def run_slots(worker: NativeWorker, step: StateSlotStep) -> Ticket:
+        assert table is not None
+        placed = table.place(step.runs)
+        call = StateCall(StateFlow(table, placed, step.num_rows))
+        ticket = worker.run_slots(step, call.fields)
+        table.store(step.runs, placed)
+        return ticket
+
+    def make_states(worker: NativeWorker, message: MakeStates) -> Ticket:
+        nonlocal table
+        table = StateTable(config, message.slots, zeros)
+        return DONE
+
+    handlers: dict[type, Callable[[Any, Any], Ticket]] = {
+        StateStreamStep: run_stream,
+        StreamBatch: run_batch,
+        StateSlotStep: run_slots,
+        MakeStates: make_states,
+    }
+    state_bytes = sum(part.nbytes for parts in StateTable(config, 1, zeros).tensors for part in parts)
+    return WorkerPart(handlers, StateFacts(state_bytes), forget=lambda stream: paths.pop(stream, None))

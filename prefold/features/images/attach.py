@@ -40,7 +40,6 @@ add_counter(
 )
 
 
-@add_part
 def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     if checkpoint is None or not isinstance(model.config, SeeingConfig):
         return None
@@ -49,6 +48,9 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
 
     # Each rank encodes whole images, because each needs all of their rows.
     return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
+
+
+add_part(_part, concerns=lambda config: isinstance(config, SeeingConfig))
 
 
 @add_engine_part

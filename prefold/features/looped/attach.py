@@ -20,13 +20,15 @@ add_families(
 )
 
 
-@add_part
 def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     if not isinstance(model.config, LoopedConfig):
         return None
     from .worker import looped_part
 
     return looped_part(model)
+
+
+add_part(_part, concerns=lambda config: isinstance(config, LoopedConfig))
 
 
 @add_engine_part

@@ -29,11 +29,19 @@ def _settled(options: Any, identity: Mapping[str, Any]) -> Any:
     return replace(options, cache=permitted(options.cache, identity))
 
 
-@add_part
 def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
     from .worker import shifted_part
 
     return shifted_part(model)
+
+
+def _native_part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
+    from .native import shifted_part
+
+    return shifted_part(model)
+
+
+add_part(_part, native=_native_part)
 
 
 @add_engine_part

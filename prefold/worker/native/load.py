@@ -6,6 +6,7 @@ file has numbers in their order.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,13 +16,18 @@ from ... import kernels
 from ...checkpoint import Checkpoint
 from ...errors import InputError
 from ...kernels import BFLOAT16, Blocks, PanelPool
+from ...model.adapters import read_adapter
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
 from ...model.machine import available_memory, check_fits
 from ...model.program import Add, Embed, Experts, Linear, Program, Weight
 from ...model.sources import StoredSource, open_source
+from ...spec.model import ModelSpec
+from ..loading import Loaded
+from ..parts import native_parts
 from .model import NativeModel
 from .program import COMPILE
+from .worker import NativeWorker
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 # Of the memory that is free, the part that weights may take before they stay as stored although that is slower.
@@ -144,6 +150,28 @@ def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled
     return int(total * PACKED)
 
 
+def load_worker(checkpoint: Checkpoint, config: ModelConfig, options: ModelSpec, *, dtype: str) -> Loaded:
+    """Return the model of a checkpoint, ready to run; the errors are those of `LLM`."""
+    settle_threads(options.threads)
+    model = load_native(checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights)
+    adapters = {
+        name: read_adapter(folder, model.config, name=name) for name, folder in (options.adapters or {}).items()
+    }
+    worker = NativeWorker(model, adapters, parts=native_parts(model, checkpoint, options.seed))
+    passes = "; ".join(filter(None, (worker.passes, model.stored_as)))
+    return Loaded(worker, model.config, model, "native", passes)
+
+
+def settle_threads(threads: int | None) -> None:
+    """Set the number of threads, if one is given. What a program has set by PyTorch counts too."""
+    if "torch" in sys.modules:
+        from ...model.device import settle_threads as with_torch
+
+        with_torch(threads)
+    elif threads is not None:
+        kernels.set_threads(threads)
+
+
 class _Loader:
     """Fills the memory of a model."""
 
@@ -162,10 +190,10 @@ class _Loader:
             elif isinstance(operation, Experts):
                 for weight, gated in ((operation.gate_up, True), (operation.down, False)):
                     stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    memory.matrices[weight] = model.kernels.pack_experts(stack, self._pool, gated=gated)
+                    memory.stacks[weight] = model.kernels.pack_experts(stack, self._pool, gated=gated)
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
         for weight in program.weights:
-            if weight not in memory.matrices and weight not in memory.tables:
+            if all(weight not in kind for kind in (memory.matrices, memory.stacks, memory.tables)):
                 memory.arrays[weight] = self._array(weight)
         if self._types:
             model.stored_as = f"weights lie in memory as stored ({', '.join(sorted(self._types))})"

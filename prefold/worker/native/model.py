@@ -25,18 +25,20 @@ class Memory:
     """A Memory holds the weights of a model.
 
     matrices  of linears: packed words, or blocks as the file has them
+    stacks    of experts: the packed matrices of all, one behind the other
     tables    the embedding, [vocabulary, hidden], or blocks as the file has them
     arrays    all others, of the model's dtype, or float32 where they are wide
     """
 
     matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
+    stacks: dict[Weight, np.ndarray] = field(default_factory=dict)
     tables: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
     arrays: dict[Weight, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all weights, those of a mapped file among them."""
-        every = (*self.matrices.values(), *self.tables.values(), *self.arrays.values())
+        every = (*self.matrices.values(), *self.stacks.values(), *self.tables.values(), *self.arrays.values())
         return sum({id(one): one.nbytes for one in every}.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from ctypes import addressof, c_void_p, sizeof
+from ctypes import Structure, addressof, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,32 @@ import numpy as np
 from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE, SlotStep
 from ...errors import UnsupportedModelError
-from ...kernels import Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
+from ...kernels import LANES, Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
+from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, MambaCall, ShortConvCall
 from ...kernels.abi import Operation as CompiledOperation
 from ...kernels.threads import threads
 from ...model.adapters import AdapterArrays
 from ...model.config import ModelConfig
-from ...model.program import DELTA, OUT, Add, Attend, Embed, H, Linear, Norm, Operation, Pick, Rope, Weight, X
+from ...model.program import (
+    DELTA,
+    OUT,
+    Add,
+    Attend,
+    Embed,
+    Experts,
+    Gate,
+    GatedDelta,
+    H,
+    Linear,
+    Mamba2,
+    Norm,
+    Operation,
+    Pick,
+    Rope,
+    ShortConv,
+    Weight,
+    X,
+)
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
 from .memory import LINE, empty_bytes, place_buffers
@@ -26,7 +46,12 @@ from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
 
 MOST_POSITIONS = 1 << 62
-ACTIVATIONS = {"": Activation.LINEARLY, "silu": Activation.SILU, "gelu_tanh": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "": Activation.LINEARLY,
+    "silu": Activation.SILU,
+    "gelu_tanh": Activation.GELU_TANH,
+    "clamped": Activation.CLAMPED,
+}
 # A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
 Visit = tuple[int, int, int]
 
@@ -57,6 +82,7 @@ class Compiler:
     number      of each buffer
     windows     the sliding windows of planes, each once
     linears     those that adapters may add to, in the order of their tables
+    states      the mixers, in the order of their states
     """
 
     def __init__(self, model: NativeModel):
@@ -67,7 +93,8 @@ class Compiler:
         self.windows = list(dict.fromkeys(plane.window for plane in model.config.planes))
         self.linears: list[Linear] = []
         self.operations: list[CompiledOperation] = []
-        self.keepalive: list[np.ndarray] = []
+        self.keepalive: list[np.ndarray | Structure] = []
+        self.states: list[ShortConv | GatedDelta | Mamba2] = []
         self.plane = self.like = 0
         self.is_last = False
         self._pending: Add | None = None
@@ -120,6 +147,15 @@ class Compiler:
         self.keepalive.append(array)
         return array.ctypes.data
 
+    def structure(self, call: Structure) -> int:
+        """Return the address of a structure, which lives as long as the program."""
+        self.keepalive.append(call)
+        return addressof(call)
+
+    def floats(self, weight: Weight) -> np.ndarray:
+        """Return the numbers of a weight, rounded to the model's dtype, as float32."""
+        return self.memory.arrays[weight].astype(np.float32)
+
     def vector(self, weight: Weight) -> tuple[int, bool]:
         """Return where the numbers of a weight are, and whether they are float32 where the model's are not."""
         array = self.memory.arrays[weight]
@@ -147,8 +183,8 @@ class Compiler:
         """Add the norm and the rotation of heads."""
         weight, wide = (None, False) if rope.norm is None else self.vector(rope.norm)
         self.add(
-            Kind.ROPE, source=self.number[rope.source], plane=self.tables[self.like], at=rope.at, heads=rope.heads,
-            dim=rope.dim, weight=weight, eps=rope.eps, wide=wide,
+            Kind.ROPE, source=self.number[rope.source], plane=self.tables[self.like] if rope.turned else -1, at=rope.at,
+            heads=rope.heads, dim=rope.dim, stride=rope.stride, weight=weight, eps=rope.eps, wide=wide,
         )  # fmt: skip
 
     def attend(self, attend: Attend) -> None:
@@ -156,7 +192,8 @@ class Compiler:
         sinks = None if attend.sinks is None else self.vector(attend.sinks)[0]
         self.add(
             Kind.ATTEND, source=self.number[attend.source], out=self.number[attend.out], at=attend.at,
-            beside=self.number[attend.beside], keys=attend.keys, heads=attend.heads, dim=attend.dim, plane=self.plane,
+            beside=self.number[attend.beside], keys=attend.keys, heads=attend.heads, dim=attend.dim,
+            stride=attend.stride, plane=self.plane,
             kv_heads=attend.kv_heads, window=self.windows.index(self.config.planes[self.like].window), weight=sinks,
         )  # fmt: skip
 
@@ -177,6 +214,75 @@ class Compiler:
         )  # fmt: skip
 
 
+def _gate(compiler: Compiler, gate: Gate) -> None:
+    compiler.add(
+        Kind.GATE, source=compiler.number[gate.source], beside=compiler.number[gate.by], at=gate.at, heads=gate.groups,
+        dim=gate.dim, stride=gate.stride or 1, columns=gate.dim if gate.each else 1,
+    )  # fmt: skip
+
+
+def _experts(compiler: Compiler, experts: Experts) -> None:
+    memory = compiler.memory
+
+    def bias(weight: Weight | None) -> int | None:
+        return None if weight is None else compiler.address(memory.arrays[weight])
+
+    width = experts.down.inputs[0]
+    call = ExpertsCall(
+        gate_up=compiler.address(memory.stacks[experts.gate_up]), down=compiler.address(memory.stacks[experts.down]),
+        gate_up_bias=bias(experts.gate_up_bias), down_bias=bias(experts.down_bias), experts=experts.experts,
+        chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
+    )  # fmt: skip
+    words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
+    compiler.add(
+        Kind.EXPERTS, source=compiler.number[experts.source], out=compiler.number[experts.out], weight=words,
+        blocks=blocks, bias=bias(experts.router_bias), activation=ACTIVATIONS[experts.activation],
+        summed=compiler.is_split and experts.summed, call=compiler.structure(call),
+    )  # fmt: skip
+
+
+def _mixer(compiler: Compiler, kind: Kind, mixer: ShortConv | GatedDelta | Mamba2, call: Structure) -> None:
+    compiler.add(
+        kind, source=compiler.number[mixer.source], out=compiler.number[mixer.out], plane=len(compiler.states),
+        beside=mixer.picked and compiler.is_last, call=compiler.structure(call),
+    )  # fmt: skip
+    compiler.states.append(mixer)
+
+
+def _conv(compiler: Compiler, taps: Weight, bias: Weight | None) -> ConvCall:
+    """Return the constant part of a convolution: taps float32 [taps, channels]."""
+    of_channels = compiler.floats(taps)[:, 0]
+    channels, count = of_channels.shape
+    return ConvCall(
+        taps=compiler.address(np.ascontiguousarray(of_channels.T)), channels=channels, kept=count - 1,
+        bias=None if bias is None else compiler.address(compiler.floats(bias)),
+    )  # fmt: skip
+
+
+def _short_conv(compiler: Compiler, mixer: ShortConv) -> None:
+    _mixer(compiler, Kind.SHORT_CONV, mixer, ShortConvCall(_conv(compiler, mixer.taps, mixer.bias)))
+
+
+def _gated_delta(compiler: Compiler, mixer: GatedDelta) -> None:
+    call = DeltaCall(
+        _conv(compiler, mixer.taps, None), rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
+        dt_bias=compiler.address(compiler.floats(mixer.dt_bias)), norm=compiler.address(compiler.floats(mixer.norm)),
+        heads=mixer.heads, key_heads=mixer.key_heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim, eps=mixer.eps,
+    )  # fmt: skip
+    _mixer(compiler, Kind.GATED_DELTA, mixer, call)
+
+
+def _mamba2(compiler: Compiler, mixer: Mamba2) -> None:
+    least, most = mixer.limits
+    call = MambaCall(
+        _conv(compiler, mixer.taps, mixer.conv_bias), rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
+        dt_bias=compiler.address(compiler.floats(mixer.dt_bias)), skips=compiler.address(compiler.floats(mixer.d)),
+        norm=compiler.address(compiler.floats(mixer.norm)), heads=mixer.heads, groups=mixer.groups,
+        key_dim=mixer.state, value_dim=mixer.dim, eps=mixer.eps, least=least, most=most,
+    )  # fmt: skip
+    _mixer(compiler, Kind.MAMBA2, mixer, call)
+
+
 def _norms_sum(norm: Norm, add: Add) -> bool:
     """Return whether a norm is of what a sum has just made."""
     return add.scale == 1 and norm.source == add.source and norm.at == 0
@@ -188,6 +294,11 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Rope: Compiler.rope,
     Attend: Compiler.attend,
     Pick: Compiler.pick,
+    Gate: _gate,
+    Experts: _experts,
+    ShortConv: _short_conv,
+    GatedDelta: _gated_delta,
+    Mamba2: _mamba2,
 }
 
 

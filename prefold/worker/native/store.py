@@ -79,8 +79,8 @@ class NativeStore:
     """A NativeStore keeps the K/V of `slots` rows for every plane. Slot 0 is scratch: any number of rows may be written
     there, and no run names it."""
 
-    def __init__(self, planes: int, layout: StoreLayout, slots: int):
-        self.layout, self.slots = layout, slots
+    def __init__(self, planes: int, layout: StoreLayout, slots: int, compiled: kernels.Kernels):
+        self.layout, self.slots, self._kernels = layout, slots, compiled
         self._memory = zero_pages(planes * layout.plane_bytes(slots)).reshape(planes, -1)
         self.planes = [StorePlane(memory, layout, slots) for memory in self._memory]
 
@@ -88,6 +88,13 @@ class NativeStore:
     def structs(self) -> Any:
         """Return an array of `kernels.SlotPlane`, which says where the planes lie."""
         return (kernels.SlotPlane * len(self.planes))(*(plane.struct for plane in self.planes))
+
+    def write(self, plane: int, slots: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """Put rows keys, values [n, kv_heads, head_dim] into slots [n]. Raise ValueError for a slot that is not
+        there."""
+        slots = np.ascontiguousarray(slots, np.int64)
+        if not self._kernels.write_slots(self.planes[plane].struct, slots, keys, values):
+            raise ValueError(f"a slot that is not there; pass slots in [0, {self.slots})")
 
     @property
     def num_bytes(self) -> int:

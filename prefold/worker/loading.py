@@ -1,0 +1,89 @@
+"""Which executor runs a model, and what both give when they have loaded it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..engine.worker import Worker
+from ..errors import InputError
+from ..model import ModelConfig
+from ..model.machine import has_torch, missing_torch
+from ..spec.model import ModelSpec
+from ..text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A Loaded is a model that is ready to run.
+
+    worker    runs its steps
+    config    the model's, as its checkpoint has it in fact
+    model     the executor's model
+    executor  "native" or "torch"
+    passes    in words, what computes a forward pass
+    ranks     processes that hold the model
+    close     ends what runs beside this process
+    """
+
+    worker: Worker
+    config: ModelConfig
+    model: Any
+    executor: str
+    passes: str
+    ranks: int = 1
+    close: Callable[[], None] = lambda: None
+
+
+def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str:
+    """Return which executor runs a model: "native" on a CPU, unless the model or an option needs PyTorch.
+
+    Raise InputError where it needs PyTorch, which is not installed, and where the option asks for an executor that
+    lacks something.
+    """
+    if options.executor == "torch":
+        if not has_torch():
+            raise missing_torch("executor is torch", "executor")
+        return "torch"
+    reason = _needs_torch(options, config, dtype, device)
+    if reason is None:
+        return "native"
+    if options.executor == "native":
+        raise InputError(f"the native executor lacks {reason}", field="executor", remedy="use auto or torch")
+    if not has_torch():
+        raise missing_torch(f"the native executor lacks {reason}", "model")
+    return "torch"
+
+
+def _needs_torch(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str | None:
+    """Return what the native executor lacks for a model and its options, in words; None: nothing."""
+    if device != "cpu":
+        return device
+    if options.arithmetic != "float":
+        return "int8 arithmetic"
+    from .native.load import missing
+    from .parts import without_native
+
+    return missing(config, dtype, ranks=options.tensor_parallel) or without_native(config)
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    options: ModelSpec,
+    tokenizer: Tokenizer | None,
+    *,
+    dtype: str,
+    device: str,
+) -> Loaded:
+    """Return the model of a checkpoint, ready to run by the executor that `choose_executor` says. The errors are those
+    of `LLM`."""
+    if choose_executor(options, config, dtype, device) == "native":
+        from .native.load import load_worker as load_native
+
+        return load_native(checkpoint, config, options, dtype=dtype)
+    from .torch.load import load_worker as load_torch
+
+    return load_torch(checkpoint, config, options, tokenizer, dtype=dtype, device=device)

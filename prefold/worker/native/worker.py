@@ -1,0 +1,209 @@
+"""The worker that runs steps with the compiled kernels over NumPy memory, on a CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
+from ...engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
+from ...errors import InputError, OutOfMemoryError, not_invariant
+from ...kernels import BFLOAT16
+from ...model.adapters import AdapterArrays
+from ...model.machine import available_memory, give_back, keep_freed
+from ..parts import WorkerPart
+from ..readouts import SlotTicket, greedy, read_stream
+from .arrays import NumpyArrays
+from .model import NativeModel
+from .program import NativeProgram
+from .steps import NativePath, SlotBatch, StreamBatch, prepare_slots, prepare_stream
+from .store import NativeStore, StoreLayout
+
+# Larger steps hardly gain, and hold their intermediates in memory.
+ROWS = 4096
+# The part of the memory that is free that K/V may take, and what it may take at most.
+KV_SHARE, KV_MOST = 0.5, 4 << 30
+NO_PATH = NativePath()
+
+
+class NativeWorker(Worker):
+    """Runs the steps of one model.
+
+    adapters  LoRA adapters by name
+    parts     what features add to it
+    program   runs forward passes in one call each
+    paths     the path of each stream that has not ended, by the stream's number
+    store     the KV store of generation, once a `MakeStore` has come
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        adapters: Mapping[str, AdapterArrays] | None = None,
+        *,
+        parts: Sequence[WorkerPart] = (),
+    ):
+        self.model, self.adapters = model, dict(adapters or {})
+        config = model.config
+        if config.invariant:
+            for part in parts:
+                if part.varies:
+                    raise not_invariant(part.varies)
+        self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
+        self._forgets = [part.forget for part in parts if part.forget is not None]
+        self.layout = StoreLayout(
+            config.kv_heads,
+            config.head_dim,
+            model.dtype,
+            BFLOAT16 if config.kv_dtype == "bfloat16" else model.dtype,
+            model.dtype == BFLOAT16 and model.kernels.stores_bf16_pairs,
+        )
+        self.facts = Facts(
+            max_rows=ROWS,
+            max_positions=config.max_positions,
+            vocab_size=config.vocab_size,
+            has_logits=config.lm_head,
+            adapters=tuple(self.adapters),
+            slot_bytes=self.layout.slot_bytes(len(config.planes)),
+            span_rows=config.span_rows,
+            features=tuple(part.facts for part in parts if part.facts is not None),
+        )
+        self.store: NativeStore | None = None
+        self.program = NativeProgram(model, list(self.adapters.values()))
+        self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
+        self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
+        self.paths: dict[int, NativePath] = {}
+        self._arrays = NumpyArrays(model.kernels)
+        self._lock = threading.Lock()
+        give_back()  # what loading needed beside the weights
+        keep_freed()
+
+    def prepare(self, message: Message) -> StreamBatch | None:
+        if not isinstance(message, StreamStep):
+            return None
+        return prepare_stream(message, self.model.config.planes, self.model.config.invariant)
+
+    def start(self, message: Message, prepared: StreamBatch | None = None) -> Ticket:
+        with self._lock:
+            if (ticket := self._go_on(message)) is not None:
+                return ticket
+            work = message if prepared is None else prepared
+            handler = self._handlers.get(type(work))
+            if handler is None:
+                raise TypeError(f"{type(message).__name__} is no message to this worker")
+            try:
+                return handler(self, work)
+            except MemoryError as error:
+                reason = str(error)
+        raise OutOfMemoryError(f"memory is too small for a step of the model: {reason}")
+
+    def forget(self, stream: int) -> None:
+        # Without the lock: the garbage collector may call this within `start`, whose stream is another one.
+        self.paths.pop(stream, None)
+        for forget in self._forgets:
+            forget(stream)
+
+    def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
+        free = available_memory()
+        if kv_memory is not None and kv_memory > free:
+            message = f"kv_memory is {kv_memory / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            raise InputError(message, field="kv_memory", remedy="give less")
+        size = min(int(free * KV_SHARE), KV_MOST) if kv_memory is None else kv_memory
+        return max(1, size // slot_bytes - 1)
+
+    @property
+    def passes(self) -> str:
+        """Return in words what computes a forward pass."""
+        return "each forward pass is one compiled call"
+
+    def run_stream(self, step: StreamStep) -> Ticket:
+        """Run a step of a row stream, and return its ticket."""
+        batch = self.prepare(step)
+        assert batch is not None
+        return self.run_batch(batch)
+
+    def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Run a prepared step of a row stream, and return its ticket. fields: further ones of the kernels' call"""
+        step = batch.step
+        path = self.paths.get(step.stream, NO_PATH)
+        if (rows := path.rows) < step.path:
+            raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
+        path = path if rows == step.path else path.truncate(step.path)
+        hidden, kv = self.program.over_rows(batch, path, **fields)
+        ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
+        self.paths[step.stream] = NativePath(kv, states)
+        return ticket
+
+    def _end_stream(self, message: EndStream) -> Ticket:
+        self.forget(message.stream)
+        return DONE
+
+    def _make_store(self, message: MakeStore) -> Ticket:
+        self.store = NativeStore(len(self.model.config.planes), self.layout, message.slots, self.model.kernels)
+        self._states = self.last_run = None
+        return DONE
+
+    def _is_greedy(self, step: SlotStep) -> bool:
+        """Return whether a step gives nothing but the most likely token of each read."""
+        return step.drawing is None and not step.read_outs and not len(step.state_reads)
+
+    def _go_on(self, step: Message) -> Ticket | None:
+        """Run a greedy step that follows a greedy one; None: it is another."""
+        program = self.last_run
+        if program is None or type(step) is not SlotStep or not step.follows or not self._is_greedy(step):
+            return None
+        ids = program.greedy_again(step)
+        return None if ids is None else CompletedTicket(SlotResult(ids))  # each row is read, in order
+
+    def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+        """Run a step over slots, and return its ticket. fields: further ones of the kernels' call"""
+        assert self.store is not None
+        config, program, last = self.model.config, self.program, self.last_run
+        self.last_run = None
+        # That the step follows is the scheduler's word; that the call of the step before is still there is not.
+        batch = None if last is None or fields or not step.follows else last.follow(step)
+        if batch is None:
+            batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
+            self._check_slots(step, batch)
+        ids = program.greedy(batch, self.store, **fields) if self._is_greedy(step) else None
+        if ids is not None:
+            ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
+        else:
+            ticket = self._read(step, program.over_slots(batch, self.store, **fields))
+        self.last_run = None if fields else program
+        return ticket
+
+    def _check_slots(self, step: SlotStep, batch: SlotBatch) -> None:
+        assert self.store is not None
+        needed = max((plan.slots_needed for plan in batch.plans.values()), default=0)
+        if needed > self.store.slots:
+            raise ValueError(f"the step needs {needed} slots, the store has {self.store.slots}")
+
+    def _read(self, step: SlotStep, hidden: np.ndarray) -> Ticket:
+        """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
+        if len(step.state_reads):
+            self._keep(step, hidden)
+        if self._is_greedy(step):
+            return CompletedTicket(SlotResult(greedy(self._arrays, self.model, hidden)[step.reads]))
+        return SlotTicket(self._arrays, self.model, hidden, step, self._states)
+
+    def _keep(self, step: SlotStep, hidden: np.ndarray) -> None:
+        """Put hidden states of a step's rows into their slots."""
+        if self._states is None:
+            assert self.store is not None
+            self._states = np.empty((self.store.slots, hidden.shape[1]), hidden.dtype)
+        self._states[step.slots[step.read_rows[step.state_reads]]] = hidden[step.state_reads]
+
+
+# By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
+_HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
+    StreamStep: NativeWorker.run_stream,
+    StreamBatch: NativeWorker.run_batch,
+    SlotStep: NativeWorker.run_slots,
+    MakeStore: NativeWorker._make_store,
+    EndStream: NativeWorker._end_stream,
+}
