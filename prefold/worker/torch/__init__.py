@@ -1,0 +1,1 @@
+"""The executor of GPUs, and of dtypes and models that the compiled kernels do not know: tensors of PyTorch."""
