@@ -11,7 +11,8 @@ import torch
 from prefold.engine.sampling import SamplerState, drawing_of
 from prefold.spec.requests import Sampling, TokenLogprobs
 from prefold.spec.task import FILTERS, filters_of
-from prefold.worker.sampler import choose, draw
+from prefold.worker.sampler import choose
+from prefold.worker.torch.arrays import TorchArrays
 
 
 @dataclass
@@ -28,7 +29,7 @@ def choose_for(
 ) -> Choice:
     """The next token of each sample; `rows[i]` is the row of states[i], by default i."""
     places = np.arange(len(states)) if rows is None else np.array(rows, np.int64)
-    ids, logprobs = choose(logits, places, drawing_of(states, ahead or [0] * len(states)))
+    ids, logprobs = choose(TorchArrays(logits.device), logits, places, drawing_of(states, ahead or [0] * len(states)))
     return Choice(ids.tolist(), [logprobs.get(i) for i in range(len(states))])
 
 
@@ -37,4 +38,4 @@ def draw_for(
 ) -> torch.Tensor:
     """A token drawn from each of `rows` by options alone."""
     filters = np.array([filters_of(one) for one in options], np.float64).reshape(-1, len(FILTERS))
-    return draw(logits, np.array(rows, np.int64), filters, np.array(keys, np.uint64))
+    return TorchArrays(logits.device).draw(logits, np.array(rows, np.int64), filters, np.array(keys, np.uint64))

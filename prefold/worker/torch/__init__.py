@@ -1,1 +1,1 @@
-"""The executor of GPUs, of training, and of what the native executor lacks: PyTorch."""
+"""The executor of GPUs, and of dtypes and models that the compiled kernels do not know: tensors of PyTorch."""
