@@ -10,11 +10,16 @@ form for a GPU.
 
 from __future__ import annotations
 
-from .plan import Heads
-from .row_attention import RowAttention
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .row_plan import RowPlan, plan_rows, visibility
 from .slot_plan import KeyRuns, SlotPlan, plan_slots
-from .store import KVStore
+
+if TYPE_CHECKING:
+    from .heads import Heads
+    from .row_attention import RowAttention
+    from .store import KVStore
 
 __all__ = [
     "Heads",
@@ -27,3 +32,11 @@ __all__ = [
     "plan_slots",
     "visibility",
 ]
+
+_LATE = {"Heads": "heads", "RowAttention": "row_attention", "KVStore": "store"}  # what imports torch
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATE[name]}", __name__), name)

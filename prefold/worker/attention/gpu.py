@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .plan import Heads
+from .heads import Heads
 from .row_plan import RowPlan
 from .slot_plan import SlotPlan
 

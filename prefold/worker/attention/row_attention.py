@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ...model.arrays import array_of, tensor_of
 from . import gpu
-from .plan import Heads, check_sinks
+from .heads import Heads, check_sinks
 from .row_plan import RowPlan, plan_rows
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...model.device import upload
-from .plan import Heads
+from .heads import Heads
 from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block, take_sink
 from .slot_plan import SlotPlan, pick_rows, slot_tiles, stretches
 

@@ -20,7 +20,7 @@ from ... import kernels
 from ...model.arrays import array_of, tensor_of
 from ...model.device import PAGE, zero_pages
 from . import gpu
-from .plan import Heads, check_sinks
+from .heads import Heads, check_sinks
 from .row_attention import attend_block, finite
 from .slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
 

@@ -7,7 +7,7 @@ file has numbers in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -54,9 +54,19 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         f"the operation {', '.join(sorted(unknown))}": not unknown,
         "a model in parts": ranks == 1,
         "a model that is more than its program": config.is_program,
-        "rows of whole words": dtype != "bfloat16" or all(width % 2 == 0 for width in config.program().widths.values()),
+        "rows of whole words": dtype != "bfloat16" or all(inputs % 2 == 0 for inputs in _inputs(config.program())),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)
+
+
+def _inputs(program: Program) -> Iterator[int]:
+    """Yield how many numbers of a row each product reads. What a gate leaves is filled up."""
+    filled = {one.out for one in program.operations if isinstance(one, Linear) and one.gated}
+    for one in program.operations:
+        if isinstance(one, Linear) and one.source not in filled:
+            yield one.weight.inputs[0]
+        elif isinstance(one, Experts):
+            yield one.router.inputs[0]
 
 
 def load_native(

@@ -10,14 +10,23 @@ from typing import Any
 import numpy as np
 
 from ... import kernels
-from ...errors import no_lm_head
+from ...errors import InputError, no_lm_head
 from ...kernels import COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
 from ...model.adapters import AdapterArrays, LinearAdapter
 from ...model.config import STILL, ModelConfig
 from ...model.program import Linear, Program, Weight
 from ...model.rotary import AngleTables
+from .arrays import ClassificationHead
 
 LOW_BYTES = sizeof(RowLow)
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """The only process that has the model."""
+
+    rank: int = 0
+    size: int = 1
 
 
 @dataclass(slots=True)
@@ -50,10 +59,9 @@ class NativeModel:
     memory     its weights
     angles     tables of its rotary positions; None: nothing is rotated
     stored_as  in words, which weights lie in memory as the checkpoint stores them
-    rank       of this process among those that the model is split over
+    ranks      this process among those that the model is split over
     """
 
-    rank = 0
     view: kernels.RanksView | None = None
     computed_by = ""
 
@@ -62,12 +70,14 @@ class NativeModel:
         self.widths = padded_widths(program)
         self.memory = Memory()
         self.stored_as = ""
+        self.ranks = OneRank()
         self.vocab = slice(0, config.vocab_size)
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
             ropes = (STILL,) * len(config.planes)
         self.angles = AngleTables(ropes, config.rotated_dim or config.head_dim) if ropes else None
         self._head: np.ndarray | Blocks | None = None
+        self._score: ClassificationHead | None = None
         self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens
         self._logits = np.empty(0, np.float32)
 
@@ -103,6 +113,18 @@ class NativeModel:
             head, columns = self._columns_of(tuple(np.asarray(ids).tolist())), len(ids)
             out = np.empty((len(hidden), columns), np.float32)
         return self._shaped(self.kernels.linear(hidden, head, columns, out=out))
+
+    def head(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the outputs of the classification head, float32 [rows, labels]. Raise InputError without one."""
+        if not self.program.score:
+            raise InputError("this checkpoint has no classification head", field="model", code="no_head")
+        if self._score is None:
+            arrays = self.memory.arrays
+            linears = [
+                (arrays[one.weight], None if one.bias is None else arrays[one.bias]) for one in self.program.score
+            ]
+            self._score = ClassificationHead(linears, self.kernels)
+        return self._score(hidden)
 
     def _room(self, rows: int) -> np.ndarray:
         """Return memory for logits of the whole vocabulary. Fresh pages would cost a tenth to a third of the product
