@@ -24,8 +24,8 @@ LAYERS = [
     "wire", "train", "cluster", "jobs", "integrations", "serve", "cli", "extend",
 ]  # fmt: skip
 WITHOUT_TORCH = [
-    "spec", "trie", "checkpoint", "text", "engine", "engine.cache", "engine.schedule", "tasks", "wire", "cluster",
-    "jobs", "jobs.report", "serve", "cli", "model", *(f"features.{name}" for name in FEATURES),
+    "spec", "trie", "checkpoint", "text", "engine", "engine.cache", "engine.schedule", "kernels", "tasks", "wire",
+    "cluster", "jobs", "jobs.report", "serve", "cli", "model", *(f"features.{name}" for name in FEATURES),
 ]  # fmt: skip
 
 

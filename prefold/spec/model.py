@@ -240,7 +240,7 @@ class ModelSpec(StepOptions, SlotOptions):
     )
     threads: int | None = option(
         None,
-        "CPU threads of each rank. By default torch's number, at most a container's CPU quota, shared by the ranks.",
+        "CPU threads of each rank. By default the cores, at most a container's CPU quota, shared by the ranks.",
         least=1, on="machine",
     )  # fmt: skip
     tensor_parallel: int = option(

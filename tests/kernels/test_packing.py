@@ -52,9 +52,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    ("columns", "inputs"), [(1, 2), (31, 62), (32, 64), (33, 130), (70, 128), (300, 576), (4, 0), (0, 8)]
-)
+@pytest.mark.parametrize(("columns", "inputs"), [(1, 2), (31, 62), (32, 64), (33, 130), (70, 128), (300, 576), (0, 8)])
 def test_every_dtype_has_the_bits_of_pytorch(case, threads, columns, inputs):
     source, target = case
     weight = numbers(source, columns, inputs)

@@ -28,9 +28,9 @@ inline uint32_t widen_bits(float x) { return bits_of(x); }
 inline uint32_t widen_bits(Bf16 x) { return uint32_t{x.bits} << 16; }
 inline uint32_t widen_bits(F16 x) {
   const uint32_t sign = uint32_t{x.bits} << 16 & 0x80000000u, rest = x.bits & 0x7fffu;
-  if (rest >= 0x7c00u) return sign | 0x7f800000u | rest << 13;  // an infinity, or NaN
-  if (rest >= 0x0400u) return sign | ((rest << 13) + (112u << 23));
-  return sign | bits_of(static_cast<float>(rest) * 0x1p-24f);  // below the normal numbers: exact in float32
+  const uint32_t wide = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);  // or an infinity, or NaN
+  const uint32_t tiny = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);  // exact in float32
+  return sign | (rest < 0x0400u ? tiny : wide);
 }
 
 // float32 to bfloat16, to nearest even. No vector instruction: that of AVX-512 makes zeros of numbers that are below
@@ -40,17 +40,69 @@ inline uint32_t round_bits(uint32_t bits) {
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
 }
 
-// `count` words of a row: numbers of type To, converted from `from`.
+// Numbers [first, first + count) of a row as type To, in memory for whole words; zeros from number `k` on. The rows of a
+// mapped file may lie at any byte, so that they are copied before they are read.
 template <class From, class To>
-void convert(const From* from, int64_t count, uint32_t* words) {
+void convert(const From* row, int64_t first, int64_t count, int64_t k, char* out) {
+  const int64_t left = row ? std::clamp<int64_t>(k - first, 0, count) : 0;
+  if (left < count) memset(out + left * sizeof(To), 0, (count - left) * sizeof(To));
+  const char* from = reinterpret_cast<const char*>(row) + first * static_cast<int64_t>(sizeof(From));
   if constexpr (std::is_same_v<From, To>) {
-    memcpy(words, from, count * sizeof words[0]);
-  } else if constexpr (std::is_same_v<To, float>) {
-    for (int64_t i = 0; i < count; ++i) words[i] = widen_bits(from[i]);
+    if (left) memcpy(out, from, left * sizeof(To));
   } else {
-    for (int64_t i = 0; i < count; ++i) {
-      words[i] = round_bits(widen_bits(from[2 * i])) | round_bits(widen_bits(from[2 * i + 1])) << 16;
+    From numbers[kTile * sizeof(uint32_t) / sizeof(To)];
+    if (left) memcpy(numbers, from, left * sizeof(From));
+    for (int64_t i = 0; i < left; ++i) {
+      const uint32_t wide = widen_bits(numbers[i]);
+      if constexpr (std::is_same_v<To, float>) {
+        memcpy(out + i * sizeof wide, &wide, sizeof wide);
+      } else {
+        const auto half = static_cast<uint16_t>(round_bits(wide));
+        memcpy(out + i * sizeof half, &half, sizeof half);
+      }
     }
+  }
+}
+
+typedef uint32_t Four __attribute__((vector_size(16)));
+
+inline Four load_four(const char* p) {
+  Four x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+// The first, or the last, two lanes of a and b in turn.
+#if defined(__clang__) || __GNUC__ >= 12
+inline Four first_in_turn(Four a, Four b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline Four last_in_turn(Four a, Four b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+#else
+inline Four first_in_turn(Four a, Four b) { return __builtin_shuffle(a, b, Four{0, 4, 1, 5}); }
+inline Four last_in_turn(Four a, Four b) { return __builtin_shuffle(a, b, Four{2, 6, 3, 7}); }
+#endif
+
+// Words of each column side by side. The rows are a bit longer than what they hold: the same word of all columns would
+// lie in one set of the cache otherwise.
+struct Tile {
+  alignas(16) char rows[kPanel][(kTile + 4) * sizeof(uint32_t)];
+
+  const char* at(int64_t column, int64_t word) const { return rows[column] + word * sizeof(uint32_t); }
+};
+
+// The words of a tile, to words of all columns side by side: out [count][kPanel].
+void transpose(const Tile& tile, int64_t count, uint32_t* out) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (int64_t column = 0; column < kPanel; column += 4) {
+      const Four a = load_four(tile.at(column, i)), b = load_four(tile.at(column + 1, i));
+      const Four c = load_four(tile.at(column + 2, i)), d = load_four(tile.at(column + 3, i));
+      const Four ac = first_in_turn(a, c), bd = first_in_turn(b, d), ac2 = last_in_turn(a, c), bd2 = last_in_turn(b, d);
+      const Four words[4] = {first_in_turn(ac, bd), last_in_turn(ac, bd), first_in_turn(ac2, bd2), last_in_turn(ac2, bd2)};
+      for (int64_t w = 0; w < 4; ++w) memcpy(out + (i + w) * kPanel + column, &words[w], sizeof words[w]);
+    }
+  }
+  for (; i < count; ++i) {
+    for (int64_t column = 0; column < kPanel; ++column) memcpy(out + i * kPanel + column, tile.at(column, i), 4);
   }
 }
 
@@ -58,26 +110,15 @@ template <class From, class To>
 void pack_words(const From* const* rows, int64_t panels, int64_t k, int64_t words, uint32_t* out, int32_t threads) {
   constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(To);  // of a word
   parallel_ranges(panels, words * kPanel, threads, [&](int64_t first, int64_t stop) {
-    // Rows are a word longer than a tile: the same word of all columns would lie in one set of the cache otherwise.
-    alignas(64) uint32_t tile[kPanel][kTile + 1];
+    Tile tile;
     for (int64_t panel = first; panel < stop; ++panel) {
       for (int64_t word = 0; word < words; word += kTile) {
         const int64_t count = std::min(kTile, words - word);
         for (int64_t column = 0; column < kPanel; ++column) {
           const From* row = rows[panel * kPanel + column];
-          const int64_t left = row ? std::clamp<int64_t>(k - word * kNumbers, 0, count * kNumbers) : 0;
-          if (left < count * kNumbers) memset(tile[column], 0, count * sizeof(uint32_t));
-          if (!left) continue;
-          // Copied first: the rows of a mapped file may lie at any byte.
-          From numbers[kTile * kNumbers + 1];
-          memcpy(numbers, reinterpret_cast<const char*>(row) + word * kNumbers * sizeof(From), left * sizeof(From));
-          if (left % kNumbers) numbers[left] = From{};
-          convert<From, To>(numbers, (left + kNumbers - 1) / kNumbers, tile[column]);
+          convert<From, To>(row, word * kNumbers, count * kNumbers, k, tile.rows[column]);
         }
-        uint32_t* at = out + (panel * words + word) * kPanel;
-        for (int64_t i = 0; i < count; ++i, at += kPanel) {
-          for (int64_t column = 0; column < kPanel; ++column) at[column] = tile[column][i];
-        }
+        transpose(tile, count, out + (panel * words + word) * kPanel);
       }
     }
   });
