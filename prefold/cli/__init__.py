@@ -95,18 +95,23 @@ def _show_version(context: click.Context, _: click.Parameter, is_given: bool) ->
     if is_given and not context.resilient_parsing:
         from ..kernels import foreseen
 
-        click.echo(f"prefold {__version__}\nCPU kernels: {foreseen()}\nExecutor: {_executor()}")
+        kernels = foreseen()
+        click.echo(f"prefold {__version__}\nCPU kernels: {kernels}\nExecutor: {_executor(kernels)}")
         context.exit()
 
 
-def _executor() -> str:
-    """Returns what makes the steps of a model here. torch is looked for and not imported."""
+def _executor(kernels: str) -> str:
+    """Returns what runs models here, in words. torch is looked for and not imported."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return f"PyTorch {version('torch')}"
+        torch = f"PyTorch {version('torch')}"
     except PackageNotFoundError:
-        return "none: PyTorch is missing; install it with: pip install torch"
+        torch = ""
+    install = "pip install 'prefold[torch]'"
+    if kernels.startswith("PyTorch"):  # why there are no kernels
+        return torch or f"none: install a C++ compiler, such as g++ or the package ziglang, or PyTorch: {install}"
+    return f"native; {torch} for what it lacks" if torch else f"native (PyTorch, for GPUs and training: {install})"
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

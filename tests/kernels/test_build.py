@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
@@ -332,11 +333,23 @@ def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
     loader.process = KernelLoader(libraries=fresh / "none", build=Mock())
     done = CliRunner().invoke(main, ["--version"])
-    executor = f"Executor: PyTorch {torch.__version__}"
+    executor = f"Executor: native; PyTorch {torch.__version__} for what it lacks"
     assert done.stdout.splitlines() == [f"prefold {__version__}", f"CPU kernels: {FIRST_USE}", executor]
     assert not loader.process.build.called
     monkeypatch.setenv("PREFOLD_KERNELS", "0")
-    assert "CPU kernels: PyTorch: " in CliRunner().invoke(main, ["--version"]).stdout
+    kernels_line, executor = said_of_the_version().splitlines()[1:]
+    assert kernels_line.startswith("CPU kernels: PyTorch: ") and executor == f"Executor: PyTorch {torch.__version__}"
+
+
+def test_the_version_without_pytorch_names_the_remedies(fresh, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError))
+    assert "native (PyTorch, for GPUs and training: pip install 'prefold[torch]')" in said_of_the_version()
+    monkeypatch.setenv("PREFOLD_KERNELS", "0")
+    assert "none: install a C++ compiler" in said_of_the_version() and "prefold[torch]" in said_of_the_version()
+
+
+def said_of_the_version() -> str:
+    return CliRunner().invoke(main, ["--version"]).stdout
 
 
 # ------------------------------------------------------------------------------------------------ a wheel's libraries

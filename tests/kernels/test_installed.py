@@ -31,6 +31,16 @@ def mine() -> Path:
     return used.path
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what setup.py needs, so that nothing is written into this one."""
+    copy = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT / "prefold", copy / "prefold", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A machine without a compiler and with an empty cache. Returns the folder that installed libraries are for."""
@@ -203,13 +213,10 @@ def test_what_is_foreseen_of_names_that_do_not_exist(machine, monkeypatch):
     assert kernels.foreseen(Installed(machine)).startswith("PREFOLD_ISA is 'sse9': it must be one of")
 
 
-def test_pip_installs_the_library_for_this_machine(mine, compiler, tmp_path):
+def test_pip_installs_the_library_for_this_machine(mine, source, compiler, tmp_path):
     """By a compiler that copies the library in use, into a wheel of this platform."""
-    source, program = tmp_path / "source", tmp_path / "a-compiler"
+    program = tmp_path / "a-compiler"
     program.write_text(program.read_text().replace('printf x > "$out"', f'/bin/cp {mine} "$out"'))
-    shutil.copytree(ROOT / "prefold", source / "prefold", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
     code = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"  # as pip does
     subprocess.run([sys.executable, "-c", code], check=True, cwd=source, capture_output=True)
     (made,) = tmp_path.glob("*.whl")
@@ -223,3 +230,14 @@ def test_pip_installs_the_library_for_this_machine(mine, compiler, tmp_path):
     )
     assert done.stdout == "compiled on this machine: native\n" * 2 and not done.stderr
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"PREFOLD_COMPILER": "zig"}, {"PREFOLD_COMPILER": "zig", "PREFOLD_KERNELS": "0"}]
+)
+def test_pip_fetches_ziglang_if_it_is_to_compile(machine, source, settings):
+    code = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=source, env=os.environ | settings
+    )
+    assert ("ziglang" in done.stdout) is (settings == {"PREFOLD_COMPILER": "zig"})
