@@ -1,25 +1,23 @@
-"""Builds prefold. With PREFOLD_WHEEL=1 a wheel is for this platform, and has the kernels compiled for every variant of
-its kind of CPU (on Windows by the compiler of the package ziglang); otherwise it is for any platform, and the kernels
-are compiled on first use."""
+"""Builds prefold, with the kernels in it (`prefold/kernels/build.py`, `install`).
 
-import os
+An installation compiles them for this machine alone. With PREFOLD_WHEEL=1 they are compiled for every variant of its
+kind of CPU, and with PREFOLD_KERNELS=0 not at all, so that the wheel is for any platform. PREFOLD_COMPILER=zig, and
+Windows, compile by the package ziglang, which pip fetches for the build.
+"""
+
 import platform
-from importlib.util import module_from_spec, spec_from_file_location
+import sys
 from pathlib import Path
-from types import ModuleType
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
+sys.path.insert(0, str(Path(__file__).parent))
 
-def load(path: str) -> ModuleType:
-    """Return a file of prefold as a module. prefold itself cannot be imported here."""
-    spec = spec_from_file_location(Path(path).stem, Path(path))
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from prefold.kernels.build import install
+from prefold.spec import environment
 
 
 class BuildWithKernels(build_py):
@@ -27,10 +25,8 @@ class BuildWithKernels(build_py):
 
     def run(self) -> None:
         super().run()
-        jobs = load("prefold/spec/container.py").usable_cores()
-        load("prefold/kernels/compile.py").compile_variants(
-            Path(self.build_lib, "prefold", "kernels", "lib"), jobs=jobs
-        )
+        folder = None if self.editable_mode else Path(self.build_lib, "prefold", "kernels", "lib")
+        print(f"prefold: {install(folder)}", file=sys.stderr, flush=True)
 
 
 class PlatformWheel(bdist_wheel):
@@ -45,11 +41,12 @@ class PlatformDistribution(Distribution):
         return True
 
 
-if os.environ.get("PREFOLD_WHEEL") == "1":
+if environment.kernels() == "0":
+    setup(cmdclass={"build_py": BuildWithKernels})  # which removes what earlier builds left
+else:
+    needs_zig = platform.system() == "Windows" or environment.compiler() == "zig"
     setup(
         cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel},
         distclass=PlatformDistribution,
-        setup_requires=["ziglang>=0.15"] if platform.system() == "Windows" else [],
+        setup_requires=["ziglang>=0.15"] if needs_zig else [],
     )
-else:
-    setup()

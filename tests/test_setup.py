@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def setup(tmp_path):
-    """setup(TORCH=..., EXTRAS=...) -> what pip is told to install."""
+    """setup("base", TORCH=..., EXTRAS=...) -> what pip is told to install."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "setup").write_text((ROOT / "scripts" / "setup").read_text())
     (tmp_path / "pyproject.toml").write_text("[project]\n")
@@ -24,10 +24,10 @@ def setup(tmp_path):
         path.write_text(f"#!/bin/sh\n{text}\n")
         path.chmod(0o755)
 
-    def call(**settings):
+    def call(*arguments, **settings):
         told.write_text("")
         plain = {name: value for name, value in os.environ.items() if name not in ("TORCH", "EXTRAS")}
-        command = ["bash", str(tmp_path / "scripts" / "setup")]
+        command = ["bash", str(tmp_path / "scripts" / "setup"), *arguments]
         subprocess.run(command, env=plain | settings, check=True, capture_output=True)
         return [line.removeprefix("install --quiet ") for line in told.read_text().splitlines()]
 
@@ -50,3 +50,21 @@ def test_a_call_without_settings_takes_what_there_is(setup, tmp_path):
         assert setup(TORCH="torch==1", EXTRAS="ray") == []
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
     assert setup() == ["-e .[dev]"]
+
+
+def test_the_demo_takes_less_than_the_tests_and_both_run_in_either_order(setup, tmp_path):
+    assert setup("base") == ["-e ."]
+    assert setup("base") == []
+    assert setup() == ["-e .[dev]"]
+    assert setup() == setup("base") == []  # the demo runs with more as well
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'another'\n")
+    assert setup("base") == ["-e ."] and setup(EXTRAS="ray") == ["-e .[ray]"]
+    assert setup() == setup("base") == []
+    scripts = {name: (ROOT / "scripts" / name).read_text() for name in ("demo", "check", "test")}
+    assert "\nscripts/setup base\n" in scripts.pop("demo")
+    assert all("\nscripts/setup\n" in script for script in scripts.values())
+
+
+def test_torch_is_installed_first_where_there_is_none(setup, tmp_path):
+    (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\n[ "$2" != "import torch" ]\n')
+    assert setup() == ["torch==2.13.0", "-e .[dev]"]

@@ -156,13 +156,10 @@ def _bar(label: str, total: int) -> Iterator[Callable[[], None] | None]:
     if not total:
         yield None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from tqdm import tqdm
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        entry = bar.add_task(label, total=total)
-        yield lambda: bar.advance(entry)
+    with tqdm(desc=label, total=total) as bar:
+        yield bar.update
 
 
 def _frozen(value: Any) -> Any:

@@ -1,9 +1,12 @@
-"""The command line. It imports nothing heavy: every command imports its modules when it runs."""
+"""The command line. It imports nothing heavy: a command is imported when it is asked for, its modules when it runs."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections import UserDict
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import click
@@ -11,21 +14,37 @@ import click
 from .. import __version__
 from ..errors import PrefoldError
 from ..spec.fields import near
-from .bench import bench, demo
-from .kept import answers
-from .options import plugin_option
-from .plan import plan
 from .process import StoppedBySignal, guarded, say
-from .serve import serve
-from .tasks import classify, decide, embed, generate, rerank, run, score
-from .verify import verify
 
+# The files of the commands, in the order of the help.
+_FILES = {
+    "run": "tasks", "plan": "plan",
+    **dict.fromkeys(("generate", "rerank", "embed", "classify", "decide", "score"), "tasks"),
+    "serve": "serve", "verify": "verify", "answers": "kept", "models": "models", "demo": "bench", "bench": "bench",
+}  # fmt: skip
 # What commands are called elsewhere.
 _OTHER_NAMES = {
     "chat": 'generate "a message"', "complete": 'generate --raw "a text"', "completion": 'generate --raw "a text"',
     "batch": "run", "predict": "run", "encode": "embed", "embeddings": "embed", "rank": "rerank", "server": "serve",
     "benchmark": "bench", "list": "models", "version": "--version",
 }  # fmt: skip
+
+
+class _Commands(UserDict[str, click.Command]):
+    """The commands by name. Those of prefold are imported when they are first asked for."""
+
+    def __missing__(self, name: str) -> click.Command:
+        self.data[name] = command = getattr(import_module(f".{_FILES[name]}", __name__), name)
+        return command
+
+    def __contains__(self, name: object) -> bool:
+        return name in _FILES or name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*_FILES, *self.data)))
+
+    def __len__(self) -> int:
+        return len({*_FILES, *self.data})
 
 
 class _Group(click.Group):
@@ -74,10 +93,25 @@ class _Group(click.Group):
 
 def _show_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
     if is_given and not context.resilient_parsing:
-        from ..kernels import status
+        from ..kernels import foreseen
 
-        click.echo(f"prefold {__version__}\nCPU kernels: {status(compiles=False)}")
+        kernels = foreseen()
+        click.echo(f"prefold {__version__}\nCPU kernels: {kernels}\nExecutor: {_executor(kernels)}")
         context.exit()
+
+
+def _executor(kernels: str) -> str:
+    """Returns what runs models here, in words. torch is looked for and not imported."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = f"PyTorch {version('torch')}"
+    except PackageNotFoundError:
+        torch = ""
+    install = "pip install 'prefold[torch]'"
+    if kernels.startswith("PyTorch"):  # why there are no kernels
+        return torch or f"none: install a C++ compiler, such as g++ or the package ziglang, or PyTorch: {install}"
+    return f"native; {torch} for what it lacks" if torch else f"native (PyTorch, for GPUs and training: {install})"
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -104,41 +138,4 @@ def main() -> None:
     """
 
 
-@click.command(short_help="What runs here.")
-@plugin_option
-def models() -> None:
-    """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
-    for name, lines in sections():
-        click.echo(click.style(name, bold=True))
-        for line in lines:
-            click.echo(f"  {line}")
-
-
-def sections() -> list[tuple[str, list[str]]]:
-    """Returns (heading, lines) of each section of `prefold models`."""
-    from ..checkpoint import BUILT_IN, GEOMETRIES
-    from ..kernels import status
-    from ..model import fallbacks, supported_architectures
-    from ..model.decoders import ROPE_KINDS
-
-    formats = [
-        "a Hugging Face folder or hub id, with safetensors (sentence-transformers folders too)",
-        "a GGUF file",
-        "random weights of a model's shape: --load-format dummy",
-    ]
-    return [
-        ("Built-in models (--model NAME)", [f"{name:<14}{model.about}" for name, model in BUILT_IN.items()]),
-        ("Architectures", [*supported_architectures(), *fallbacks()]),
-        ("RoPE types", [", ".join(ROPE_KINDS)]),
-        ("Formats", formats),
-        (
-            "Shapes for --load-format dummy, besides any model (they have no tokenizer: token ids alone, no texts)",
-            [", ".join(GEOMETRIES)],
-        ),
-        ("CPU kernels", [status()]),
-    ]
-
-
-_TASKS = (generate, rerank, embed, classify, decide, score)
-for _command in (run, plan, *_TASKS, serve, verify, answers, models, demo, bench):
-    main.add_command(_command)
+main.commands = _Commands()

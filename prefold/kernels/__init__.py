@@ -1,30 +1,50 @@
-"""The compiled CPU kernels: C++ that a wheel has or that is compiled on first use, or None.
+"""The compiled CPU kernels: C++ that is compiled when prefold is installed or first used, or None.
 
 `load()` returns the kernels, or None where there is no compiler or PREFOLD_KERNELS=0; everything they do
-has a PyTorch form elsewhere. `status()` says which, and why. They take and return NumPy arrays: nothing here imports
-PyTorch.
+has a PyTorch form elsewhere. `status()` says which, and why. `foreseen()` says it without loading them. They take and
+return NumPy arrays: nothing here imports PyTorch.
+
+Each name is imported when it is first used, so that `foreseen` and setup.py, which compiles the kernels, import only
+the standard library.
 """
 
 from __future__ import annotations
 
-from .abi import Activation, Kind, LowRank, Operation, PathPlane, ProgramCall, RanksView, RowLow, SlotPlane, TileCall
-from .attention import MAX_HEAD_DIM
-from .interface import BFLOAT16, DTYPES, FLOAT32, RowLists, SlotLists, address
-from .loader import Kernels, calm_openmp, load, status
-from .operations import ConvPlaces, RunOrder
-from .products import (
-    BLOCK_TYPES,
-    COLUMNS,
-    LANES,
-    WHOLE_TYPES,
-    Blocks,
-    PanelPool,
-    StoredRows,
-    can_pack_words,
-    matrix_addresses,
-)
-from .program import CollectiveError
+from importlib import import_module
+
 from .threads import set_threads, threads
+
+TYPE_CHECKING = False  # `typing` would be most of what an import costs here
+if TYPE_CHECKING:
+    from .abi import (
+        Activation,
+        Kind,
+        LowRank,
+        Operation,
+        PathPlane,
+        ProgramCall,
+        RanksView,
+        RowLow,
+        SlotPlane,
+        TileCall,
+    )
+    from .attention import MAX_HEAD_DIM
+    from .installed import foreseen
+    from .interface import BFLOAT16, DTYPES, FLOAT32, RowLists, SlotLists, address
+    from .loader import Kernels, calm_openmp, load, status
+    from .operations import ConvPlaces, RunOrder
+    from .products import (
+        BLOCK_TYPES,
+        COLUMNS,
+        LANES,
+        WHOLE_TYPES,
+        Blocks,
+        PanelPool,
+        StoredRows,
+        can_pack_words,
+        matrix_addresses,
+    )
+    from .program import CollectiveError
 
 __all__ = [
     "BFLOAT16",
@@ -57,9 +77,30 @@ __all__ = [
     "address",
     "calm_openmp",
     "can_pack_words",
+    "foreseen",
     "load",
     "matrix_addresses",
     "set_threads",
     "status",
     "threads",
 ]
+
+_MODULES = {
+    "abi": "Activation Kind LowRank Operation PathPlane ProgramCall RanksView RowLow SlotPlane TileCall",
+    "attention": "MAX_HEAD_DIM",
+    "installed": "foreseen",
+    "interface": "BFLOAT16 DTYPES FLOAT32 RowLists SlotLists address",
+    "loader": "Kernels calm_openmp load status",
+    "operations": "ConvPlaces RunOrder",
+    "products": "BLOCK_TYPES COLUMNS LANES WHOLE_TYPES Blocks PanelPool StoredRows can_pack_words matrix_addresses",
+    "program": "CollectiveError",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = next((module for module, names in _MODULES.items() if name in names.split()), None)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value

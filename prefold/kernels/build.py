@@ -1,16 +1,30 @@
-"""Libraries that are compiled on this machine, once, and kept in the cache folder; standard library only."""
+"""Libraries that are compiled on this machine, once: at installation, or at first use into the cache folder.
+
+Standard library only: setup.py imports this file.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..spec.container import usable_cores
-from ..spec.environment import cache_folder
-from .compile import NATIVE, PROBE, SOURCES, BuildError, compile_probe, compile_sources, compiler_or_error
+from ..spec.environment import cache_folder, kernels, makes_wheel
+from .compile import (
+    NATIVE,
+    OWN_FLAGS,
+    PROBE,
+    SOURCES,
+    BuildError,
+    compile_probe,
+    compile_sources,
+    compile_variants,
+    compiler_or_error,
+)
 
 
 def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
@@ -24,19 +38,60 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
         print(line, file=sys.stderr, flush=True)
         compile_sources(compiler, flags, path, jobs=usable_cores())
 
-    return _kept(_name(flags), make, again)
+    return _kept(library_name(flags), make, again)
 
 
-def is_built() -> bool:
-    """Returns whether `build` has its library in the cache, and need not compile."""
+def kept(flags: Sequence[str] = NATIVE) -> Path | None:
+    """Returns the library that `build` has in the cache, and need not compile; None if there is none."""
     try:
-        return (cache_folder() / "kernels" / _name(NATIVE)).exists()
+        path = cache_folder() / "kernels" / library_name(flags)
+        return path if path.exists() else None
     except (OSError, RuntimeError):
-        return False
+        return None
 
 
-def _name(flags: Sequence[str]) -> str:
+def library_name(flags: Sequence[str] = NATIVE) -> str:
+    """Returns the name of the library of these sources, flags and this CPU."""
     return f"kernels-{fingerprint(flags)}.so"
+
+
+def install(folder: Path | None) -> str:
+    """Compiles what an installation has: the library for this machine, or with PREFOLD_WHEEL=1 those of a wheel.
+
+    folder  for the libraries, which holds nothing else afterwards; None: the sources stay where they are, and may
+            change, so that the library goes where `build` looks for it.
+
+    Returns what was done, in one line. PREFOLD_KERNELS=0 compiles nothing. If this machine cannot compile, the
+    installation goes on without kernels. Raises BuildError with PREFOLD_WHEEL=1 alone.
+    """
+    name = library_name()
+    stays = "" if makes_wheel() or kernels() == "0" else name
+    if folder is not None and folder.exists():  # setuptools keeps its folder from one installation to the next
+        for old in folder.iterdir():
+            if old.name != stays:
+                old.unlink()
+    if kernels() == "0":
+        return "PREFOLD_KERNELS=0: the kernels are not compiled"
+    if makes_wheel() and folder is not None:
+        compile_variants(folder, jobs=usable_cores())
+        return "the kernels are compiled for every CPU of this kind"
+    try:
+        if folder is None:
+            build()
+            return "the kernels are compiled for this machine, in the cache folder"
+        target = folder / name
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            if (library := kept()) is not None:
+                shutil.copyfile(library, target)
+            else:
+                compile_sources(compiler_or_error(), NATIVE, target, jobs=usable_cores())
+    except (BuildError, OSError) as error:
+        return (
+            f"the kernels are NOT compiled, so prefold computes by PyTorch alone, several times more slowly: {error}; "
+            "then install again, or let the first run compile them"
+        )
+    return "the kernels are compiled for this machine"
 
 
 def build_probe() -> Path:
@@ -76,7 +131,7 @@ def fingerprint(flags: Sequence[str], sources: Path = SOURCES) -> str:
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((*flags, *cpu())).encode())
+    digest.update("\0".join((*flags, repr(OWN_FLAGS), *cpu())).encode())
     return digest.hexdigest()[:16]
 
 
@@ -88,4 +143,6 @@ def cpu() -> list[str]:
     except OSError:
         lines = []
     values = {line.split(":", 1)[0].strip(): line for line in lines if line.startswith(names)}
-    return [platform.system(), platform.machine(), platform.processor(), *(values[name] for name in sorted(values))]
+    # `platform.processor` runs a program, which a PATH may lack: for systems that have no other list.
+    known = [values[name] for name in sorted(values)] or [platform.processor()]
+    return [platform.system(), platform.machine(), *known]

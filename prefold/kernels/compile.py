@@ -1,7 +1,5 @@
-"""Compiling the C++ sources into shared libraries: for this CPU, or for the variants of a wheel; standard library only.
-
-`setup.py` reads this file by itself, where prefold cannot be imported, and runs it for a wheel that has the kernels.
-"""
+"""Compiling the C++ sources into shared libraries: for this CPU, or for the variants of a wheel. Standard library only:
+setup.py uses it."""
 
 from __future__ import annotations
 
@@ -21,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import NamedTuple
 
+from ..spec import environment
+
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 PROBE = HERE / "probe.cpp"
@@ -35,6 +35,8 @@ _ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": 
 TIMEOUT_SECONDS = 900  # of one compiler
 # The sources that take longest to compile, the longest first: no compiler is to run alone at the end.
 LONGEST = ("attention", "blocks", "few_rows", "products", "experts")
+# Flags of single sources, in place of earlier ones: -O3 compiles attention 1.6 times as long, and makes it no faster.
+OWN_FLAGS = {"attention": ("-O2",)}
 
 
 class BuildError(Exception):
@@ -94,12 +96,17 @@ def runnable(bits: int) -> list[Variant]:
 
 def find_compiler() -> tuple[str, ...] | None:
     """Returns the command of the compiler: $CXX, g++, c++, clang++ or that of the package ziglang, whichever is there
-    first; None: there is none.
+    first; with PREFOLD_COMPILER=zig, that of ziglang; None: there is none.
 
     On Windows $CXX and ziglang alone are asked: there GCC puts vectors where the stack is not aligned for them
     (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=54412), and Clang may lack a C++ library.
-    Raises BuildError for a $CXX that cannot be read.
+    Raises BuildError for a $CXX that cannot be read, and for another PREFOLD_COMPILER.
     """
+    zig = (sys.executable, *_ZIG) if find_spec(_ZIG[1]) else None
+    if wish := environment.compiler():
+        if wish != "zig":
+            raise BuildError(f"PREFOLD_COMPILER is {wish!r}: write zig, or name a compiler in CXX")
+        return zig
     windows = platform.system() == "Windows"
     for command in (os.environ.get("CXX"), *(() if windows else ("g++", "c++", "clang++"))):
         if not command:
@@ -112,12 +119,14 @@ def find_compiler() -> tuple[str, ...] | None:
             raise BuildError(f"the compiler in $CXX cannot be read: {error}") from None
         if path := shutil.which(first):
             return path, *others
-    return (sys.executable, *_ZIG) if find_spec(_ZIG[1]) else None
+    return zig
 
 
 def compiler_or_error() -> tuple[str, ...]:
     """Returns what `find_compiler` does. Raises BuildError where there is no compiler."""
     compiler = find_compiler()
+    if compiler is None and environment.compiler():
+        raise BuildError("PREFOLD_COMPILER is zig, and the package ziglang is missing: pip install ziglang")
     if compiler is None:
         raise BuildError("no C++ compiler found ($CXX, g++, c++, clang++): install g++, or the package ziglang")
     return compiler
@@ -149,7 +158,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
         _remove_stale(Path(work))
         objects = [str(Path(work, source.stem + ".o")) for source in sources]
         commands = [
-            [*compiler, *flags, *_ANYWHERE, "-c", str(source), "-o", made]
+            [*compiler, *flags, *OWN_FLAGS.get(source.stem, ()), *_ANYWHERE, "-c", str(source), "-o", made]
             for source, made in zip(sources, objects, strict=True)
         ]
         compilers = _Compilers()

@@ -6,14 +6,15 @@ import ctypes
 import struct
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..spec import environment
 from .attention import AttentionKernels
-from .build import build, build_probe, is_built
-from .compile import HERE, NATIVE, BuildError, runnable, variants
+from .build import build
+from .compile import NATIVE, BuildError, runnable, variants
+from .installed import COMPILED, LIBRARIES, OF_THE_WHEEL, SWITCHED_OFF, Installed, variant_of
 from .interface import InterfaceError, bind
 from .operations import ElementwiseKernels, ExpertKernels, LogitKernels, StateKernels
 from .products import BlockKernels, PackKernels, ProductKernels
@@ -56,9 +57,6 @@ def _check_whole(path: Path) -> None:
             raise OSError(f"{path}: its end is missing")
 
 
-LIBRARIES = HERE / "lib"  # what a wheel has
-
-
 @dataclass(slots=True)
 class LoadedKernels:
     kernels: Kernels | None
@@ -66,9 +64,9 @@ class LoadedKernels:
 
 
 class KernelLoader:
-    """Loads the kernels once, from a wheel's libraries or compiled, and says why if there are none.
+    """Loads the kernels once, from what is installed or compiled, and says why if there are none.
 
-    libraries  the folder of a wheel's libraries
+    libraries  the folder of the installed libraries
     build      compiles a library, as `build.build` does
     probe      returns the bits of `probe.cpp`; None: of this CPU and its system
     loaded     what `load` found, once it was called
@@ -81,8 +79,8 @@ class KernelLoader:
         build: Callable[..., Path] = build,
         probe: Callable[[], int] | None = None,
     ):
-        self.libraries, self.build = libraries, build
-        self.probe = probe or self._probe
+        self.installed, self.build = Installed(libraries, probe), build
+        self.probe = self.installed.probe
         self.loaded: LoadedKernels | None = None
         self._lock = threading.Lock()
 
@@ -94,45 +92,36 @@ class KernelLoader:
                     self.loaded = self._attempt()
         return self.loaded
 
-    def status(self, *, compiles: bool = True) -> str:
-        """Return what the function `status` does."""
-        is_chosen = environment.kernels() == "0" or environment.instruction_set()
-        if not (compiles or self.loaded or self._has_wheel() or is_chosen or is_built()):
-            return "will be compiled on first use"
-        return self.load().status
-
-    def _has_wheel(self) -> bool:
-        return (self.libraries / "probe.so").exists()
-
     def _attempt(self) -> LoadedKernels:
-        wish = environment.kernels()
-        if wish == "0":
-            return LoadedKernels(None, "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0")
+        """Look for kernels, in this order: those that PREFOLD_ISA names, the installed library of this machine, the
+        variants of a wheel, and what is in the cache or compiled now. `foreseen` has the same order."""
+        if environment.kernels() == "0":
+            return LoadedKernels(None, SWITCHED_OFF)
         ignored = None
         if forced := environment.instruction_set():
             try:
                 return self._variant(forced)
             except (BuildError, OSError, InterfaceError) as error:
                 ignored = f"PREFOLD_ISA is {forced!r}, and is ignored: {error}"
-        loaded = self._of_wheel() if wish != "native" and self._has_wheel() else None
+        loaded = self._of_installation()
         if loaded is None:
             try:
-                loaded = LoadedKernels(self._compiled(NATIVE), "compiled on this machine: native")
+                loaded = LoadedKernels(self._compiled(NATIVE), f"{COMPILED}: native")
             except (BuildError, OSError, InterfaceError) as error:
-                _warn(f"prefold runs without its compiled kernels, more slowly: {error}")
-                loaded = LoadedKernels(None, f"PyTorch: {error}")
+                reason = self.installed.reason(error)
+                _warn(f"prefold runs without its compiled kernels, more slowly: {reason}")
+                loaded = LoadedKernels(None, f"PyTorch: {reason}")
         if ignored:
             _warn(f"{ignored}; kernels in use instead: {loaded.status}")
         return loaded
 
-    def _of_wheel(self) -> LoadedKernels | None:
-        """Return the best kernels of the wheel that run here, or None. Warn once if some cannot be loaded."""
+    def _of_installation(self) -> LoadedKernels | None:
+        """Return the best installed kernels that run here, or None. Warn once if some cannot be loaded."""
         loaded, damaged = None, []
         try:
-            for variant in runnable(self.probe()):
+            for path, status in self._installed_here():
                 try:
-                    kernels = Kernels(self.libraries / variant.library)
-                    loaded = LoadedKernels(kernels, f"of the wheel: {variant.name}")
+                    loaded = LoadedKernels(Kernels(path), status)
                     break
                 except (OSError, InterfaceError) as error:
                     damaged.append(str(error))
@@ -140,40 +129,36 @@ class KernelLoader:
             damaged.append(str(error))
         if damaged:
             _warn(
-                "kernels of the wheel cannot be loaded, so others are used; install prefold again: "
-                + "; ".join(damaged)
+                "installed kernels cannot be loaded, so others are used; install prefold again: " + "; ".join(damaged)
             )
         return loaded
+
+    def _installed_here(self) -> Iterator[tuple[Path, str]]:
+        """Yield (library, its status) of what is installed for this CPU, the best first. Raise OSError for a damaged
+        probe."""
+        if (native := self.installed.native) is not None:
+            yield native, f"{COMPILED}: native"
+        if environment.kernels() != "native" and self.installed.is_wheel:
+            for variant in runnable(self.probe()):
+                yield self.installed.folder / variant.library, f"{OF_THE_WHEEL}: {variant.name}"
 
     def _variant(self, name: str) -> LoadedKernels:
         """Return the kernels of the variant that PREFOLD_ISA names, from the wheel or compiled.
 
         Raise BuildError, OSError or InterfaceError if this machine cannot run, compile or load them.
         """
-        variant = next((choice for choice in variants() if choice.name == name), None)
-        if variant is None:
-            raise BuildError(f"it must be one of {', '.join(choice.name for choice in variants())} here")
+        variant = variant_of(name)
         if variant not in runnable(self.probe()):
             raise BuildError("this CPU, or its system, has not all the instructions for it")
-        path = self.libraries / variant.library
-        held = [one.name for one in variants() if (self.libraries / one.library).exists()]
-        if path.exists():
-            return LoadedKernels(Kernels(path), f"of the wheel: {name}")
+        if path := self.installed.path(variant):
+            return LoadedKernels(Kernels(path), f"{OF_THE_WHEEL}: {name}")
         try:
-            return LoadedKernels(self._compiled(variant.flags), f"compiled on this machine: {name}")
+            return LoadedKernels(self._compiled(variant.flags), f"{COMPILED}: {name}")
         except BuildError as error:
+            held = [one.name for one in variants() if self.installed.path(one)]
             if not held:
                 raise
             raise BuildError(f"the wheel has only {', '.join(held)}, and it cannot be compiled: {error}") from error
-
-    def _probe(self) -> int:
-        """Return the bits of `probe.cpp`. Raise OSError if its library is damaged, BuildError if it cannot be
-        compiled."""
-        library = ctypes.CDLL(str(self.libraries / "probe.so" if self._has_wheel() else build_probe()))
-        try:
-            return library.prefold_probe()
-        except AttributeError as error:
-            raise OSError(str(error)) from None
 
     def _compiled(self, flags: Sequence[str]) -> Kernels:
         """Return the kernels that are compiled with these flags. Raise BuildError, OSError or InterfaceError."""
@@ -188,8 +173,8 @@ process = KernelLoader()  # has the kernels that this process uses
 
 
 def load() -> Kernels | None:
-    """Returns the compiled kernels, or None. The best library of the wheel that runs here is loaded; where the wheel
-    has none, the sources are compiled at the first call (some seconds, once a machine).
+    """Returns the compiled kernels, or None. The best installed library that runs here is loaded; where there is none,
+    the sources are compiled at the first call (up to a minute, once a machine).
 
     Warns once where the kernels should be there and are not. The environment is looked at in the first call:
     PREFOLD_KERNELS=0 switches the kernels off, PREFOLD_KERNELS=native compiles them for this machine whatever the wheel
@@ -206,10 +191,9 @@ def calm_openmp() -> None:
         process.loaded.kernels.calm_openmp()
 
 
-def status(*, compiles: bool = True) -> str:
-    """Returns one line for people: which kernels are in use, or why none are. compiles: whether it compiles them where
-    that is still to be done."""
-    return process.status(compiles=compiles)
+def status() -> str:
+    """Returns one line for people: which kernels are in use, or why none are. It loads them, as `load` does."""
+    return process.load().status
 
 
 def _warn(message: str) -> None:

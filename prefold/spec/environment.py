@@ -1,12 +1,14 @@
 """The environment variables that prefold reads. No other file reads one of them.
 
 PREFOLD_CACHE         folder for the built-in model and compiled kernels (default: ~/.cache/prefold)
-PREFOLD_KERNELS       0: run without compiled kernels; native: compile them even if a wheel holds some
+PREFOLD_KERNELS       0: run, or install, without compiled kernels; native: compile them even if a wheel holds some
+PREFOLD_COMPILER      zig: compile the kernels by the package ziglang, and at installation fetch it for that
 PREFOLD_ISA           the instruction set of the kernels, a name in `kernels.compile.VARIANTS`
 PREFOLD_TRITON        0: run without Triton's kernels on a GPU
 PREFOLD_TRANSFORMERS  all: run every model through the modules of transformers
 PREFOLD_PLUGINS       modules and .py files to import, with the separator of PATH; `--plugin` adds to it
 PREFOLD_API_KEY       the key that is sent to servers (`--url`)
+PREFOLD_WHEEL         1, when prefold is installed: compile the kernels for every CPU of this kind, not for this one
 """
 
 from __future__ import annotations
@@ -26,6 +28,16 @@ def cache_folder() -> Path:
 def kernels() -> str:
     """Return the value of PREFOLD_KERNELS; "1" if it is not set."""
     return os.environ.get("PREFOLD_KERNELS", "1")
+
+
+def compiler() -> str | None:
+    """Return the value of PREFOLD_COMPILER; None if it is not set or empty."""
+    return os.environ.get("PREFOLD_COMPILER") or None
+
+
+def makes_wheel() -> bool:
+    """Return whether an installation compiles the kernels for every CPU of this kind."""
+    return os.environ.get("PREFOLD_WHEEL") == "1"
 
 
 def instruction_set() -> str | None:

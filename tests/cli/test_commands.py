@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_checkpoint
 
-from prefold import LLM, cli, kernels
+from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.cli.answers import expand
 from prefold.cli.specs import job_spec
@@ -288,7 +288,9 @@ def test_a_dtype_or_device_that_does_not_exist_is_wrong_usage(prefold, tmp_path,
 
 
 def test_a_warning_is_one_line(prefold, monkeypatch):
-    monkeypatch.setattr(cli, "sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or [])
+    monkeypatch.setattr(
+        "prefold.cli.models.sections", lambda: warnings.warn("install g++", RuntimeWarning, stacklevel=1) or []
+    )
     done = prefold("models")
     assert done.stderr == "prefold: install g++\n" and done.exit_code == 0
 

@@ -57,11 +57,43 @@ def test_the_help_of_a_task_speaks_of_that_task_alone(name):
     assert everything["template"].startswith("rerank: ") and "classify: " in everything["template"]
 
 
-def test_help_imports_nothing_heavy(environment):
-    heavy = {"torch", "numpy", "tokenizers", "rich", "pyarrow"}
-    code = f"import sys, prefold.cli; print(sorted({heavy!r} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("commands", "allowed"),
+    [
+        ([["--version"]], {"click"}),
+        ([["--help"], *([name, "--help"] for name in main.commands)], {"click"}),
+        ([["nonsense"], ["rerank"], ["serve", "--port", "x"]], {"click"}),  # wrong usage
+        ([["models"]], {"click", "numpy", "safetensors"}),
+        ([["answers", "nothing"]], {"click", "numpy", "safetensors", "msgspec", "typing_extensions"}),
+    ],
+    ids=["version", "help", "usage", "models", "answers"],
+)
+def test_a_command_that_computes_nothing_imports_little_and_loads_no_kernels(environment, commands, allowed):
+    """Each list of commands runs in one new process."""
+    code = f"""
+import sys
+before = {{*sys.modules}}
+from prefold.cli import main
+for command in {commands!r}:
+    try:
+        main(command, prog_name="prefold")
+    except SystemExit:
+        pass
+others = {{name.partition(".")[0] for name in {{*sys.modules}} - before}} - {{*sys.stdlib_module_names, "prefold"}}
+maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+print(*sorted(others), *(["kernels"] if "/kernels-" in maps else []))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout == "[]\n"
+    assert "Traceback" not in done.stderr
+    found = {*done.stdout.splitlines()[-1].split()}
+    assert "click" in found and found <= allowed
+
+
+def test_a_command_imports_no_other_command(environment):
+    code = "import sys; from prefold.cli import main; main.commands['models']; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    loaded = {name.removeprefix("prefold.cli.") for name in done.stdout.split() if name.startswith("prefold.cli.")}
+    assert loaded == {"models", "options", "process"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import time
 
 import pytest
 
-from prefold.cli import main, models
+from prefold.cli import main
+from prefold.cli.models import models
 
 resource = pytest.importorskip("resource")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 
 from prefold.jobs.report.progress import (
     Counts,
@@ -79,9 +80,12 @@ def test_a_terminal_gets_a_bar_and_a_log_lines():
 
     assert type(open_progress(False)) is Progress
     assert type(open_progress(stream=io.StringIO())) is PlainProgress
-    stream = Terminal()
+    stream, threads = Terminal(), threading.active_count()
     bar = open_progress(stream=stream)
     bar.tick(Counts(phase="computing", records_read=3, read_all=True, tokens=10, tokens_done=5, records_done=1))
     bar.note("hello")
+    assert "prefold: hello\n" in stream.getvalue()
+    shown = stream.getvalue().split("\r")[-1]
+    assert "1/3 records" in shown and 10 < shown.count("#") < 14  # a half of 24
     bar.close(Counts())
-    assert "hello" in stream.getvalue()
+    assert not stream.getvalue().split("\r")[-1].strip() and threading.active_count() == threads

@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
@@ -35,6 +36,7 @@ from prefold.kernels.loader import KernelLoader
 from prefold.worker.attention import Heads, RowAttention, visibility
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+FIRST_USE = "will be compiled on first use"
 # Without optimisation: a second, and all the same functions. Each function that a source exports must be declared.
 QUICK = ("-std=gnu++17", "-O0", "-Wno-psabi", "-Werror=missing-declarations")
 
@@ -271,10 +273,8 @@ def test_sigterm_leaves_no_folder_and_no_compiler(slow_compiler, tmp_path):
     program, noted = slow_compiler(30)
     (tmp_path / "made").mkdir()
     code = f"""
-import importlib.util, pathlib
-spec = importlib.util.spec_from_file_location("compiling", {compiling.__file__!r})
-compiling = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compiling)
+import pathlib
+from prefold.kernels import compile as compiling
 compiling.compile_sources(({program!r},), (), pathlib.Path({str(tmp_path / "made" / "kernels.so")!r}), jobs=2)
 """
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -333,10 +333,23 @@ def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
     loader.process = KernelLoader(libraries=fresh / "none", build=Mock())
     done = CliRunner().invoke(main, ["--version"])
-    assert done.stdout.splitlines() == [f"prefold {__version__}", "CPU kernels: will be compiled on first use"]
+    executor = f"Executor: native; PyTorch {torch.__version__} for what it lacks"
+    assert done.stdout.splitlines() == [f"prefold {__version__}", f"CPU kernels: {FIRST_USE}", executor]
     assert not loader.process.build.called
     monkeypatch.setenv("PREFOLD_KERNELS", "0")
-    assert "CPU kernels: PyTorch: " in CliRunner().invoke(main, ["--version"]).stdout
+    kernels_line, executor = said_of_the_version().splitlines()[1:]
+    assert kernels_line.startswith("CPU kernels: PyTorch: ") and executor == f"Executor: PyTorch {torch.__version__}"
+
+
+def test_the_version_without_pytorch_names_the_remedies(fresh, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError))
+    assert "native (PyTorch, for GPUs and training: pip install 'prefold[torch]')" in said_of_the_version()
+    monkeypatch.setenv("PREFOLD_KERNELS", "0")
+    assert "none: install a C++ compiler" in said_of_the_version() and "prefold[torch]" in said_of_the_version()
+
+
+def said_of_the_version() -> str:
+    return CliRunner().invoke(main, ["--version"]).stdout
 
 
 # ------------------------------------------------------------------------------------------------ a wheel's libraries
@@ -357,7 +370,7 @@ def wheel(fresh, quick, no_compiler, monkeypatch):
 
 @needs_compiler
 def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel):
-    assert kernels.status(compiles=False) == f"of the wheel: {variants()[0].name}"
+    assert kernels.foreseen(loader.process.installed) == f"of the wheel: {variants()[0].name}"
     check_kernels(kernels.load())
     assert kernels.status() == f"of the wheel: {variants()[0].name}"
     loader.process = KernelLoader(libraries=wheel, probe=lambda: 0b1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -130,36 +131,33 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A LiveProgress shows a progress bar on a terminal, drawn by rich."""
+    """A LiveProgress shows a progress bar on a terminal, drawn by tqdm."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
-        from rich.console import Console
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn
-        from rich.progress import Progress as Bar
+        from tqdm import tqdm
 
-        self._bar: Any = Bar(
-            SpinnerColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            console=Console(file=stream),
-            transient=True,
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task("", total=None)
-        self._bar.start()
+        class Bar(tqdm):
+            monitor_interval = 0  # no thread beside the one that calls `tick`
+
+        Bar.set_lock(threading.RLock())  # by default tqdm asks the system for one that processes share
+        # Some terminals say that they have no lines: `nrows` says that there is one.
+        form = "{bar:24} {desc}"
+        self._bar: Any = Bar(bar_format=form, file=stream, leave=False, dynamic_ncols=True, nrows=100)
 
     def tick(self, counts: Counts) -> None:
         is_known = counts.phase == "computing" and counts.read_all and counts.tokens
-        self._bar.update(
-            self._task, description=self.text(counts), total=1 if is_known else None, completed=counts.share_done
-        )
+        self._bar.total, self._bar.n = (1, counts.share_done) if is_known else (None, 0)
+        with suppress(OSError):
+            self._bar.set_description_str(self.text(counts))
 
     def note(self, text: str) -> None:
-        self._bar.console.print(f"prefold: {text}")
+        with suppress(OSError):
+            self._bar.write(f"prefold: {text}", file=self._bar.fp)
 
     def close(self, counts: Counts) -> None:
-        self._bar.stop()
+        with suppress(OSError):
+            self._bar.close()
 
 
 def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Progress:

@@ -18,7 +18,7 @@ from tiny import randomise, reference, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM
 from prefold.checkpoint import resolve
-from prefold.cli import sections
+from prefold.cli.models import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from prefold.features.hf import fused
 from prefold.model import config_from, load_model
