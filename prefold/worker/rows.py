@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..engine.schedule.steps import StreamStep
-from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
+from ..model import CausalLM
 from ..model.config import ModelConfig, Plane
 from ..model.device import send
+from ..model.lora import NO_ADAPTERS, Adapter, RowAdapters
 from .attention import Heads, RowAttention, RowPlan
 from .pool import PoolPlan, plan_pool, sent
 from .torch.arrays import TorchArrays

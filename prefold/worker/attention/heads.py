@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...model.arrays import ARRAY_DTYPES
 from ...model.device import TRITON_DTYPES, runs_triton
 
 # Of the kernels in Triton.

@@ -44,11 +44,12 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
+    if dtype not in DTYPES:
+        return f"the dtype {dtype}"
     unknown = {type(one).__name__ for one in config.program().operations if type(one) not in (*COMPILE, Add, Embed)}
     things = {
         f"compiled kernels ({kernels.status()})": compiled is not None,
-        f"the dtype {dtype}": dtype in DTYPES,
-        "products of this dtype on this CPU": compiled is None or compiled.has_products(DTYPES.get(dtype)),
+        "products of this dtype on this CPU": compiled is None or compiled.has_products(DTYPES[dtype]),
         "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,

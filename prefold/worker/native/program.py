@@ -331,7 +331,8 @@ class NativeProgram:
             compiler.compile(program.end)
         compiler.finish()
         self._operations, self._keepalive = compiler.operations, compiler.keepalive
-        self._layers_end, self._head = len(self._operations), None
+        self._layers_end = len(self._operations)
+        self._head: tuple[int | None, int | None, int] | None = None
         self._array = (CompiledOperation * len(self._operations))(*self._operations)
         self._widths = np.array([model.widths[name] for name in program.widths], np.int64)
         self._layers = [program.layers[number] for number in dict.fromkeys(number for number, _, _ in every)]
@@ -489,14 +490,15 @@ class NativeProgram:
         if last >= self._positions:
             self._cover(last)
         model, read_rows = self.model, batch.read_rows
-        buffers, tokens = self._buffers.copy(), batch.tokens.ctypes.data
+        buffers = self._buffers.copy()
         if x is not None:
-            buffers[self._number[X]], tokens = x.ctypes.data, None
+            buffers[self._number[X]] = x.ctypes.data
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
         call = ProgramCall(
             operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
             widths=self._widths.ctypes.data, rows=rows, picked=rows if read_rows is None else len(read_rows),
-            read=None if read_rows is None else read_rows.ctypes.data, tokens=tokens,
+            read=None if read_rows is None else read_rows.ctypes.data,
+            tokens=batch.tokens.ctypes.data if x is None else None,
             positions=batch.positions.ctypes.data, tables=addressof(self._addresses), num_tables=self._num_tables,
             dim=self._dim, angles=self._angles, scale=model.config.scale, cap=model.config.attention_cap or 0,
             plans=addressof(plans), read_plans=addressof(read_plans), is_bf16=model.dtype.itemsize == 2,
@@ -529,7 +531,8 @@ class NativeProgram:
         self.memory = empty_bytes(end + self._num_tables * rows * self._dim * 4)
         first = self.memory.ctypes.data
         self._buffers = np.array([places.get(name, 0) for name in self._number], np.int64) + first
-        self._angles, self.memory_rows, self._last = first + end, rows, None
+        self._angles, self.memory_rows = first + end, rows
+        self._last = None
 
 
 def visits_of(config: ModelConfig) -> list[Visit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class StreamBatch:
     read_order: np.ndarray | None
     keep_path: np.ndarray
     keep_new: np.ndarray
-    pool: PoolPlan | None = None
+    pool: PoolPlan[np.ndarray] | None = None
     adapters: np.ndarray | None = None
 
 
@@ -150,9 +150,11 @@ def prepare_slots(step: SlotStep, planes: Sequence[Plane], group: int, invariant
     if len(step.read_rows) < step.num_rows:
         read_rows = _int64(step.read_rows)
         read_plans = slot_plans(step, {planes[-1].window}, group, invariant, read_rows)
-    has_adapters = step.adapters is not None and step.adapters.max(initial=-1) >= 0
+    adapters = step.adapters
+    if adapters is not None and adapters.max(initial=-1) < 0:
+        adapters = None
     numbers = np.stack((step.tokens, step.positions, step.slots), dtype=np.int64)
-    return SlotBatch(numbers, read_rows, plans, read_plans, _int64(step.adapters) if has_adapters else None)
+    return SlotBatch(numbers, read_rows, plans, read_plans, None if adapters is None else _int64(adapters))
 
 
 def slot_plans(
@@ -168,13 +170,10 @@ def slot_plans(
         first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
         reads = last > first
     runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
-    options = {"group": group, "invariant": invariant}
-    return {window: plan_slots(runs, len(positions), positions, window, **options) for window in windows}
-
-
-def with_tokens(batch: SlotBatch, tokens: np.ndarray) -> SlotBatch:
-    """Return the same batch with other tokens."""
-    return replace(batch, numbers=np.stack((tokens, batch.positions, batch.slots)))
+    return {
+        window: plan_slots(runs, len(positions), positions, window, group=group, invariant=invariant)
+        for window in windows
+    }
 
 
 def _int64(array: np.ndarray) -> np.ndarray:

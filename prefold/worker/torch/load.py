@@ -40,8 +40,7 @@ def load_worker(
     try:
         ranks = ALONE if team is None else team.ranks
         where: dict[str, Any] = {"dtype": number, "device": place, "ranks": ranks}
-        loading = {"seed": options.seed, "config": config, "keep": options.weights, "int8": int8}
-        model = load_model(checkpoint, **where, **loading)
+        model = load_model(checkpoint, **where, seed=options.seed, config=config, keep=options.weights, int8=int8)
         parts = parts_of(model, checkpoint, options.seed)
         adapters = {
             name: load_adapter(folder, model.config, **where, name=name)
