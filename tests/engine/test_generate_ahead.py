@@ -29,7 +29,9 @@ OUT_OF_MEMORY = 0.05
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory) -> LLM:
-    return LLM(str(tiny_checkpoint(tmp_path_factory.mktemp("traces"), "qwen3")), dtype="float32", cache="off")
+    return LLM(
+        str(tiny_checkpoint(tmp_path_factory.mktemp("traces"), "qwen3")), dtype="float32", cache="off", executor="torch"
+    )
 
 
 def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> ModelEngine:

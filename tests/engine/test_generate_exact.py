@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from books import check_books
-from generating import ask, engine_of, generate, reference_tokens, tokens_of, until_idle
+from generating import ask, before_passes, engine_of, generate, reference_tokens, tokens_of, until_idle
 from running import prompts
 from tiny import EVERY, FAMILIES, MORE, reference, tiny_checkpoint
 
@@ -142,14 +142,15 @@ def test_a_step_that_fails_leaves_nothing_behind(case):
     engine = engine_of(llm, rows=16, kv_memory=1 << 22, cache=CacheOptions(min_overlap=0))
     calls = []
 
-    def failing(*args):
+    def failing(tokens):
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
 
-    hook = llm.model.register_forward_pre_hook(failing)
-    with hook, pytest.raises(PrefoldError, match="a step raised KeyboardInterrupt"):
+    end = before_passes(engine.worker, failing)
+    with pytest.raises(PrefoldError, match="a step raised KeyboardInterrupt"):
         generate(engine, requests_of(asked))
+    end()
     assert len(calls) >= 5
     until_idle(engine)
     check_books(engine.generator.scheduler)

@@ -32,9 +32,7 @@ def prefixes(llm: LLM) -> list[list[int]]:
 def draws(llm: LLM, prompts: list[list[int]], samples: int = 1, rows: int = 4096, sharing: str = "full") -> np.ndarray:
     """The token after each prompt that each sample of each of OPTIONS draws, [options, samples, prompts]."""
     found = run(llm, [as_request(prompt) for prompt in prompts], Readout("last"), sharing=sharing, rows=rows)
-    hidden = torch.from_numpy(np.stack([one.values for one in found])).to(llm.model.dtype)
-    with torch.inference_mode():
-        logits = llm.model.logits(hidden)
+    logits = torch.from_numpy(llm.model.logits(np.stack([one.values for one in found]).astype(llm.model.dtype)))
     tokens = np.empty((len(OPTIONS), samples, len(prompts)), np.int64)
     for place, options in np.ndindex(len(prompts), len(OPTIONS)):
         states = [SamplerState(OPTIONS[options], seed=7, sample=sample) for sample in range(samples)]

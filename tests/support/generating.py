@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,7 +16,8 @@ from prefold.features.images.scheduler import ImageScheduler
 from prefold.spec.requests import Generated, Readout, Request, Sampling
 from prefold.trie import Spool
 from prefold.worker.local import LocalWorker
-from prefold.worker.parts import parts_of
+from prefold.worker.native.worker import NativeWorker
+from prefold.worker.parts import native_parts, parts_of
 
 
 def image_scheduler(engine: ModelEngine) -> ImageScheduler:
@@ -43,12 +45,36 @@ def engine_of(
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation, eos_ids = GenerateOptions(**options), llm.engine.options.eos_ids
     return ModelEngine(
-        LocalWorker(llm.model, llm.engine.worker.adapters, parts=parts_of(llm.model, llm.checkpoint)),
+        worker_of(llm),
         EngineOptions(
             sharing=sharing, max_batch_rows=rows, generation=generation, eos_ids=eos_ids, cache_prefill=cache_prefill
         ),
         resources=[] if media is None else [media],
     )
+
+
+def worker_of(llm: LLM) -> NativeWorker | LocalWorker:
+    """Another worker of the model and the adapters of `llm`."""
+    adapters = llm.engine.worker.adapters
+    if isinstance(llm.engine.worker, NativeWorker):
+        return NativeWorker(llm.model, adapters, parts=native_parts(llm.model, llm.checkpoint))
+    return LocalWorker(llm.model, adapters, parts=parts_of(llm.model, llm.checkpoint))
+
+
+def before_passes(worker: NativeWorker | LocalWorker, act: Callable[[np.ndarray], object]) -> Callable[[], None]:
+    """Lets `act` see the tokens of each forward pass of a worker before it; it may raise. Returns what ends that."""
+    if isinstance(worker, LocalWorker):
+        hook = worker.model.register_forward_pre_hook(lambda model, given: act(given[0].numpy()) and None)
+        return hook.remove
+    program = worker.program
+    call = program._call
+
+    def watched(step) -> None:
+        act(step.batch.tokens)
+        call(step)
+
+    program._call = watched
+    return lambda: program.__dict__.pop("_call")
 
 
 def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **options) -> list:

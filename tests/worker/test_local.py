@@ -29,13 +29,13 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def llm(folder) -> LLM:
-    return LLM(folder, dtype="float32", device="cpu")
+    return LLM(folder, dtype="float32", device="cpu", executor="torch")
 
 
 def test_memory_goes_back_with_the_last_reference(folder, monkeypatch):
     """Without the garbage collector's help, and when the model's own memory is free already."""
     left = []
-    llm = LLM(folder, dtype="float32", device="cpu")
+    llm = LLM(folder, dtype="float32", device="cpu", executor="torch")
     llm.embed(["some text"])
     llm.generate("some text", max_tokens=2)
     model = weakref.ref(llm.model)

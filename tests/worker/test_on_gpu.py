@@ -44,7 +44,8 @@ DRAWN = [
 
 @pytest.fixture(params=["qwen3", "gemma3"])
 def llm(request, tmp_path) -> LLM:
-    return LLM(str(tiny_checkpoint(tmp_path, request.param)), dtype="float32", device=DEVICE, cache="off")
+    folder = str(tiny_checkpoint(tmp_path, request.param))
+    return LLM(folder, dtype="float32", device=DEVICE, executor="torch", cache="off")
 
 
 def engine_of(model: CausalLM, depth: int | None = None) -> ModelEngine:

@@ -39,7 +39,15 @@ pytestmark = pytest.mark.usefixtures("own_products")
 def load(tmp_path, family="llama", dtype="float32", rows=None, sharing="full", **sizes) -> LLM:
     """rows: the most of a step"""
     folder = tiny_checkpoint(tmp_path, family, **WIDTH | sizes)
-    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, sharing=sharing)
+    return LLM(
+        str(folder),
+        dtype=dtype,
+        device="cpu",
+        executor="torch",
+        kv_memory=1 << 20,
+        max_batch_rows=rows,
+        sharing=sharing,
+    )
 
 
 def requests(seed: int) -> list[Request]:
@@ -287,7 +295,8 @@ def load_adapted(tmp_path, family, dtype, rows=None) -> LLM:
         write_adapter(tmp_path / "c", folder, ("v_proj", "o_proj", "up_proj"), seed=3, layers=(0, 2)),
     ]
     adapters = {path.name: str(path) for path in paths}
-    return LLM(str(folder), dtype=dtype, device="cpu", kv_memory=1 << 20, max_batch_rows=rows, adapters=adapters)
+    options = {"kv_memory": 1 << 20, "max_batch_rows": rows, "adapters": adapters}
+    return LLM(str(folder), dtype=dtype, device="cpu", executor="torch", **options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

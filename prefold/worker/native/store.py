@@ -89,6 +89,10 @@ class NativeStore:
         """Return an array of `kernels.SlotPlane`, which says where the planes lie."""
         return (kernels.SlotPlane * len(self.planes))(*(plane.struct for plane in self.planes))
 
+    def read(self, plane: int, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
+        return self.planes[plane].read(slots)
+
     def write(self, plane: int, slots: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         """Put rows keys, values [n, kv_heads, head_dim] into slots [n]. Raise ValueError for a slot that is not
         there."""

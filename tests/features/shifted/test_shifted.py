@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from books import check_books
-from generating import ask, engine_of, generate
+from generating import ask, engine_of, generate, worker_of
 from looped_dense import looped_checkpoint
 from tiny import tiny_checkpoint
 
@@ -20,7 +20,6 @@ from prefold.errors import InputError
 from prefold.features.shifted.chunks import MoveRows
 from prefold.features.shifted.options import ShiftedReuse
 from prefold.spec.requests import Readout
-from prefold.worker.local import LocalWorker
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -70,10 +69,15 @@ def step_of(tokens: list[int], positions: np.ndarray, slots: np.ndarray) -> Slot
     )  # fmt: skip
 
 
+def stored(worker, plane: int, slots: np.ndarray) -> list[torch.Tensor]:
+    """The keys and values in slots, float32."""
+    return [torch.from_numpy(part.astype(np.float32)) for part in worker.store.read(plane, slots)]
+
+
 @pytest.mark.parametrize(("old", "new"), [(0, 37), (61, 5), (17, 17), (200, 480)])
 def test_turned_keys_are_those_of_the_new_position(llm, old, new):
     """Rows that see themselves alone have values that do not depend on positions, and keys that only turn with them."""
-    worker = LocalWorker(llm.model)
+    worker = worker_of(llm)
     worker.start(MakeStore(100))
     (tokens,) = texts(0, 20)
     rows = np.arange(len(tokens))
@@ -81,38 +85,38 @@ def test_turned_keys_are_those_of_the_new_position(llm, old, new):
         worker.start(step_of(tokens, rows + first, slots)).result()
     worker.start(MoveRows(1 + rows, rows + old, 61 + rows[::-1], rows + new)).result()
     for plane in range(len(llm.config.planes)):
-        computed = worker.store.read(plane, torch.from_numpy(31 + rows))
-        moved = worker.store.read(plane, torch.from_numpy(61 + rows[::-1].copy()))
+        computed = stored(worker, plane, 31 + rows)
+        moved = stored(worker, plane, 61 + rows[::-1].copy())
         for exact, found in zip(computed, moved, strict=True):
             assert (exact - found).abs().max() <= 1e-5 * exact.abs().max()
-        before = worker.store.read(plane, torch.from_numpy(1 + rows))[0]
+        before = stored(worker, plane, 1 + rows)[0]
         assert old == new or (computed[0] - before).abs().max() > 0.1 * before.abs().max()
 
 
 def test_turned_keys_in_bfloat16(tmp_path):
     """They are turned in float32, and rounded once more."""
     folder = tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
-    worker = LocalWorker(LLM(str(folder), dtype="bfloat16").model)
+    worker = worker_of(LLM(str(folder), dtype="bfloat16"))
     worker.start(MakeStore(70))
     (tokens,) = texts(0, 20)
     rows = np.arange(len(tokens))
     for first, slots in ((3, 1 + rows), (40, 22 + rows)):
         worker.start(step_of(tokens, rows + first, slots)).result()
     worker.start(MoveRows(1 + rows, rows + 3, 43 + rows, rows + 40)).result()
-    exact, moved = (worker.store.read(0, torch.from_numpy(first + rows)) for first in (22, 43))
+    exact, moved = (stored(worker, 0, first + rows) for first in (22, 43))
     assert (exact[0].float() - moved[0].float()).abs().max() < 0.02 * exact[0].float().abs().max()
     assert torch.equal(exact[1], moved[1])
 
 
 def test_all_is_read_before_anything_is_written(llama):
-    worker = LocalWorker(llama.model)
+    worker = worker_of(llama)
     worker.start(MakeStore(40))
     (tokens,) = texts(0, 20)
     rows = np.arange(20)
     worker.start(step_of(tokens, rows, 1 + rows)).result()
-    before = worker.store.read(0, torch.from_numpy(1 + rows))[1]
+    before = stored(worker, 0, 1 + rows)[1]
     worker.start(MoveRows(1 + rows, rows, 6 + rows, rows)).result()
-    assert torch.equal(worker.store.read(0, torch.from_numpy(6 + rows))[1], before)
+    assert torch.equal(stored(worker, 0, 6 + rows)[1], before)
 
 
 def test_chunks_that_are_computed_whole_are_exact(llm):
@@ -139,7 +143,7 @@ def test_what_is_copied_and_computed(llm):
     assert found.approximate_tokens == 21
     assert engine.stats.rows_computed - rows == len(second) - 21
     assert engine.stats.generation.copied_rows == engine.stats.unique_tokens - engine.stats.rows_computed == 21
-    worker = LocalWorker(llm.model)
+    worker = worker_of(llm)
     worker.start(MakeStore(200))
     worker.start(whole(first, 0, np.arange(len(first)) + 1)).result()
     slots = np.arange(len(second)) + 101
