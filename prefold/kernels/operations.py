@@ -117,29 +117,84 @@ class LogitKernels(Family):
         )
         return sums, largest, entropies
 
-    def draw(self, logits: np.ndarray, rows: np.ndarray, inverses: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    def draw(
+        self,
+        logits: np.ndarray,
+        rows: np.ndarray,
+        inverses: np.ndarray,
+        keys: np.ndarray,
+        filters: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Returns a token drawn for each of `rows` of float32 logits [r, vocab], int64 [n]; -1 where a row's largest
-        number is not finite.
+        number is not finite, or with filters where one is NaN.
 
-        rows int64 [n]; inverses float32 [n]: 1 / temperature; keys uint64 [n]: of the noise. Raises ValueError for
-        other logits, and for rows that are not there.
+        rows int64 [n]; inverses float32 [n]: 1 / temperature; keys uint64 [n]: of the noise; filters float64 [n, 4]:
+        top_n_sigma, min_p, top_k and top_p, in the order in which they are applied. Raises ValueError for other logits
+        and filters, and for rows that are not there, and MemoryError.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits):
             raise ValueError(f"no draw from {logits.dtype} {list(logits.shape)}; pass float32 rows")
-        if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
-            raise ValueError(f"rows {rows} of {len(logits)}")
+        _check_rows(rows, logits)
+        if filters is not None and filters.shape != (len(rows), 4):
+            raise ValueError(f"filters {list(filters.shape)} of {len(rows)} draws; pass four for each")
         rows, tokens = np.ascontiguousarray(rows, np.int64), np.empty(len(rows), np.int64)
         inverses, keys = np.ascontiguousarray(inverses, np.float32), np.ascontiguousarray(keys, np.uint64)
-        self._calls["draw"](
+        filters = None if filters is None else np.ascontiguousarray(filters, np.float64)
+        if self._calls["draw"](
             address(logits),
             step(logits),
             logits.shape[1],
-            *(address(array) for array in (rows, inverses, keys)),
+            *(address(array) for array in (rows, inverses, filters, keys)),
             len(rows),
             address(tokens),
             threads(),
-        )
+        ):
+            raise MemoryError("draw")
         return tokens
+
+    def largest(self, logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the `count` largest numbers of each row of float32 logits [rows, columns], falling, and their places:
+        float32 and int64 [rows, count]. Of equals the first comes first.
+
+        NaN is not larger than anything. Time grows with the square of `count`. Raises ValueError for other logits, and
+        where there are fewer columns.
+        """
+        if logits.dtype != FLOAT32 or not is_dense(logits) or not 0 <= count <= logits.shape[1]:
+            raise ValueError(f"no {count} largest of {logits.dtype} {list(logits.shape)}; pass float32 rows")
+        rows, columns = logits.shape
+        values, places = np.empty((rows, count), FLOAT32), np.empty((rows, count), np.int64)
+        self._calls["largest"](
+            address(logits), rows, columns, step(logits), count, address(values), address(places), threads()
+        )
+        return values, places
+
+    def count_larger(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Returns how many numbers of each of `rows` of float32 logits [r, columns] are larger than its value, int64
+        [n].
+
+        rows int64 [n]; values float32 [n]. Raises ValueError for other logits, and for rows that are not there.
+        """
+        if logits.dtype != FLOAT32 or not is_dense(logits) or len(rows) != len(values):
+            raise ValueError(f"no ranks of {len(values)} numbers in {logits.dtype} {list(logits.shape)}")
+        _check_rows(rows, logits)
+        rows, values = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(values, FLOAT32)
+        counts = np.empty(len(rows), np.int64)
+        self._calls["count_larger"](
+            address(logits),
+            step(logits),
+            logits.shape[1],
+            address(rows),
+            address(values),
+            len(rows),
+            address(counts),
+            threads(),
+        )
+        return counts
+
+
+def _check_rows(rows: np.ndarray, logits: np.ndarray) -> None:
+    if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
+        raise ValueError(f"rows {rows} of {len(logits)}")
 
 
 class ExpertKernels(Family):

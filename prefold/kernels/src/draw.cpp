@@ -2,9 +2,16 @@
 //
 // A token's noise is -log(-log(1 - v)), where v in (0, 1) is made of a hash of the token and the draw's key. What is
 // compared is computed in double, operation by operation as worker/noise.py and worker/draw_triton.py do, so that all
-// three draw alike. Logarithms of a whole vocabulary would take longer than everything else here; but -log(1 - v) is
+// three draw alike (with filters as the functions of worker/sampler.py define them). Logarithms of a whole vocabulary would take longer than everything else here; but -log(1 - v) is
 // at least v, which rules out nearly every token by one comparison of floats with the best token so far.
+//
+// Filters leave the tokens whose weight, exp(logit / temperature) relative to the largest, is at least some number. No row
+// is sorted: that number is selected among candidates, which are found by the largest weight of each block.
+#include <atomic>
 #include <cmath>
+#include <functional>
+#include <memory>
+#include <new>
 
 #include "interface.h"
 #include "logits.h"
@@ -17,6 +24,9 @@ constexpr int kVectors = 8;  // worked on between two looks at whether a token i
 constexpr int kBlock = kVectors * kLanes;
 // Floats are compared with this much room for their rounding.
 constexpr double kMargin = 1.001;
+constexpr int kFilters = 4;  // numbers that are filters of one draw
+// Candidates for top_p that are tried first, if there are as many blocks.
+constexpr int64_t kCandidates = 256;
 
 // worker/noise.py: `hash_ids`. T is a number or a vector of numbers.
 template <class T>
@@ -49,9 +59,12 @@ struct Best {
   }
 };
 
-// How far the tokens [first, first + 16) are within reach: not below 0 where they are.
-PREFOLD_INLINE Floats nearness(const Best& best, const Floats& x, int64_t first) {
-  const Floats weight = exp2<true>((x - Floats(best.top)) * Floats(best.inverse * 1.44269504f));
+PREFOLD_INLINE Floats weight_of(const Best& best, const Floats& x) {
+  return exp2<true>((x - Floats(best.top)) * Floats(best.inverse * 1.44269504f));
+}
+
+// How far the tokens [first, first + 16) of these weights are within reach: not below 0 if they are.
+PREFOLD_INLINE Floats nearness(const Best& best, const Floats& weight, int64_t first) {
   return Floats::make([&](int p) {
     const Part<uint32_t> ids = (Part<uint32_t>)lane_numbers(p) + static_cast<uint32_t>(first);
     const Part<uint32_t> hash = hash_id(ids, best.low, best.high) >> 8;
@@ -59,35 +72,227 @@ PREFOLD_INLINE Floats nearness(const Best& best, const Floats& x, int64_t first)
   });
 }
 
+// Considers those tokens of the block [first, first + some) that are near and for which may_be(token); near_at(token)
+// says how near the 16 from a token on are.
+template <class Near, class May>
+PREFOLD_INLINE void consider_block(Best& best, int64_t first, int64_t some, const Near& near_at, const May& may_be) {
+  float near[kBlock];
+  Floats most(kLowest);
+  for (int64_t d = 0; d < some; d += kLanes) {
+    const Floats here = near_at(first + d, some - d);
+    most = larger(here, most);
+    store(near + d, here);
+  }
+  if (max_of(most) < 0) return;
+  for (int64_t d = 0; d < some; ++d) {
+    if (near[d] >= 0 && may_be(first + d)) best.consider(first + d);
+  }
+}
+
+struct Filters {
+  double top_n_sigma, min_p;
+  int64_t top_k;
+  double top_p;
+
+  Filters(const double* of, int64_t columns)
+      : top_n_sigma(of[0]), min_p(of[1]), top_k(of[2] < columns ? static_cast<int64_t>(of[2]) : 0), top_p(of[3]) {}
+  bool leave_all() const { return top_n_sigma <= 0 && min_p <= 0 && top_k <= 0 && top_p >= 1; }
+};
+
+// Memory for one row: weights [columns] in whole blocks, the largest of each block, and candidates [columns].
+struct Workspace {
+  const int64_t columns, blocks;
+  const std::unique_ptr<float[]> memory;
+  float *weights, *tops, *candidates;
+
+  explicit Workspace(int64_t columns)
+      : columns(columns), blocks((columns + kBlock - 1) / kBlock),
+        memory(new (std::nothrow) float[2 * blocks * kBlock + blocks]) {
+    weights = memory.get(), candidates = weights + blocks * kBlock, tops = candidates + blocks * kBlock;
+  }
+
+  // Fills weights and tops, and returns the sum of the weights: NaN if a number is.
+  double weigh(const Best& best) const {
+    double total = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t first = b * kBlock, some = std::min<int64_t>(kBlock, columns - first);
+      Floats most = zeros(), sum = zeros();
+      for (int64_t d = 0; d < some; d += kLanes) {
+        const int64_t here = std::min<int64_t>(kLanes, some - d);
+        const Floats all = weight_of(best, load_some(best.x + first + d, here));
+        const Floats weight = choose((1u << here) - 1, all, zeros());
+        store(weights + first + d, weight);
+        most = larger(weight, most), sum += weight;
+      }
+      tops[b] = max_of(most), total += sum_of(sum);
+    }
+    return total;
+  }
+
+  // Fills candidates with the weights that are at least `bound`, and returns their number.
+  int64_t gather(float bound) const {
+    int64_t count = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      if (tops[b] < bound) continue;
+      for (int64_t i = b * kBlock; i < std::min(columns, (b + 1) * kBlock); ++i) {
+        candidates[count] = weights[i];
+        count += weights[i] >= bound;
+      }
+    }
+    return count;
+  }
+
+  // A weight that at least `count` weights are not below.
+  float below_top(int64_t count) const {
+    if (count > blocks) return 0;
+    std::copy(tops, tops + blocks, candidates);
+    std::nth_element(candidates, candidates + count - 1, candidates + blocks, std::greater<float>());
+    return candidates[count - 1];
+  }
+};
+
+double sum_of(const float* x, int64_t count) {
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) total += x[i];
+  return total;
+}
+
+// The largest number of x [count] which, with all that are larger, and equals, sums up to `target`; else the least. Changes
+// the order of x.
+float heaviest(float* x, int64_t count, double target) {
+  float *first = x, *last = x + count;
+  double above = 0;
+  while (true) {
+    const float a = *first, b = first[(last - first) / 2], c = last[-1];
+    const float pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
+    float *larger_end = first, *less = last;
+    double larger_sum = 0;
+    for (float* at = first; at < less;) {
+      if (*at > pivot) {
+        larger_sum += *at;
+        std::swap(*at++, *larger_end++);
+      } else if (*at < pivot) {
+        std::swap(*at, *--less);
+      } else {
+        ++at;
+      }
+    }
+    const double with_equals = above + larger_sum + static_cast<double>(pivot) * (less - larger_end);
+    if (larger_end > first && above + larger_sum >= target) {
+      last = larger_end;
+    } else if (less == last || with_equals >= target) {
+      return pivot;
+    } else {
+      above = with_equals, first = less;
+    }
+  }
+}
+
+// How many standard deviations are one: of (logit - the largest) / temperature, of tokens that are not forbidden.
+double deviation(const Best& best, int64_t columns) {
+  constexpr int kDoubles = 8;
+  double mean = 0, found = 0;
+  for (int round = 0; round < 2; ++round) {
+    double sums[kDoubles] = {}, counts[kDoubles] = {};
+    for (int64_t first = 0; first < columns; first += kDoubles) {
+      for (int64_t i = 0; i < std::min<int64_t>(kDoubles, columns - first); ++i) {
+        const float y = (best.x[first + i] - best.top) * best.inverse;
+        const bool is_finite = y > kLowest;
+        const double off = y - mean;
+        sums[i] += is_finite ? (round ? off * off : off) : 0.0;
+        counts[i] += is_finite;
+      }
+    }
+    for (int i = 1; i < kDoubles; ++i) sums[0] += sums[i], counts[0] += counts[i];
+    (round ? found : mean) = sums[0] / counts[0];
+  }
+  return std::sqrt(found);
+}
+
+// The least weight that the filters leave. total: of all weights.
+float least_weight(const Best& best, const Filters& filters, const Workspace& work, double total) {
+  const double sigmas = filters.top_n_sigma;
+  const double in_sigmas = sigmas > 0 ? std::exp(-sigmas * deviation(best, work.columns)) : 0.0;
+  float least = static_cast<float>(std::max(filters.min_p, in_sigmas));
+  if (filters.top_k <= 0 && filters.top_p >= 1) return least;
+  const bool is_whole = filters.top_k <= 0 && least <= 0;  // whether top_p is of all tokens
+  int64_t count = 0;
+  if (is_whole) {
+    // All tokens below `lowest` have together less than half of what may be left out.
+    const float lowest = static_cast<float>((1 - filters.top_p) * total / (2 * work.columns));
+    float bound = std::max(lowest, work.below_top(std::min(kCandidates, work.blocks)));
+    while (true) {
+      count = work.gather(bound);
+      if (bound <= lowest || sum_of(work.candidates, count) >= filters.top_p * total) break;
+      bound = std::max(bound / 8, lowest);
+    }
+  } else {
+    count = work.gather(filters.top_k > 0 ? std::max(least, work.below_top(filters.top_k)) : least);
+  }
+  float* some = work.candidates;
+  if (filters.top_k > 0 && count >= filters.top_k) {
+    std::nth_element(some, some + filters.top_k - 1, some + count, std::greater<float>());
+    least = std::max(least, some[filters.top_k - 1]);
+    count = std::partition(some, some + count, [least](float weight) { return weight >= least; }) - some;
+  }
+  if (filters.top_p >= 1) return least;
+  return heaviest(some, count, filters.top_p * (is_whole ? total : sum_of(some, count)));
+}
+
+Best start(const float* x, const Largest& top, float inverse, uint64_t key) {
+  Best best{x, top.value, inverse, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+  best.consider(top.at);
+  return best;
+}
+
 int64_t draw(const float* x, int64_t columns, float inverse, uint64_t key) {
   const Largest top = find_largest(x, columns);
   if (!std::isfinite(top.value)) return -1;
-  Best best{x, top.value, inverse, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
-  best.consider(top.at);
-  float near[kBlock];
+  Best best = start(x, top, inverse, key);
   for (int64_t first = 0; first < columns; first += kBlock) {
-    Floats most(kLowest);
-    const int64_t some = std::min<int64_t>(kBlock, columns - first);
-    for (int64_t d = 0; d < some; d += kLanes) {
-      const Floats here = nearness(best, load_some(x + first + d, some - d), first + d);
-      most = larger(here, most);
-      store(near + d, here);
-    }
-    if (max_of(most) < 0) continue;
-    for (int64_t d = 0; d < some; ++d) {
-      if (near[d] >= 0) best.consider(first + d);
-    }
+    const auto near_at = [&](int64_t at, int64_t some) __attribute__((always_inline)) {
+      return nearness(best, weight_of(best, load_some(x + at, some)), at);
+    };
+    consider_block(best, first, std::min<int64_t>(kBlock, columns - first), near_at, [](int64_t) { return true; });
+  }
+  return best.token;
+}
+
+int64_t draw_filtered(const float* x, float inverse, uint64_t key, const Filters& filters, const Workspace& work) {
+  const Largest top = find_largest(x, work.columns);
+  if (!std::isfinite(top.value)) return -1;
+  Best best = start(x, top, inverse, key);
+  const double total = work.weigh(best);
+  if (std::isnan(total)) return -1;
+  const float least = least_weight(best, filters, work, total);
+  for (int64_t b = 0; b < work.blocks; ++b) {
+    if (work.tops[b] < least) continue;
+    const auto near_at = [&](int64_t at, int64_t) __attribute__((always_inline)) {
+      return nearness(best, load(work.weights + at), at);
+    };
+    const int64_t first = b * kBlock, some = std::min<int64_t>(kBlock, work.columns - first);
+    consider_block(best, first, some, near_at, [&](int64_t token) { return work.weights[token] >= least; });
   }
   return best.token;
 }
 
 }  // namespace
-extern "C" void prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
-                             const float* inverses, const uint64_t* keys, int64_t draws, int64_t* tokens,
-                             int32_t threads) {
+extern "C" int32_t prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
+                                const float* inverses, const double* filters, const uint64_t* keys, int64_t draws,
+                                int64_t* tokens, int32_t threads) {
+  std::atomic<bool> is_short{false};
   parallel_ranges(draws, columns, threads, [&](int64_t first, int64_t stop) {
-    for (int64_t i = first; i < stop; ++i) tokens[i] = draw(logits + rows[i] * stride, columns, inverses[i], keys[i]);
+    const Workspace work(filters == nullptr ? 0 : columns);
+    if (work.memory == nullptr) return is_short.store(true);
+    for (int64_t i = first; i < stop; ++i) {
+      const float* x = logits + rows[i] * stride;
+      const double none[kFilters] = {0, 0, 0, 1};
+      const Filters some(filters == nullptr ? none : filters + i * kFilters, columns);
+      tokens[i] = some.leave_all() ? draw(x, columns, inverses[i], keys[i])
+                                   : draw_filtered(x, inverses[i], keys[i], some, work);
+    }
   });
+  return is_short.load();
 }
 
 }  // namespace prefold

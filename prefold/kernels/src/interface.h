@@ -313,10 +313,19 @@ extern "C" void prefold_log_sum_exp(const float* logits, int64_t rows, int64_t c
 extern "C" void prefold_entropy(const float* logits, int64_t rows, int64_t columns, int64_t row, float* sums,
                                 int64_t* largest, float* entropies, int32_t threads);
 // tokens [draws]: token i is drawn from the row rows[i] of logits, with 1 / temperature inverses[i] and the key
-// keys[i] of its noise. -1: the largest number of the row is not finite.
-extern "C" void prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
-                             const float* inverses, const uint64_t* keys, int64_t draws, int64_t* tokens,
-                             int32_t threads);
+// keys[i] of its noise. -1: the largest number of the row is not finite, or with filters some number is NaN.
+// filters [draws, 4]: top_n_sigma (0: off), min_p, top_k (0: off) and top_p, in the order in which they are
+// applied (worker/sampler.py); null: no filters. Returns 1 if memory is too small, else 0.
+extern "C" int32_t prefold_draw(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
+                                const float* inverses, const double* filters, const uint64_t* keys, int64_t draws,
+                                int64_t* tokens, int32_t threads);
+// The `count` largest numbers of each row, falling, and their places: values, places [rows, count]. Of equals the first
+// comes first. NaN is not larger than anything; count is at most `columns`.
+extern "C" void prefold_largest(const float* logits, int64_t rows, int64_t columns, int64_t row, int64_t count,
+                                float* values, int64_t* places, int32_t threads);
+// counts [numbers]: how many numbers of the row rows[i] of logits are larger than values[i].
+extern "C" void prefold_count_larger(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
+                                     const float* values, int64_t numbers, int64_t* counts, int32_t threads);
 
 // ids [rows]: the column of the largest number of each row of x [rows, k] times the matrix, which is given as for
 // Linear. Ties go to the lowest column. `none`: the largest number is not finite, or one is NaN. With ranks the

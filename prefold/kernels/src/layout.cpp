@@ -371,6 +371,8 @@ std::string text() {
       SIGNATURE(prefold_log_sum_exp),
       SIGNATURE(prefold_entropy),
       SIGNATURE(prefold_draw),
+      SIGNATURE(prefold_largest),
+      SIGNATURE(prefold_count_larger),
       SIGNATURE(prefold_greedy_float32),
       SIGNATURE(prefold_greedy_bfloat16),
       SIGNATURE(prefold_experts_silu_float32),

@@ -1,5 +1,5 @@
-// What is asked of rows of logits: the logarithm of the sum of their exponentials, the first of the largest, and the
-// entropy of the probabilities that they stand for.
+// What is asked of rows of logits: the logarithm of the sum of their exponentials, the largest numbers, the entropy of the
+// probabilities that they stand for, and ranks.
 #include <cmath>
 
 #include "interface.h"
@@ -8,6 +8,8 @@
 
 namespace prefold {
 namespace {
+
+constexpr int64_t kTopChunk = 256;  // numbers that are compared with the least of the largest at once
 
 // Where there is nothing to sum: NaN, or the largest number itself.
 float not_summed(const float* x, int64_t count, float top) {
@@ -50,7 +52,73 @@ Spread spread_of(const float* x, int64_t count, float top) {
   return {static_cast<float>(top + std::log(sum)), static_cast<float>(std::log(sum) - total / sum)};
 }
 
+// NaN counts as the least number.
+float key(float x) { return std::isnan(x) ? kLowest : x; }
+
+// values, places [count]: the largest numbers of a row so far, falling; of equals the first comes first.
+struct Top {
+  const float* x;
+  int64_t count;
+  float* values;
+  int64_t* places;
+  int64_t held = 0;
+
+  // Numbers are taken in the order of their places, so an equal number goes behind those before it.
+  void take(int64_t place) {
+    const float own = key(x[place]);
+    if (held == count) {
+      if (!(own > key(values[count - 1]))) return;
+    } else {
+      ++held;
+    }
+    int64_t at = held - 1;
+    for (; at > 0 && own > key(values[at - 1]); --at) values[at] = values[at - 1], places[at] = places[at - 1];
+    values[at] = x[place], places[at] = place;
+  }
+};
+
+// Chunks without a number that is larger than the last one held are passed over.
+void find_top(const float* x, int64_t columns, int64_t count, float* values, int64_t* places) {
+  Top top{x, count, values, places};
+  int64_t at = 0;
+  for (; at < count; ++at) top.take(at);
+  while (count > 0 && at < columns) {
+    const int64_t stop = std::min(columns, at + kTopChunk);
+    if (max_of(x + at, stop - at) > key(values[count - 1])) {
+      for (; at < stop; ++at) top.take(at);
+    }
+    at = stop;
+  }
+}
+
+int64_t count_larger(const float* x, int64_t columns, float value) {
+  int64_t total = 0;
+  for (int64_t first = 0; first < columns; first += kChunk) {
+    int32_t here = 0;  // as wide as the numbers, for vectors
+    const int64_t stop = std::min(columns, first + kChunk);
+    for (int64_t i = first; i < stop; ++i) here += x[i] > value;
+    total += here;
+  }
+  return total;
+}
+
 }  // namespace
+extern "C" void prefold_largest(const float* logits, int64_t rows, int64_t columns, int64_t row, int64_t count,
+                                float* values, int64_t* places, int32_t threads) {
+  parallel_ranges(rows, columns, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t r = first; r < stop; ++r) {
+      find_top(logits + r * row, columns, count, values + r * count, places + r * count);
+    }
+  });
+}
+
+extern "C" void prefold_count_larger(const float* logits, int64_t stride, int64_t columns, const int64_t* rows,
+                                     const float* values, int64_t numbers, int64_t* counts, int32_t threads) {
+  parallel_ranges(numbers, columns, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) counts[i] = count_larger(logits + rows[i] * stride, columns, values[i]);
+  });
+}
+
 extern "C" void prefold_log_sum_exp(const float* logits, int64_t rows, int64_t columns, int64_t row, float* sums,
                                     int64_t* largest, int32_t threads) {
   parallel_ranges(rows, columns, threads, [&](int64_t first, int64_t stop) {
