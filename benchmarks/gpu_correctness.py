@@ -23,7 +23,7 @@ from prefold.spec.task import filters_of
 from prefold.trie import Trie
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
 from prefold.worker.local import LocalWorker
-from prefold.worker.sampler import draw
+from prefold.worker.torch.arrays import TorchArrays
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -112,8 +112,8 @@ def check_draws(report: Report, bench: Bench) -> None:
         filters = np.array([filters_of(Sampling(**{"temperature": 1.0} | one))] * rows, np.float64)
 
         def both(filters=filters):
-            found = draw(logits.to(bench.device), np.arange(rows), filters, keys)
-            wanted = draw(logits, np.arange(rows), filters, keys)
+            found = TorchArrays(bench.device).draw(logits.to(bench.device), np.arange(rows), filters, keys)
+            wanted = TorchArrays(logits.device).draw(logits, np.arange(rows), filters, keys)
             return 1 + (found.cpu() != wanted).double().mean().item(), 1.0
 
         what = f"draw, {', '.join(f'{name} {value}' for name, value in one.items())}"

@@ -19,7 +19,7 @@ from prefold.spec.requests import Sampling
 from prefold.spec.task import filters_of
 from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
 from prefold.worker.attention.row_plan import row_tiles
-from prefold.worker.sampler import draw
+from prefold.worker.torch.arrays import TorchArrays
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
@@ -288,9 +288,10 @@ def draws(bench: Bench) -> None:
     }
     filters = {name: filters_of(Sampling(temperature=0.8, **one)) for name, one in some.items()}
     calls = {"arg-max": lambda: logits.argmax(-1)}
+    arrays = TorchArrays(bench.device)
     if runs_triton(bench.device):
         calls |= {
-            name: lambda one=one: draw(logits, np.arange(rows_), np.array([one] * rows_, np.float64), keys)
+            name: lambda one=one: arrays.draw(logits, np.arange(rows_), np.array([one] * rows_, np.float64), keys)
             for name, one in filters.items()
         }
     calls["torch: softmax, multinomial"] = lambda: torch.multinomial((logits / 0.8).softmax(-1), 1)

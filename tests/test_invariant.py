@@ -15,6 +15,7 @@ from tiny_vision import tiny_vision
 from prefold import LLM, InputError
 from prefold.model.ops import PIECE, settled
 from prefold.worker.pool import means_in_order
+from prefold.worker.torch.arrays import TorchArrays
 
 # Sizes with which a forward pass is one compiled call.
 EVEN = {"hidden_size": 96, "intermediate_size": 96}
@@ -65,10 +66,10 @@ def test_a_number_has_one_value_at_every_place():
 def test_a_mean_is_added_up_along_its_path():
     hidden = torch.randn(300, 5)
     paths = [np.arange(300), np.arange(0, 300, 7)]
-    found = means_in_order(hidden, paths)
+    found = means_in_order(TorchArrays(hidden.device), hidden, paths)
     torch.testing.assert_close(found, torch.stack([hidden[path].mean(0) for path in paths]))
     total = np.zeros(5)
     for row in paths[1]:
         total = total + hidden[row].double().numpy()
     assert torch.equal(found[1], torch.from_numpy(total / len(paths[1])).float())
-    assert means_in_order(hidden, []).shape == (0, 5)
+    assert means_in_order(TorchArrays(hidden.device), hidden, []).shape == (0, 5)

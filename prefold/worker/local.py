@@ -26,6 +26,7 @@ from .program import Program, missing, program_of
 from .readouts import SlotTicket, greedy, read_stream
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
 from .slots import SlotBatch, forward, make_store, prepare_slots
+from .torch.arrays import TorchArrays
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
 ROWS_ON_CPU = 4096
@@ -98,6 +99,7 @@ class LocalWorker(Worker):
     ):
         parts = parts_of(model) if parts is None else parts
         self.model, self._device = model, model.device
+        self._arrays = TorchArrays(model.device)
         self._compiles = runs_triton(model.device)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
         self._media = next((part.media for part in parts if part.media is not None), None)
@@ -211,7 +213,8 @@ class LocalWorker(Worker):
             hidden, kv = forward_stream(self.model, batch, path, arguments)
         else:
             hidden, kv = program.over_rows(batch, path, **arguments)
-        ticket, self.paths[step.stream] = read_stream(self.model, batch, path, hidden, kv)
+        ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
+        self.paths[step.stream] = Path(kv, states)
         return ticket
 
     def _program_for(self, arguments: Mapping[str, Any]) -> Program | None:
@@ -275,8 +278,8 @@ class LocalWorker(Worker):
         if len(step.state_reads):
             self._keep(step, hidden)
         if self._is_greedy(step) and self.model.ranks.size == 1:
-            return CompletedTicket(SlotResult(greedy(self.model, hidden)[step.reads]))
-        ticket = SlotTicket(self.model, hidden, step, self._states)
+            return CompletedTicket(SlotResult(greedy(self._arrays, self.model, hidden)[step.reads]))
+        ticket = SlotTicket(self._arrays, self.model, hidden, step, self._states)
         self._last_ids = ticket.ids if self.facts.slot_depth > 1 else None
         return ticket
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ..model.device import send
+from .arrays import Array, Arrays
 
 # Keys that are summed in float32; sums of these are made in float64, so that long paths lose nothing.
 RUN_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPlan:
+class PoolPlan(Generic[Array]):
     """A plan says which keys are summed, and what the sums are added to. There are r runs, and a last one of no keys
     that ends each path.
 
@@ -33,14 +32,14 @@ class PoolPlan:
     lengths   float64 [reads, 1]: keys of each path
     """
 
-    keys: Tensor
-    starts: Tensor
-    above: Tensor
-    last: Tensor
-    lengths: Tensor
+    keys: Array
+    starts: Array
+    above: Array
+    last: Array
+    lengths: Array
 
 
-def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device: torch.device) -> PoolPlan:
+def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray) -> PoolPlan[np.ndarray]:
     """Returns the plan for the paths down to the keys `reads`, ascending; end, positions [keys] as in a StreamStep."""
     starts = run_starts(end, reads)
     above = _above(end, starts)
@@ -48,33 +47,39 @@ def plan_pool(end: np.ndarray, positions: np.ndarray, reads: np.ndarray, device:
     while (above := above[above]).min(initial=len(starts)) < len(starts):
         rounds.append(above)
     return PoolPlan(
-        keys=send(np.arange(len(end)), device),
-        starts=send(np.append(starts, len(end)), device),
-        above=send(np.stack(rounds), device),
-        last=send(np.searchsorted(starts, reads, side="right") - 1, device),
-        lengths=send((positions[reads] + 1.0)[:, None], device),
+        keys=np.arange(len(end)),
+        starts=np.append(starts, len(end)),
+        above=np.stack(rounds),
+        last=np.searchsorted(starts, reads, side="right") - 1,
+        lengths=(positions[reads] + 1.0)[:, None],
     )
 
 
-def mean_of_rows(hidden: Tensor, rows: np.ndarray, counts: np.ndarray) -> Tensor:
+def sent(plan: PoolPlan[np.ndarray], arrays: Arrays[Array]) -> PoolPlan[Array]:
+    """Returns a plan where the hidden states are."""
+    numbers = (plan.keys, plan.starts, plan.above, plan.last, plan.lengths)
+    return PoolPlan(*(arrays.send(array) for array in numbers))
+
+
+def mean_of_rows(arrays: Arrays[Array], hidden: Array, rows: np.ndarray, counts: np.ndarray) -> Array:
     """Returns the mean over `counts` rows after `counts` rows, int64 [reads], of those numbered by `rows`: float32
     [reads, hidden]; hidden float32 [keys, hidden]."""
     parts = -(-counts // RUN_KEYS)
     of = np.repeat(np.arange(len(counts)), parts)
     within = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.cumsum(counts) - counts)[of] + within * RUN_KEYS
-    rows, starts, of = (send(array, hidden.device) for array in (rows, starts, of))
-    sums = torch.nn.functional.embedding_bag(rows, hidden, starts, mode="sum").double()
-    means = sums.new_zeros(len(counts), hidden.shape[1]).index_add_(0, of, sums)
-    return (means / send(counts.astype(np.float64)[:, None], hidden.device)).float()
+    sums = arrays.bag_sums(hidden, arrays.send(rows), arrays.send(starts))
+    means = arrays.sum_into(len(counts), arrays.send(of), sums)
+    return arrays.float32(means / arrays.send(counts.astype(np.float64)[:, None]))
 
 
-def means_in_order(hidden: Tensor, paths: Iterable[np.ndarray]) -> Tensor:
+def means_in_order(arrays: Arrays[Array], hidden: Array, paths: Iterable[np.ndarray]) -> Array:
     """Return the mean over each path, float32 [paths, hidden], its rows added one by one in the order that they have:
     so it does not depend on where other paths part from it. hidden float32 [keys, hidden]; a path: int64 [n]"""
-    keys = hidden.double().numpy()
+    (keys,) = arrays.fetch(hidden)()
+    keys = keys.astype(np.float64)
     means = [keys[path].sum(0) / len(path) for path in paths]
-    return torch.from_numpy(np.stack(means)).float() if means else hidden.new_empty(0, hidden.shape[1])
+    return arrays.send(np.array(means, np.float64).reshape(-1, keys.shape[1]).astype(np.float32))
 
 
 def run_starts(end: np.ndarray, reads: np.ndarray) -> np.ndarray:
@@ -106,10 +111,10 @@ def _above(end: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return above
 
 
-def mean_of_paths(hidden: Tensor, plan: PoolPlan) -> Tensor:
+def mean_of_paths(arrays: Arrays[Array], hidden: Array, plan: PoolPlan[Array]) -> Array:
     """Returns the mean over each path that is read, float32 [reads, hidden]; hidden float32 [keys, hidden]."""
     # Bags of neighbouring rows. The last one is empty: its sum is 0.
-    sums = torch.nn.functional.embedding_bag(plan.keys, hidden, plan.starts, mode="sum").double()
+    sums = arrays.bag_sums(hidden, plan.keys, plan.starts)
     for above in plan.above:
-        sums = sums + sums.index_select(0, above)
-    return (sums.index_select(0, plan.last) / plan.lengths).float()
+        sums = sums + arrays.take(sums, above)
+    return arrays.float32(arrays.take(sums, plan.last) / plan.lengths)

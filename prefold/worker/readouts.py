@@ -1,30 +1,46 @@
 """Read-outs of a step: tokens, and values (embeddings, scores, log-probabilities) of rows, for streams and slots alike.
 
-`values_of` computes the values of a `Reads`; a ticket fetches them from the device.
+`values_of` computes the values of a `Reads`; a ticket fetches them from the device. Each function is given an `Arrays`,
+which says where arrays are and what computes with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Generic, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ..engine.schedule.steps import NOTHING, Reads, SlotResult, SlotStep, StepResult
-from ..model import CausalLM
-from ..model.device import send
-from ..model.ops import log_sum_exp
+from ..engine.schedule.steps import NOTHING, Reads, SlotResult, SlotStep, StepResult, StreamStep
 from ..spec.requests import Readout, TokenLogprobs
-from .pool import mean_of_paths, mean_of_rows, means_in_order
-from .rows import Batch, Path, PathKV, join
-from .sampler import choose, likeliest
+from .arrays import Array, Arrays, ReadModel
+from .pool import PoolPlan, mean_of_paths, mean_of_rows, means_in_order
+from .sampler import choose
 
 # Rows of the LM head computed at once: bounds the logits to 256 x vocabulary float32 numbers.
 HEAD_ROWS = 256
-# Rows of logits that are copied at once to count ranks.
-RANKED_ROWS = 32
+
+
+class PooledBatch(Protocol[Array]):
+    """The part of a prepared step of a row stream that mean pooling needs.
+
+    scatter    of a folded step, int64: the row of each new row of the stream; else None
+    keep_path  int64: which rows of the carried path stay
+    keep_new   int64: which of the new rows of the stream join it
+    pool       the plan of the paths that are read; None: no path is read
+    """
+
+    @property
+    def step(self) -> StreamStep: ...
+    @property
+    def scatter(self) -> Array | None: ...
+    @property
+    def keep_path(self) -> Array: ...
+    @property
+    def keep_new(self) -> Array: ...
+    @property
+    def pool(self) -> PoolPlan[Array] | None: ...
 
 
 def head_blocks(rows: int) -> Iterator[slice]:
@@ -33,46 +49,44 @@ def head_blocks(rows: int) -> Iterator[slice]:
         yield slice(first, min(rows, first + HEAD_ROWS))
 
 
-class ValuesTicket:
+class ValuesTicket(Generic[Array]):
     """The ticket of values that are on their way from the device. values, greedy: as of StepResult"""
 
-    def __init__(self, values: Tensor, greedy: Tensor | None = None):
-        self.values, self._greedy = _fetch(values), None if greedy is None else _fetch(greedy)
-        self._event = torch.cuda.Event() if values.is_cuda else None
-        if self._event is not None:
-            self._event.record()
+    def __init__(self, arrays: Arrays[Array], values: Array, greedy: Array | None = None):
+        self._wait = arrays.fetch(values) if greedy is None else arrays.fetch(values, greedy)
 
     def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        return StepResult(self.values.numpy(), None if self._greedy is None else self._greedy.numpy())
+        return StepResult(*self._wait())
 
 
-def _fetch(tensor: Tensor) -> Tensor:
-    """Return the tensor on the host, or a tensor that soon holds it."""
-    if not tensor.is_cuda:
-        return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def read_stream(
+    arrays: Arrays[Array], model: ReadModel[Array], batch: PooledBatch[Array], above: Array | None, hidden: Array
+) -> tuple[ValuesTicket[Array], Array | None]:
+    """Return the ticket of a stream's step, and for mean pooling the hidden states of the path above the next step,
+    float32 [path, hidden].
 
+    above   those of the path above this step; None: there is no path, or no mean pooling
+    hidden  [rows that are read, hidden]
 
-def read_stream(model: CausalLM, batch: Batch, path: Path, hidden: Tensor, kv: PathKV) -> tuple[ValuesTicket, Path]:
-    """Return the ticket of a stream's step, and the path above the next step.
-
-    hidden, kv: as of `forward_stream`. On a rank other than 0 values of the whole vocabulary are undefined.
+    On a rank other than 0 values of the whole vocabulary are undefined.
     """
     reads = batch.step.read_out
     if reads.readout.kind != "mean":
-        return ValuesTicket(*values_of(model, reads.readout, hidden, reads.rows, reads.targets)), Path(kv)
-    new = hidden.float() if batch.scatter is None else hidden.float().index_select(0, batch.scatter)
-    keys = new if path.hidden is None else torch.cat((path.hidden, new))
+        return ValuesTicket(arrays, *values_of(arrays, model, reads.readout, hidden, reads.rows, reads.targets)), None
+    new = arrays.float32(hidden)
+    if batch.scatter is not None:
+        new = arrays.take(new, batch.scatter)
+    keys = new if above is None else arrays.join((above, new))
     if batch.pool is None:
-        means = keys.new_empty(0, keys.shape[1])
+        means = arrays.empty((0, keys.shape[1]))
     elif model.config.invariant:
-        means = means_in_order(keys, (_path_to(batch.step.end, row) for row in reads.rows.tolist()))
+        means = means_in_order(arrays, keys, (_path_to(batch.step.end, row) for row in reads.rows.tolist()))
     else:
-        means = mean_of_paths(keys, batch.pool)
-    return ValuesTicket(means), Path(kv, join(path.hidden, new, batch))
+        means = mean_of_paths(arrays, keys, batch.pool)
+    kept = arrays.take(new, batch.keep_new)
+    if above is not None and len(batch.keep_path):
+        kept = arrays.join((arrays.take(above, batch.keep_path), kept))
+    return ValuesTicket(arrays, means), kept
 
 
 def _path_to(end: np.ndarray, row: int) -> np.ndarray:
@@ -80,7 +94,7 @@ def _path_to(end: np.ndarray, row: int) -> np.ndarray:
     return np.flatnonzero(end[: row + 1] > row)
 
 
-class SlotTicket:
+class SlotTicket(Generic[Array]):
     """The ticket of a step over slots: its tokens and values, on their way from the device.
 
     ids   int64 [reads], on the device, as of SlotResult
@@ -88,9 +102,18 @@ class SlotTicket:
     Logits take all ranks, and rank 0 alone uses them.
     """
 
-    def __init__(self, model: CausalLM, hidden: Tensor, step: SlotStep, states: Tensor | None = None):
+    def __init__(
+        self,
+        arrays: Arrays[Array],
+        model: ReadModel[Array],
+        hidden: Array,
+        step: SlotStep,
+        states: Array | None = None,
+    ):
         """hidden: [rows that are read, hidden]; states: [slots, hidden], the kept states; None: none are kept"""
-        self.ids = torch.full((len(step.reads),), -1, dtype=torch.int64, device=hidden.device)
+        self.ids: Array = arrays.empty((len(step.reads),), "int64")
+        self.ids[:] = -1
+        self._arrays: Arrays[Array] = arrays
         self._logprobs: dict[int, TokenLogprobs] = {}
         is_token = np.ones(len(step.reads), bool)
         for reads in step.read_outs:
@@ -98,21 +121,23 @@ class SlotTicket:
         tokens = np.flatnonzero(is_token)
         if len(tokens):
             self._choose(model, hidden, step, tokens)
-        self._values = [ValuesTicket(*_slot_values(model, reads, hidden, step, states)) for reads in step.read_outs]
-        self._id_reads = ValuesTicket(self.ids)
+        self._values = [
+            ValuesTicket(arrays, *_slot_values(arrays, model, reads, hidden, step, states)) for reads in step.read_outs
+        ]
+        self._id_reads = ValuesTicket(arrays, self.ids)
 
     def result(self) -> SlotResult:
         """Wait for the device, and return what the step gave."""
         values = tuple(ticket.result() for ticket in self._values)
         return SlotResult(self._id_reads.result().values, self._logprobs, values)
 
-    def _choose(self, model: CausalLM, hidden: Tensor, step: SlotStep, tokens: np.ndarray) -> None:
+    def _choose(self, model: ReadModel[Array], hidden: Array, step: SlotStep, tokens: np.ndarray) -> None:
         """Draw the tokens of the reads with these numbers."""
-        reads, drawing = step.reads[tokens], step.drawing
+        arrays, reads, drawing = self._arrays, step.reads[tokens], step.drawing
         is_all = len(tokens) == len(step.reads) and not len(step.state_reads)
         if not is_all:  # other rows need no logits
             rows, reads = np.unique(reads, return_inverse=True)
-            hidden = hidden.index_select(0, send(rows, hidden.device))
+            hidden = arrays.take(hidden, arrays.send(rows))
             if drawing is not None:
                 drawing = replace(drawing, reads=np.searchsorted(tokens, drawing.reads))
         for block in head_blocks(len(hidden)):
@@ -124,27 +149,37 @@ class SlotTicket:
             if part is not None:
                 part = part.part(*np.searchsorted(part.reads, (first, stop)).tolist())
                 part = replace(part, reads=part.reads - first)
-            ids, logprobs = choose(logits, reads[first:stop] - block.start, part)
-            self.ids[slice(first, stop) if is_all else send(tokens[first:stop], hidden.device)] = ids
+            ids, logprobs = choose(arrays, logits, reads[first:stop] - block.start, part)
+            self.ids[slice(first, stop) if is_all else arrays.send(tokens[first:stop])] = ids
             self._logprobs |= {int(tokens[first + read]): value for read, value in logprobs.items()}
 
 
 def _slot_values(
-    model: CausalLM, reads: Reads, hidden: Tensor, step: SlotStep, states: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    arrays: Arrays[Array],
+    model: ReadModel[Array],
+    reads: Reads,
+    hidden: Array,
+    step: SlotStep,
+    states: Array | None,
+) -> tuple[Array, Array | None]:
     """Return what `values_of` gives for the reads of a step over slots. Reads with `counts` read kept states."""
     if reads.counts is None:
-        return values_of(model, reads.readout, hidden, reads.rows, reads.targets)
+        return values_of(arrays, model, reads.readout, hidden, reads.rows, reads.targets)
     assert states is not None
-    above = zip(reads.rows.tolist(), reads.counts.tolist(), strict=True)
-    slots = np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
-    if reads.readout.kind == "mean" and model.config.invariant:
-        parts = np.split(slots, np.cumsum(reads.counts)[:-1])
-        return means_in_order(states.float(), parts), None
+    slots = _kept_slots(step, reads.rows, reads.counts)
     if reads.readout.kind == "mean":
         once, places = np.unique(slots, return_inverse=True)
-        return mean_of_rows(states.index_select(0, send(once, states.device)).float(), places, reads.counts), None
-    return values_of(model, reads.readout, states, slots, reads.targets)
+        rows = arrays.float32(arrays.take(states, arrays.send(once)))
+        if model.config.invariant:
+            return means_in_order(arrays, rows, np.split(places, np.cumsum(reads.counts)[:-1])), None
+        return mean_of_rows(arrays, rows, places, reads.counts), None
+    return values_of(arrays, model, reads.readout, states, slots, reads.targets)
+
+
+def _kept_slots(step: SlotStep, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the slots of the last `counts` rows that each of `rows` sees, one after the other."""
+    above = zip(rows.tolist(), counts.tolist(), strict=True)
+    return np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
 
 
 def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
@@ -157,16 +192,21 @@ def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:
     return slots[len(slots) - count :]
 
 
-def greedy(model: CausalLM, hidden: Tensor) -> np.ndarray:
+def greedy(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array) -> np.ndarray:
     """Return the most likely token of each row of hidden [rows, hidden], int64, as `choose` does; on a CPU, of a model
     that is not split."""
-    blocks = [hidden] if len(hidden) <= HEAD_ROWS else hidden.split(HEAD_ROWS)
-    return np.concatenate([likeliest(model.logits(block).numpy()) for block in blocks])
+    blocks = list(head_blocks(len(hidden))) or [slice(0)]
+    return np.concatenate([arrays.fetch(arrays.most_likely(model.logits(hidden[block])))()[0] for block in blocks])
 
 
 def values_of(
-    model: CausalLM, readout: Readout, hidden: Tensor, rows: np.ndarray, targets: Sequence[int] | np.ndarray = NOTHING
-) -> tuple[Tensor, Tensor | None]:
+    arrays: Arrays[Array],
+    model: ReadModel[Array],
+    readout: Readout,
+    hidden: Array,
+    rows: np.ndarray,
+    targets: Sequence[int] | np.ndarray = NOTHING,
+) -> tuple[Array, Array | None]:
     """Return the values of a read-out, float32, one for each of `rows`; and for "logprobs" whether each target is the
     most likely token of its row, else None. Reads at one row compute it once.
 
@@ -176,69 +216,79 @@ def values_of(
     """
     once, places = np.unique(rows, return_inverse=True)
     if len(once) < len(hidden):
-        hidden = hidden.index_select(0, send(once, hidden.device))
+        hidden = arrays.take(hidden, arrays.send(once))
     is_ascending = len(once) == len(rows) and (places[1:] > places[:-1]).all()
     if readout.kind == "logprobs":
         order = np.argsort(places, kind="stable")
-        values, is_greedy = logprobs_of(model, hidden, places[order], np.asarray(targets)[order], readout.top)
+        values, is_greedy = logprobs_of(arrays, model, hidden, places[order], np.asarray(targets)[order], readout.top)
         if (order[1:] > order[:-1]).all():
             return values, is_greedy
-        back = send(np.argsort(order), hidden.device)
-        return values[back], is_greedy[back]
-    if readout.kind == "logits":
-        values = logits_and_sums(model, hidden, readout.ids) if readout.sums else model.logits(hidden, readout.ids)
+        back = arrays.send(np.argsort(order))
+        return arrays.take(values, back), arrays.take(is_greedy, back)
+    if readout.kind == "logits" and readout.sums:
+        values = logits_and_sums(arrays, model, hidden, readout.ids)
+    elif readout.kind == "logits":
+        values = model.logits(hidden, readout.ids)
     else:
-        values = model.head(hidden) if readout.kind == "head" else hidden.float()
-    return values if is_ascending else values[send(places, hidden.device)], None
+        values = model.head(hidden) if readout.kind == "head" else arrays.float32(hidden)
+    return values if is_ascending else arrays.take(values, arrays.send(places)), None
 
 
-def logits_and_sums(model: CausalLM, hidden: Tensor, ids: Sequence[int]) -> Tensor:
+def logits_and_sums(arrays: Arrays[Array], model: ReadModel[Array], hidden: Array, ids: Sequence[int]) -> Array:
     """Return of each row of hidden [rows, hidden] the logits of `ids`, the log-sum-exp of all logits, and the id of the
     largest, float32 [rows, len(ids) + 2]. On a rank other than 0 the values are undefined."""
-    values = torch.empty((len(hidden), len(ids) + 2), dtype=torch.float32, device=hidden.device)
-    wanted = send(np.asarray(ids), hidden.device)
+    values = arrays.empty((len(hidden), len(ids) + 2))
+    wanted = arrays.send(np.asarray(ids, np.int64))
     for block in head_blocks(len(hidden)):
         logits = model.logits(hidden[block])
         if not model.ranks.rank:
-            sums, largest = log_sum_exp(logits)
+            sums, largest = arrays.log_sum_exp(logits)
             # A float32 holds every id below 2**24 exactly.
-            values[block] = torch.cat((logits[:, wanted], sums[:, None], largest[:, None].float()), -1)
+            values[block, :-2], values[block, -2], values[block, -1] = logits[:, wanted], sums, largest
     return values
 
 
 def logprobs_of(
-    model: CausalLM, hidden: Tensor, rows: np.ndarray, ids: np.ndarray, top: int | None
-) -> tuple[Tensor, Tensor]:
+    arrays: Arrays[Array],
+    model: ReadModel[Array],
+    hidden: Array,
+    rows: np.ndarray,
+    ids: np.ndarray,
+    top: int | None,
+) -> tuple[Array, Array]:
     """Return the log-probability of each of `ids`, and whether it is the most likely id of its row. A row's log-sum-exp
     is computed once for all its targets. On a rank other than 0 the values are undefined.
 
     rows    int64 [n], ascending: the row of `hidden` of each
     top     as of Readout
     """
-    device, columns = hidden.device, () if top is None else (2 + 2 * top,)
-    values = torch.empty((len(ids), *columns), dtype=torch.float32, device=device)
-    is_greedy = torch.empty(len(ids), dtype=torch.bool, device=device)
-    at, wanted = send(rows, device), send(ids, device)
+    shape = (len(ids),) if top is None else (len(ids), 2 + 2 * top)
+    values, is_greedy = arrays.empty(shape), arrays.empty((len(ids),), "bool")
+    at, wanted = arrays.send(rows), arrays.send(ids)
     for block in head_blocks(len(hidden)):
         logits = model.logits(hidden[block])
         if model.ranks.rank:
             continue
         inside = slice(*np.searchsorted(rows, (block.start, block.stop)).tolist())
-        values[inside], is_greedy[inside] = log_probs(logits, at[inside] - block.start, wanted[inside], top)
+        found = log_probs(arrays, logits, at[inside] - block.start, wanted[inside], top)
+        values[inside], is_greedy[inside] = found
     return values, is_greedy
 
 
-def log_probs(logits: Tensor, rows: Tensor, ids: Tensor, top: int | None = None) -> tuple[Tensor, Tensor]:
+def log_probs(
+    arrays: Arrays[Array], logits: Array, rows: Array, ids: Array, top: int | None = None
+) -> tuple[Array, Array]:
     """Return the log-probability of each of `ids` in its row of logits float32 [r, vocab], and whether it is the most
     likely id of that row. rows, ids: int64 [n]; top: as of Readout."""
-    sums, largest = log_sum_exp(logits)
+    sums, largest = arrays.log_sum_exp(logits)
     chosen = logits[rows, ids]
-    values = chosen - sums[rows]
-    if top is not None:
-        few = zip(rows.split(RANKED_ROWS), chosen.split(RANKED_ROWS), strict=True)
-        ranks = 1 + torch.cat([(logits[block] > own[:, None]).sum(-1) for block, own in few])
-        best, places = logits.topk(top, -1)
-        # A float32 holds every id below 2**24 exactly.
-        columns = (values[:, None], ranks[:, None], (best - sums[:, None])[rows], places[rows])
-        values = torch.cat([column.float() for column in columns], -1)
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        values = chosen - sums[rows]
+        if top is not None:
+            best, places = arrays.largest(logits, top)
+            # A float32 holds every id below 2**24 exactly.
+            columns = arrays.empty((len(ids), 2 + 2 * top))
+            columns[:, 0], columns[:, 1] = values, 1 + arrays.count_larger(logits, rows, chosen)
+            columns[:, 2 : 2 + top], columns[:, 2 + top :] = (best - sums[:, None])[rows], places[rows]
+            values = columns
     return values, largest[rows] == ids

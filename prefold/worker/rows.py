@@ -16,7 +16,8 @@ from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
 from ..model.config import ModelConfig, Plane
 from ..model.device import send
 from .attention import Heads, RowAttention, RowPlan
-from .pool import PoolPlan, plan_pool
+from .pool import PoolPlan, plan_pool, sent
+from .torch.arrays import TorchArrays
 
 
 def heads_of(model: CausalLM) -> Heads:
@@ -124,7 +125,7 @@ class Batch:
     read_order: Tensor | None
     keep_path: Tensor
     keep_new: Tensor
-    pool: PoolPlan | None = None
+    pool: PoolPlan[Tensor] | None = None
     adapters: RowAdapters = NO_ADAPTERS
 
 
@@ -162,6 +163,7 @@ def prepare(
     if step.adapter is not None:
         row_adapters = RowAdapters(adapters, np.full(step.num_rows, step.adapter, np.int64), step.read_rows)
     averages = step.read_out.readout.kind == "mean" and len(step.read_out.rows) > 0
+    pool = plan_pool(step.end, step.key_positions, step.read_out.rows) if averages else None
     return Batch(
         step=step,
         attention=attention,
@@ -175,7 +177,7 @@ def prepare(
         read_order=tensor(read_order),
         keep_path=send(step.keep[old], device),
         keep_new=send(step.keep[~old] - step.path, device),
-        pool=plan_pool(step.end, step.key_positions, step.read_out.rows, device) if averages else None,
+        pool=None if pool is None else sent(pool, TorchArrays(device)),
         adapters=row_adapters,
     )
 

@@ -9,8 +9,9 @@ What is done to a row of logits, in this order (that of vLLM; each step as trans
     temperature                        at 0: the most likely token, the first of equals
     the filters                        each among what the one before left
 
-`draw` does the last two lines, and draws from the tokens left. The noise of a draw is made of the seed, the sample, the
-position and the token (`engine.sampling`), so it depends on neither neighbours nor batch nor earlier steps.
+`draw_scaled` does the last two lines, and draws from the tokens left; kernels for CPUs and GPUs do what it defines. The
+noise of a draw is made of the seed, the sample, the position and the token (`engine.sampling`). So it depends on
+neither neighbours nor batch nor earlier steps.
 """
 
 from __future__ import annotations
@@ -18,16 +19,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from .. import kernels
 from ..engine.sampling import gumbel, hash_ids
 from ..engine.schedule.steps import NOT_FINITE, Drawing, RaggedLists
-from ..model.arrays import array_of
-from ..model.device import runs_triton, send
 from ..spec.requests import TokenLogprobs
 from ..spec.task import FILTERS, SamplerOptions, filters_of
+from .arrays import Array, Arrays
 
 # Logits worked on at once, as float32 numbers: 4 MiB, about a second-level cache's worth of each intermediate.
 WORK_SIZE = 1 << 20
@@ -40,46 +37,19 @@ _KEPT = [FILTERS.index(name) for name in ("min_p", "top_k", "top_p")]  # the col
 _TOP_N_SIGMA = FILTERS.index("top_n_sigma")
 
 
-def draw(logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Tensor:
-    """Returns a token drawn for each of `rows` of logits float32 [r, vocab], int64 [n] on the logits' device.
+def bare(filters: np.ndarray) -> np.ndarray:
+    """Returns which draws have no filter but the temperature, bool [n]; filters float64 [n, FILTERS]."""
+    return ~np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
 
-    It is -1 where a row's largest logit is not finite. A GPU that runs Triton is not waited for.
 
-    rows     int64 [n]
-    filters  float64 [n, FILTERS]; the temperature, the first of them, is above 0
-    keys     uint64 [n]: of the noise (`engine.sampling.make_key`)
+def draw_scaled(values: np.ndarray, probs: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns a token drawn for each row, int64 [r]; -1 where a row's largest logit is not finite.
+
+    values   float32 [r, vocab]: (logit - the row's largest) / temperature
+    probs    float32 [r, vocab]: the softmax of each row
+    filters  float64 [r, FILTERS]; the temperature, the first of them, is above 0
+    keys     uint64 [r]: of the noise (`engine.sampling.make_key`)
     """
-    inverses = (1.0 / filters[:, 0]).astype(np.float32)
-    if runs_triton(logits.device):
-        from . import draw_triton
-
-        halves = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
-        draws = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)
-        return draw_triton.draw(logits, send(draws, logits.device))
-    tokens = np.zeros(len(rows), np.int64)
-    has_filters = np.logical_or.reduce(filters[:, 1:] != _OFF, axis=1)
-    library = kernels.load() if logits.device.type == "cpu" else None
-    if library is not None and not has_filters.all():
-        bare = np.flatnonzero(~has_filters)
-        tokens[bare] = library.draw(array_of(logits), rows[bare], inverses[bare], keys[bare])
-    remaining = np.arange(len(rows)) if library is None else np.flatnonzero(has_filters)
-    at_once = max(1, WORK_SIZE // logits.shape[-1])
-    for first in range(0, len(remaining), at_once):
-        part = remaining[first : first + at_once]
-        tokens[part] = _draw_scaled(_scaled(logits, rows[part], inverses[part]), filters[part], keys[part])
-    return send(tokens, logits.device)
-
-
-def _scaled(logits: Tensor, rows: np.ndarray, inverses: np.ndarray) -> Tensor:
-    """Returns (logit - the row's largest) / temperature of `rows`, float32 [rows, vocab]: 0 for the largest one."""
-    work = logits.index_select(0, send(rows, logits.device))
-    return work.sub_(work.amax(-1, keepdim=True)).mul_(send(inverses[:, None], logits.device))
-
-
-def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Returns the token of each row [r, vocab], int64 [r]. filters: of each, as those of `draw`."""
-    probs = torch.softmax(scaled, -1).cpu().numpy()
-    values = scaled.cpu().numpy()
     tokens = np.full(len(values), -1)
     finite = np.flatnonzero(~np.isnan(probs[:, 0]))  # all of a row are NaN where its largest is not finite
     if not finite.size:
@@ -101,7 +71,7 @@ def _draw_scaled(scaled: Tensor, filters: np.ndarray, keys: np.ndarray) -> np.nd
 
 def _likeliness(scaled: np.ndarray, sigmas: float) -> float:
     """Returns how likely a token is, relative to the most likely one, whose logit is `sigmas` standard deviations below
-    the largest. Tokens that are forbidden do not count. scaled: a row, as `_scaled` gives it."""
+    the largest. Tokens that are forbidden do not count. scaled: a row of `values` of `draw_scaled`"""
     return float(np.exp(-sigmas * scaled[np.isfinite(scaled)].std(dtype=np.float64)))
 
 
@@ -171,8 +141,10 @@ def _below_top(probs: np.ndarray, top_k: int) -> np.float32:
     return np.partition(largest, -top_k)[-top_k]
 
 
-def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[Tensor, dict[int, TokenLogprobs]]:
-    """Returns the token of each read, int64 [p] on the logits' device, and log-probabilities by read, where asked for.
+def choose(
+    arrays: Arrays[Array], logits: Array, rows: np.ndarray, drawing: Drawing | None
+) -> tuple[Array, dict[int, TokenLogprobs]]:
+    """Returns the token of each read, int64 [p] where the logits are, and log-probabilities by read, where asked for.
 
     A token is -1 where all are forbidden, and NOT_FINITE where the logits are no finite numbers. The device is waited
     for only where log-probabilities are asked for, or where it is a GPU without Triton.
@@ -181,115 +153,104 @@ def choose(logits: Tensor, rows: np.ndarray, drawing: Drawing | None) -> tuple[T
     rows     int64 [p]: the row of each read; several reads may be at one
     drawing  of some of these reads; all others get the most likely token
     """
-    device = logits.device
-    likely = most_likely(logits)[send(rows, device)]
+    likely = arrays.take(arrays.most_likely(logits), arrays.send(rows))
     if drawing is None:
         return likely, {}
-    ids = likely.clone()
+    ids = likely
     logprobs: dict[int, TokenLogprobs] = {}
     count = len(drawing.reads)
     # On a CPU the rows that are worked on stay in its cache.
-    at_once = max(1, WORK_SIZE // logits.shape[-1] if device.type == "cpu" else count)
+    at_once = max(1, WORK_SIZE // logits.shape[-1] if arrays.in_cache else count)
     for first in range(0, count, at_once):
         part = drawing.part(first, min(count, first + at_once))
-        reads, of_part = send(part.reads, device), rows[part.reads]
-        ids[reads] = tokens = _choose(logits, of_part, likely[reads], part)
+        reads, of_part = arrays.send(part.reads), rows[part.reads]
+        tokens = _choose(arrays, logits, of_part, arrays.take(likely, reads), part)
+        ids = arrays.put(ids, reads, tokens)
         places = np.flatnonzero(part.logprobs >= 0)
         if places.size:
-            own = logits.index_select(0, send(of_part[places], device))
-            values = _logprobs(own, part.logprobs[places], tokens[send(places, device)])
+            own, at = arrays.take(logits, arrays.send(of_part[places])), arrays.send(places)
+            values = _logprobs(arrays, own, part.logprobs[places], arrays.take(tokens, at))
             logprobs |= {read: value for read, value in zip(part.reads[places].tolist(), values, strict=True) if value}
     return ids, logprobs
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """Returns the most likely id of each row, the first of equals, int64 [r] on the logits' device.
+def likeliest(logits: np.ndarray) -> np.ndarray:
+    """Returns the most likely id of each row of float32 logits [r, vocab], the first of equals, int64 [r].
 
     It is NOT_FINITE where the largest logit is infinite or any logit is NaN, which arg-max takes for the largest.
     """
-    if logits.device.type == "cpu":
-        return torch.from_numpy(likeliest(logits.numpy()))
-    ids = logits.argmax(-1)
-    return torch.where(logits.gather(-1, ids[:, None])[:, 0].isfinite(), ids, NOT_FINITE)
-
-
-def likeliest(logits: np.ndarray) -> np.ndarray:
-    """Returns what `most_likely` does, of logits in the memory of a CPU."""
     places = logits.argmax(-1).tolist()  # NumPy's takes a tenth of the time of torch's
     finite = (math.isfinite(logits.item(row, place)) for row, place in enumerate(places))
     return np.array([place if is_finite else NOT_FINITE for place, is_finite in zip(places, finite, strict=True)], int)
 
 
-def _choose(logits: Tensor, rows: np.ndarray, likely: Tensor, drawing: Drawing) -> Tensor:
-    """Returns the tokens of a drawing's reads. likely: what `most_likely` gives for the row of each."""
-    device = logits.device
+def _choose(arrays: Arrays[Array], logits: Array, rows: np.ndarray, likely: Array, drawing: Drawing) -> Array:
+    """Returns the tokens of a drawing's reads. likely: what `Arrays.most_likely` gives for the row of each."""
     ids = likely
     if any(x is not None for x in (drawing.bias, drawing.grammar_masks, drawing.output_counts, drawing.banned_ids)):
-        logits, rows = logits.index_select(0, send(rows, device)), np.arange(len(rows))
-        _alter(logits, drawing)
-        ids = most_likely(logits)
+        logits, rows = arrays.take(logits, arrays.send(rows)), np.arange(len(rows))
+        _alter(arrays, logits, drawing)
+        ids = arrays.most_likely(logits)
         # Of finite logits nothing is left only where all tokens are forbidden.
-        ids = torch.where(ids == NOT_FINITE, -1, ids)
+        ids = arrays.where(ids == NOT_FINITE, -1, ids)
     places = np.flatnonzero(drawing.filters[:, 0] > 0.0)
     if places.size:
-        ids = ids.clone()
-        ids[send(places, device)] = draw(logits, rows[places], drawing.filters[places], drawing.keys[places])
-    return torch.where(likely == NOT_FINITE, NOT_FINITE, ids)
+        drawn = arrays.draw(logits, rows[places], drawing.filters[places], drawing.keys[places])
+        ids = arrays.put(ids, arrays.send(places), drawn)
+    return arrays.where(likely == NOT_FINITE, NOT_FINITE, ids)
 
 
-def _alter(work: Tensor, drawing: Drawing) -> None:
+def _alter(arrays: Arrays[Array], work: Array, drawing: Drawing) -> None:
     """Changes `work`, a row for each read of a drawing, by all that comes before the temperature."""
-    line, device = work.view(-1), work.device
-    if drawing.bias is not None:
-        line[_places(work, drawing.bias)] += send(drawing.bias.values, device)
-    if drawing.grammar_masks is not None:
-        _forbid(work, drawing.grammar_reads, ~drawing.grammar_masks)
-    if drawing.output_counts is not None:
-        _penalise(work, drawing.penalties, drawing.output_counts)
-    if drawing.banned_ids is not None:
-        line[_places(work, drawing.banned_ids)] = -torch.inf
+    line = work.reshape(-1)  # the same memory
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then has no token
+        if drawing.bias is not None:
+            line[_places(arrays, work, drawing.bias)] += arrays.send(drawing.bias.values)
+        if drawing.grammar_masks is not None:
+            arrays.forbid(work, drawing.grammar_reads, ~drawing.grammar_masks)
+        if drawing.output_counts is not None:
+            _penalise(arrays, work, drawing.penalties, drawing.output_counts)
+        if drawing.banned_ids is not None:
+            line[_places(arrays, work, drawing.banned_ids)] = -math.inf
 
 
-def _forbid(work: Tensor, rows: np.ndarray, bits: np.ndarray) -> None:
-    """Puts -inf into `rows` of `work` [n, vocab] for the tokens whose bit is set, as in `Drawing.grammar_masks`."""
-    vocab = work.shape[-1]
-    if work.device.type == "cpu" and not runs_triton(work.device):
-        # In one pass over each row: a sixth of the time that torch takes with a mask of truth values.
-        forbidden = np.unpackbits(bits, axis=-1, count=vocab, bitorder="little").view(np.bool_)
-        for row, is_forbidden in zip(rows.tolist(), forbidden, strict=True):
-            np.copyto(work[row].numpy(), -np.inf, where=is_forbidden)
-        return
-    places, packed = send(rows, work.device), send(bits, work.device)
-    forbidden = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=work.device)) & 1
-    work[places] = work[places].masked_fill_(forbidden.flatten(1)[:, :vocab].bool(), -torch.inf)
+def forbid(work: np.ndarray, rows: np.ndarray, bits: np.ndarray) -> None:
+    """Does what `Arrays.forbid` does, in the memory of a CPU."""
+    # In one pass over each row: a sixth of the time that torch takes with a mask of truth values.
+    forbidden = np.unpackbits(bits, axis=-1, count=work.shape[-1], bitorder="little").view(np.bool_)
+    for row, is_forbidden in zip(rows.tolist(), forbidden, strict=True):
+        np.copyto(work[row], -np.inf, where=is_forbidden)
 
 
-def _places(work: Tensor, ragged: RaggedLists) -> Tensor:
+def _places(arrays: Arrays[Array], work: Array, ragged: RaggedLists) -> Array:
     """Returns where in `work`, taken as one line, lie the ids of each row."""
     starts = np.arange(len(work), dtype=np.int64) * work.shape[-1]
-    return send(ragged.ids + starts.repeat(np.diff(ragged.offsets)), work.device)
+    return arrays.send(ragged.ids + starts.repeat(np.diff(ragged.offsets)))
 
 
-def _penalise(work: Tensor, penalties: np.ndarray, counts: RaggedLists) -> None:
+def _penalise(arrays: Arrays[Array], work: Array, penalties: np.ndarray | None, counts: RaggedLists) -> None:
     """Changes logits as CTRL (Keskar et al. 2019) says for the repetition penalty, and OpenAI's API reference for the
     other two."""
+    assert penalties is not None
     weights = penalties.astype(np.float32).repeat(np.diff(counts.offsets), axis=0)
     repetition, presence, frequency = weights.T  # in the order of PENALTIES
-    less = send(presence * (counts.values > 0) + frequency * counts.values, work.device)
-    factor = send(repetition, work.device)
-    places = _places(work, counts)
-    values = work.view(-1)[places]
-    work.view(-1)[places] = torch.where(values > 0, values / factor, values * factor) - less
+    less = arrays.send(presence * (counts.values > 0) + frequency * counts.values)
+    factor = arrays.send(repetition)
+    places, line = _places(arrays, work, counts), work.reshape(-1)
+    values = line[places]
+    line[places] = arrays.where(values > 0, values / factor, values * factor) - less
 
 
-def _logprobs(logits: Tensor, counts: np.ndarray, ids: Tensor) -> list[TokenLogprobs | None]:
+def _logprobs(arrays: Arrays[Array], logits: Array, counts: np.ndarray, ids: Array) -> list[TokenLogprobs | None]:
     """Returns log-probabilities of the model's own distribution, for each row [a, vocab]: of its token, and of as many
     of the most likely ones as `counts` says; None where there is no token."""
-    own = torch.log_softmax(logits, -1)
-    values, places = (x.cpu().numpy() for x in own.topk(min(int(counts.max()), own.shape[-1]), -1))
-    chosen = own.gather(1, ids.clamp(min=0)[:, None])[:, 0].tolist()
+    wanted = min(int(counts.max()), logits.shape[-1])
+    chosen, values, places = arrays.likely_tokens(logits, wanted, arrays.where(ids < 0, 0, ids))
+    (tokens,) = arrays.fetch(ids)()
     rows: list[TokenLogprobs | None] = []
-    for token, value, many, place, count in zip(ids.tolist(), chosen, values, places, counts.tolist(), strict=True):
+    for token, value, many, place, count in zip(
+        tokens.tolist(), chosen.tolist(), values, places, counts.tolist(), strict=True
+    ):
         order = np.lexsort((place, -many))[:count]
         top = tuple(zip(place[order].tolist(), many[order].tolist(), strict=True))
         rows.append(None if token < 0 else TokenLogprobs(value, top))

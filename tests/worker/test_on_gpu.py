@@ -20,18 +20,18 @@ from tritons import DEVICE, on_triton, triton_on  # noqa: F401 (a fixture)
 from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.meter import Meter
-from prefold.engine.schedule.steps import SlotStep, StepResult
+from prefold.engine.schedule.steps import SlotStep
 from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import OutOfMemoryError
 from prefold.model import CausalLM, device, load_adapter
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import Spool
-from prefold.worker import readouts as module
 from prefold.worker.attention import RowAttention
 from prefold.worker.local import LocalWorker, batch_rows
-from prefold.worker.readouts import ValuesTicket, read_stream
+from prefold.worker.readouts import read_stream
 from prefold.worker.rows import Path, forward_stream, heads_of, prepare
 from prefold.worker.slots import SlotAttend, make_store, prepare_slots
+from prefold.worker.torch.arrays import TorchArrays
 
 # Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
 DRAWN = [
@@ -142,10 +142,16 @@ def without_data(llm, monkeypatch, no_kernels) -> Iterator[CausalLM]:
 
     launches: list[str] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: launches.append(self.fn.__name__))
-    monkeypatch.setattr(module, "_fetch", lambda tensor: tensor)
+    fetched: list[torch.Tensor] = []
+
+    def fetch(self, *given):
+        fetched.extend(given)
+        return lambda: tuple(np.full(tuple(one.shape), 7) for one in given)
+
+    monkeypatch.setattr(TorchArrays, "fetch", fetch)
     with triton_on("meta"):
         model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta")).eval()
-        model.launches = launches
+        model.launches, model.fetched = launches, fetched
         model.cos_sin(torch.zeros(1, dtype=torch.int64, device="meta"))  # its tables are made once
         yield model
 
@@ -173,19 +179,19 @@ def test_a_step_never_waits(without_data, sharing, readout):
     batch = one_step(model, prompts(5), sharing, readout)
     assert not model.launches, "what is prepared ahead launches nothing"
     with NoWaiting(), torch.inference_mode():
-        reads, path = read_stream(model, batch, Path(), *forward_stream(model, batch, Path(), {}))
-    assert reads.values.device.type == "meta"
+        hidden, kv = forward_stream(model, batch, Path(), {})
+        read_stream(TorchArrays(model.device), model, batch, None, hidden)
+    assert {one.device.type for one in model.fetched} == {"meta"}
     assert model.launches.count("_forward") == model.config.layers
     assert {"_add_rms_norm", "_rope", "_gate"} <= set(model.launches)
-    if path.rows:
-        assert path.kv[0][0].device.type == "meta"
+    if Path(kv).rows:
+        assert kv[0][0].device.type == "meta"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
-def test_generation_never_waits_but_for_tokens(without_data, monkeypatch):
+def test_generation_never_waits_but_for_tokens(without_data):
     """Steps are begun while the one before runs, in whatever way their tokens are drawn."""
     model = without_data
-    monkeypatch.setattr(ValuesTicket, "result", lambda self: StepResult(np.full(self.values.shape, 7)))
     engine = engine_of(model, depth=2)
     answers = []
     for prompt, sampling in zip(prompts(4, count=6), ASKED[:6], strict=False):

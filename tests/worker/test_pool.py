@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from prefold.worker.pool import RUN_KEYS, mean_of_paths, plan_pool, run_starts
+from prefold.worker.pool import RUN_KEYS, mean_of_paths, plan_pool, run_starts, sent
+from prefold.worker.torch.arrays import TorchArrays
 
-CPU = torch.device("cpu")
+ARRAYS = TorchArrays(torch.device("cpu"))
 
 
 def random_tree(rng: np.random.Generator, count: int, branching: float) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +38,7 @@ def test_means_of_random_trees(count, branching):
         reads = np.flatnonzero(rng.random(count) < rng.choice([0.05, 0.5, 1.0]))
         reads = reads if reads.size else np.array([count - 1])
         hidden = torch.from_numpy(rng.normal(size=(count, 7)).astype(np.float32))
-        found = mean_of_paths(hidden, plan_pool(end, positions, reads, CPU)).numpy()
+        found = mean_of_paths(ARRAYS, hidden, sent(plan_pool(end, positions, reads), ARRAYS)).numpy()
         wanted = [hidden.numpy()[keys].astype(np.float64).mean(0) for keys in paths_of(end, reads)]
         np.testing.assert_allclose(found, np.stack(wanted), atol=2e-6)
 
@@ -59,11 +60,11 @@ def test_what_is_not_on_a_path_does_not_show(bad):
         end, positions = random_tree(rng, 200, rng.choice([0.1, 0.5]))
         reads = np.flatnonzero(rng.random(200) < 0.4)
         hidden = torch.from_numpy(rng.normal(size=(200, 5)).astype(np.float32))
-        plan = plan_pool(end, positions, reads, CPU)
-        clean = mean_of_paths(hidden, plan)
+        plan = sent(plan_pool(end, positions, reads), ARRAYS)
+        clean = mean_of_paths(ARRAYS, hidden, plan)
         broken = int(rng.integers(200))
         hidden[broken] = bad
-        found = mean_of_paths(hidden, plan)
+        found = mean_of_paths(ARRAYS, hidden, plan)
         for before, after, keys in zip(clean, found, paths_of(end, reads), strict=True):
             assert (broken in keys) or torch.equal(before, after)
             assert (broken not in keys) or (after.abs() > 1e30).all() or after.isnan().all()

@@ -26,6 +26,7 @@ from prefold.worker.program import Program, program_of
 from prefold.worker.readouts import greedy as likeliest_of_slots
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
+from prefold.worker.torch.arrays import TorchArrays
 
 EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
 # Gate and up in whole vectors: other widths have no program.
@@ -138,7 +139,8 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, family, dtype):
     class Compared(Program):
         def greedy(self, batch, store, media=None):
             found = super().greedy(batch, store, media)
-            assert found.tolist() == likeliest_of_slots(llm.model, self.over_slots(batch, store)).tolist()
+            hidden = self.over_slots(batch, store)
+            assert found.tolist() == likeliest_of_slots(TorchArrays(hidden.device), llm.model, hidden).tolist()
             rows.append(len(found))
             return found
 

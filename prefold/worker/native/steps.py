@@ -65,7 +65,7 @@ class StreamBatch:
     read_order: np.ndarray | None
     keep_path: np.ndarray
     keep_new: np.ndarray
-    pool: PoolPlan | None = None
+    pool: PoolPlan[np.ndarray] | None = None
     adapters: np.ndarray | None = None
 
 
