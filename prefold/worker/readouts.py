@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Generic, Protocol
 
 import numpy as np
@@ -167,8 +166,7 @@ def _slot_values(
     if reads.counts is None:
         return values_of(arrays, model, reads.readout, hidden, reads.rows, reads.targets)
     assert states is not None
-    above = map(partial(_slots_above, step), reads.rows.tolist(), reads.counts.tolist())
-    slots = np.concatenate([NOTHING] + list(above))
+    slots = _kept_slots(step, reads.rows, reads.counts)
     if reads.readout.kind == "mean":
         once, places = np.unique(slots, return_inverse=True)
         rows = arrays.float32(arrays.take(states, arrays.send(once)))
@@ -176,6 +174,12 @@ def _slot_values(
             return means_in_order(arrays, rows, np.split(places, np.cumsum(reads.counts)[:-1])), None
         return mean_of_rows(arrays, rows, places, reads.counts), None
     return values_of(arrays, model, reads.readout, states, slots, reads.targets)
+
+
+def _kept_slots(step: SlotStep, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the slots of the last `counts` rows that each of `rows` sees, one after the other."""
+    above = zip(rows.tolist(), counts.tolist(), strict=True)
+    return np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
 
 
 def _slots_above(step: SlotStep, place: int, count: int) -> np.ndarray:

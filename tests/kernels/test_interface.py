@@ -126,7 +126,7 @@ def test_the_library_agrees_on_all_values_places_and_signatures():
         ("float cap;      ", "double cap;", "TileCall.cap"),
         ("int64_t slots, kv_heads, dim;", "int64_t kv_heads, slots, dim;", "SlotPlane.slots"),
         ("int32_t threads, is_bf16;", "int32_t is_bf16, threads;", "ProgramCall.threads"),
-        ("int64_t draws, int64_t* tokens", "int32_t draws, int64_t* tokens", "prefold_draw"),
+        ("keys, int64_t draws", "keys, int32_t draws", "prefold_draw"),
         ("kPick, kEmbed", "kEmbed, kPick", "Kind.PICK"),
         ("kInInt8 = 256", "kInInt8 = 512", "IN_INT8"),
     ],
@@ -148,7 +148,7 @@ def test_a_library_of_another_header_is_refused(tmp_path, old, new, name):
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("draw.cpp", "int64_t draws, int64_t* tokens", "int32_t draws, int64_t* tokens"),
+        ("draw.cpp", "keys, int64_t draws", "keys, int32_t draws"),
         ("ranks.cpp", "E* x, int64_t count, int32_t threads", "E* x, int64_t count, int64_t threads"),
         ("logits.cpp", 'extern "C" void prefold_entropy', 'extern "C" int32_t prefold_entropy'),
     ],

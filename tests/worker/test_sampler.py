@@ -10,7 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import pytest
 import torch
-from choosing import choose_for
+from choosing import OnlyThese, choose_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritons import on_triton  # noqa: F401 (a fixture)
@@ -30,23 +30,6 @@ def state(sampling: Sampling | None = None, *, position: int = 0, seed: int = 1,
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-class OnlyThese:
-    """A matcher that allows some ids."""
-
-    is_done = False
-
-    def __init__(self, ids: list[int], vocab: int = VOCAB):
-        self.allowed = np.zeros(vocab, bool)
-        self.allowed[ids] = True
-        self.accepted: list[int] = []
-
-    def mask(self) -> np.ndarray:
-        return np.packbits(self.allowed, bitorder="little")
-
-    def accept(self, token: int) -> None:
-        self.accepted.append(token)
 
 
 def slow_logits(logits: np.ndarray, state: SamplerState, prompt: list[int], output: list[int]) -> np.ndarray:

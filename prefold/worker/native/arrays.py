@@ -17,8 +17,9 @@ from ..sampler import forbid, likeliest
 
 # Beyond this number of tokens the largest of a row are sorted: the kernel inserts one after the other.
 MOST_INSERTED = 128
-# The filters of a draw in the order of the kernel.
-_FILTERS = [FILTERS.index(name) for name in ("top_n_sigma", "min_p", "top_k", "top_p")]
+# The filters of a draw in the order of the kernel, and the temperature, of which it takes the inverse.
+*_FILTERS, _TEMPERATURE = (FILTERS.index(name) for name in ("top_n_sigma", "min_p", "top_k", "top_p", "temperature"))
+assert len(_FILTERS) + 1 == len(FILTERS), "the kernel lacks a filter"
 
 
 class NumpyArrays(Arrays[np.ndarray]):
@@ -77,16 +78,19 @@ class NumpyArrays(Arrays[np.ndarray]):
     def likely_tokens(
         self, logits: np.ndarray, count: int, ids: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        sums = self._kernels.log_sum_exp(logits)[0]
-        values, places = self.largest(logits, count)
-        with np.errstate(invalid="ignore"):  # infinity less infinity
-            return logits[np.arange(len(logits)), ids] - sums, values - sums[:, None], places
+        places = self.largest(logits, count)[1]
+        with np.errstate(over="ignore", invalid="ignore"):
+            # The logarithm of the sum would lose digits beside large logits.
+            below = logits - logits.max(-1, keepdims=True)
+            sums = self._kernels.log_sum_exp(below)[0]
+            values = np.take_along_axis(below, np.column_stack((ids, places)), -1) - sums[:, None]
+        return values[:, 0], values[:, 1:], places
 
     def forbid(self, logits: np.ndarray, rows: np.ndarray, bits: np.ndarray) -> None:
         forbid(logits, rows, bits)
 
     def draw(self, logits: np.ndarray, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        inverses = (1.0 / filters[:, 0]).astype(np.float32)
+        inverses = (1.0 / filters[:, _TEMPERATURE]).astype(np.float32)
         return self._kernels.draw(logits, rows, inverses, keys, filters[:, _FILTERS])
 
     def bag_sums(self, x: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
