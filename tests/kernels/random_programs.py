@@ -2,6 +2,7 @@
 
     python random_programs.py LIBRARY SEED MODELS [refused | forked]
 
+Beside each dense model there are layers of mixers and experts, as `programs.random_layers` makes them.
 Each step runs on one thread and on several, from several threads of Python at once, and gives the same bits every time.
 A digest of all results is printed. refused: the system refuses AMX's tiles to the process; forked: each program also
 runs in a process that was forked from this one, and here again.
@@ -26,6 +27,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from blocks import stored_bytes
+from programs import Machine, random_layers, random_runs
 
 from prefold import kernels
 from prefold.engine.schedule.steps import SlotStep, StreamStep
@@ -192,6 +194,26 @@ def run_all(
         return found + over_rows(program, model, seed, list(adapters.values()))
 
 
+def run_layers(rng: np.random.Generator) -> Callable[[], list[Tensor]]:
+    """Returns a function that runs a step of random layers of mixers and experts."""
+    runs = random_runs(rng, 5, bool(rng.integers(2)))
+    rows = runs.rows if runs.gather is None else len(runs.gather)
+    reads = np.flatnonzero(rng.integers(0, 2, rows)) if rng.integers(2) else None
+    layers = random_layers(rng, Machine(kernels.BFLOAT16 if rng.integers(2) else kernels.FLOAT32), runs, reads)
+    return lambda: [torch.from_numpy(array.astype(np.float32)) for array in layers.run(kernels.threads())]
+
+
+def run_model(rng: np.random.Generator) -> Callable[[], list[Tensor]]:
+    """Returns a function that runs steps of a random model."""
+    model = random_model(rng)
+    program = program_of(model)
+    assert program is not None
+    adapters = {str(number): random_adapter(rng, model) for number in range(3)}
+    store = make_store(model, 2000)
+    steps = slot_steps(rng, model.config.vocab_size, 2000, len(adapters))
+    return partial(run_all, program, model, store, steps, adapters, int(rng.integers(99)))
+
+
 class SignalStack(ctypes.Structure):
     _fields_ = (("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
 
@@ -219,15 +241,8 @@ def main(library: str, seed: int, models: int, mode: str = "") -> None:
 
     products.product_kernels = lambda weight: loader.load()
     rng, runs, digest = np.random.default_rng(seed), [], hashlib.sha256()
-    for _ in range(models):
-        model = random_model(rng)
-        program = program_of(model)
-        assert program is not None
-        adapters = {str(number): random_adapter(rng, model) for number in range(3)}
-        store = make_store(model, 2000)
-        steps = slot_steps(rng, model.config.vocab_size, 2000, len(adapters))
-
-        run = partial(run_all, program, model, store, steps, adapters, int(rng.integers(99)))
+    for make in [run_model, run_layers] * models:
+        run = make(rng)
         kernels.set_threads(1)
         expected = run()
         assert all(tensor.isfinite().all() for tensor in expected)
