@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, addressof, byref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
     return len(found) == len(expected) and all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
-def function(name: str) -> Any:
+def function(name: str) -> Callable[..., int]:
     """A function of the library."""
     found, (result, arguments) = getattr(CDLL(str(kernels.load().path)), name), FUNCTIONS[name].split(":")
     found.argtypes, found.restype = [LETTERS[letter] for letter in arguments], LETTERS[result]

@@ -205,7 +205,7 @@ class Runs:
 
 
 def random_runs(rng: np.random.Generator, states: int, folded: bool = False) -> Runs:
-    """Runs some of which go on from others; folded: the stream has every row twice."""
+    """Runs some of which go on from others; folded: the stream has every row twice, and the model in another order."""
     lengths = rng.permutation([1, 1, 2, 3, 17, *rng.integers(1, 6, 3)])
     count = len(lengths)
     source = [
@@ -215,7 +215,8 @@ def random_runs(rng: np.random.Generator, states: int, folded: bool = False) -> 
     fold = {}
     if folded:
         rows = int(lengths.sum())
-        fold = {"scatter": np.arange(2 * rows) % rows, "gather": np.arange(rows)}
+        order = rng.permutation(rows)
+        fold = {"scatter": np.tile(order, 2), "gather": np.argsort(order) + rows * rng.integers(0, 2, rows)}
         source += [one if one >= 0 else one - count for one in source]
         lengths = np.tile(lengths, 2)
     stop = np.cumsum(lengths)
