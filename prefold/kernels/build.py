@@ -9,7 +9,7 @@ import hashlib
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..spec.container import usable_cores
@@ -125,13 +125,13 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
     return target
 
 
-def fingerprint(flags: Sequence[str], sources: Path = SOURCES) -> str:
-    """Returns a name that changes with the sources, the flags and the CPU: -march=native code may not run on
-    another."""
+def fingerprint(flags: Sequence[str], sources: Path = SOURCES, own: Mapping[str, tuple[str, ...]] = OWN_FLAGS) -> str:
+    """Returns a name that changes with the sources, their flags and the CPU: -march=native code may not run on
+    another. own: the flags of single sources"""
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((*flags, repr(OWN_FLAGS), *cpu())).encode())
+    digest.update("\0".join((*flags, repr(own), *cpu())).encode())
     return digest.hexdigest()[:16]
 
 

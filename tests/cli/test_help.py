@@ -63,8 +63,8 @@ def test_the_help_of_a_task_speaks_of_that_task_alone(name):
         ([["--version"]], {"click"}),
         ([["--help"], *([name, "--help"] for name in main.commands)], {"click"}),
         ([["nonsense"], ["rerank"], ["serve", "--port", "x"]], {"click"}),  # wrong usage
-        ([["models"]], {"click", "numpy", "safetensors"}),
-        ([["answers", "nothing"]], {"click", "numpy", "safetensors", "msgspec", "typing_extensions"}),
+        ([["models"]], {"click", "numpy", "ml_dtypes", "safetensors"}),
+        ([["answers", "nothing"]], {"click", "numpy", "ml_dtypes", "safetensors", "msgspec", "typing_extensions"}),
     ],
     ids=["version", "help", "usage", "models", "answers"],
 )

@@ -14,11 +14,11 @@ import warnings
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
-from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
 from unittest.mock import Mock
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -67,16 +67,6 @@ def quick(tmp_path_factory) -> Path:
         path = build(flags=QUICK)
     assert ("compiling the kernels, once on this machine" in said.getvalue()) is not was_there
     return path
-
-
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    """A machine without a compiler. It has the packages in the set that this is: none at first."""
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    packages = set()
-    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: package in packages or None)
-    return packages
 
 
 def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
@@ -341,11 +331,15 @@ def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
     assert kernels_line.startswith("CPU kernels: PyTorch: ") and executor == f"Executor: PyTorch {torch.__version__}"
 
 
-def test_the_version_without_pytorch_names_the_remedies(fresh, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError))
-    assert "native (PyTorch, for GPUs and training: pip install 'prefold[torch]')" in said_of_the_version()
-    monkeypatch.setenv("PREFOLD_KERNELS", "0")
-    assert "none: install a C++ compiler" in said_of_the_version() and "prefold[torch]" in said_of_the_version()
+def test_the_version_without_pytorch_names_the_remedies(tmp_path):
+    """In a process that finds click, and no other package."""
+    (tmp_path / "click").symlink_to(Path(click.__file__).parent)
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    for switch, words in (("1", "native (PyTorch, for GPUs and training"), ("0", "none: install a C++ compiler")):
+        environment = os.environ | {"PYTHONPATH": path, "PREFOLD_KERNELS": switch}
+        command = [sys.executable, "-S", "-m", "prefold", "--version"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert f"Executor: {words}" in done.stdout and "pip install 'prefold[torch]'" in done.stdout
 
 
 def said_of_the_version() -> str:

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from prefold import kernels
-from prefold.kernels import build as building
-from prefold.kernels.build import install, library_name
-from prefold.kernels.compile import BuildError, find_compiler, runnable, variants
+from prefold.kernels.build import fingerprint, install, library_name
+from prefold.kernels.compile import NATIVE, BuildError, find_compiler, runnable, variants
 from prefold.kernels.installed import Installed
 from prefold.kernels.loader import KernelLoader
 
@@ -42,13 +41,11 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
+def machine(no_compiler, monkeypatch, tmp_path):
     """A machine without a compiler and with an empty cache. Returns the folder that installed libraries are for."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setenv("PREFOLD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: None)
     return tmp_path / "lib"
 
 
@@ -126,20 +123,18 @@ def test_an_installation_with_the_kernels_switched_off_compiles_nothing(machine,
     assert files(machine) == [] and compiler.read_text() == noted
 
 
-def test_ziglang_where_it_is_asked_for(machine, compiler, monkeypatch):
+def test_ziglang_where_it_is_asked_for(machine, no_compiler, compiler, monkeypatch):
     monkeypatch.setenv("PREFOLD_COMPILER", "zig")
     assert "the package ziglang is missing: pip install ziglang" in install(machine)
-    monkeypatch.setattr("prefold.kernels.compile.find_spec", lambda package: package == "ziglang" or None)
+    no_compiler.add("ziglang")
     assert find_compiler() == (sys.executable, "-m", "ziglang", "c++")  # although there is another
     monkeypatch.setenv("PREFOLD_COMPILER", "rustc")
     assert "PREFOLD_COMPILER is 'rustc': write zig" in install(machine)
     assert compiler.read_text() == ""
 
 
-def test_flags_of_single_sources_replace_others_and_change_the_name(machine, compiler, monkeypatch):
-    before = library_name()
-    monkeypatch.setattr(building, "OWN_FLAGS", {})
-    assert library_name() != before
+def test_flags_of_single_sources_replace_others_and_change_the_name(machine, compiler):
+    assert fingerprint(NATIVE) != fingerprint(NATIVE, own={"attention": ("-O1",)})
     install(machine)
     (attention,) = (call for call in compiler.read_text().splitlines() if "attention.cpp" in call)
     (blocks,) = (call for call in compiler.read_text().splitlines() if "blocks.cpp" in call)
@@ -194,9 +189,8 @@ class TestWhichIsUsed:
         path = use(machine, self.library, worst.library)
         assert self.load(machine).loaded.kernels.path == path
 
-    def test_one_that_was_compiled_for_another_cpu_is_never_loaded(self, machine, monkeypatch):
-        use(machine, self.library, library_name())
-        monkeypatch.setattr(building, "cpu", lambda: ["Linux", "x86_64", "flags: of another machine"])
+    def test_one_that_was_compiled_for_another_cpu_is_never_loaded(self, machine):
+        use(machine, self.library, "kernels-0123456789abcdef.so")
         with pytest.warns(RuntimeWarning, match="machine with another CPU.*PREFOLD_WHEEL=1") as seen:
             assert self.load(machine).loaded.kernels is None
         assert len(seen) == 1
