@@ -51,7 +51,8 @@ def configs(draw: Callable) -> ModelConfig:
         qk_norm=kind != "row_qk_norm" and draw(booleans), in_norms=not out_norms or draw(booleans),
         out_norms=out_norms, norm_offset=float(norm == "rms" and draw(booleans)), gated=gated,
         activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
-        rotated_dim=None if learned else draw(st.sampled_from([None, 2])), embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
+        rotated_dim=None if learned else draw(st.sampled_from([None, 2])),
+        embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
     )  # fmt: skip
     if draw(booleans):
         return config
