@@ -182,7 +182,6 @@ def _linears(program: Program, number: int) -> dict[str, list[tuple[str, slice, 
     return placed
 
 
-
 def scaled(
     pair: Pair, settings: AdapterConfig, outputs: int, inputs: int, folder: Path
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -167,10 +166,8 @@ def place_of(tensor: str, shape: tuple[int, ...], places: Places, whole: Shapes)
 def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
     """Return of each operation the buffers that no operation after it reads, but for the residual stream."""
     dead, read_later = list[tuple[Buffer, ...]](), {X}
-    buffers = {X, *(getattr(operation, "out", X) for operation in operations)}
     for operation in reversed(operations):
-        texts = (text for entry in fields(operation) for text in _texts(getattr(operation, entry.name)))  # type: ignore[arg-type]
-        names = [text for text in texts if text in buffers]
+        names = operation.buffers
         filled: str = getattr(operation, "out", X)
         dead.append(tuple(name for name in dict.fromkeys(names) if name not in read_later))
         if names.count(filled) == 1 and filled != X:
@@ -178,12 +175,6 @@ def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
             names.remove(filled)
         read_later |= {*names}
     return dead[::-1]
-
-
-def _texts(value: object) -> list[str]:
-    """Return the names that a field has: of a tuple all, but for those of its Weights."""
-    values = value if isinstance(value, tuple) else (value,)
-    return [text for text in values if isinstance(text, str)]
 
 
 def weight_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:

@@ -67,6 +67,8 @@ class Operation:
     def buffers(self) -> list[Buffer]:
         """Return the buffers that it reads or writes."""
         return [getattr(self, name) for name in ("source", "beside", "by", "out") if hasattr(self, name)]
+
+    @property
     def named_weights(self) -> list[tuple[str, Weight]]:
         """Return the weights that it needs, each with the name of its field. Those of a tuple have a number each, as
         "name.0"."""

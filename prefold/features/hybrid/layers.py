@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ... import kernels
 from ...errors import UnsupportedModelError
 from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.operations import Execution, Rows, Weights
+from ...model.operations import Rows, Weights
 from ...model.ops import PYTORCH
 from ...model.program import GatedDelta, Mamba2, Operation, ShortConv
 from .carry import Group, LayerStates
