@@ -29,11 +29,13 @@ from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_pee
 
 from prefold import LLM
 from prefold.model import config_from
-from prefold.model.decoder_layer import Mlp
-from prefold.model.lora import NO_ADAPTERS
+from prefold.model.builders import LayerBuilder
+from prefold.model.config import ModelConfig
+from prefold.model.layer import Layer
+from prefold.model.operations import Place
 from prefold.model.ops import choose_ops
 from prefold.model.parallel import ALONE
-from prefold.spec.plugins import named_class
+from prefold.model.program import DELTA, X
 
 DTYPE, PROMPT = torch.bfloat16, 8
 SHAPE = {
@@ -45,9 +47,12 @@ SHAPE = {
 }  # fmt: skip
 
 
-def packed(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module with random weights, packed."""
-    for linear in [module, *module.modules()]:
+def packed(config: ModelConfig) -> Layer:
+    """Return the MLP of a layer with random weights, packed."""
+    builder = LayerBuilder(config, 0)
+    builder.mlp(X, DELTA)
+    module = Layer(builder.operations, Place(DTYPE, torch.device("cpu"), ALONE))
+    for linear in module.modules():
         if hasattr(linear, "pack"):
             linear.weight.normal_(std=linear.inputs**-0.5)
             linear.pack()
@@ -58,17 +63,15 @@ def time_steps(options: SimpleNamespace) -> list[dict]:
     """Return the seconds of a layer's mixture and of a dense MLP, by rows."""
     config = config_from(SHAPE | {"num_hidden_layers": 1})
     dense = replace(config, mlp="gated", intermediate=config.chosen * config.intermediate)
-    place = {"dtype": DTYPE, "device": torch.device("cpu")}
     results = []
     with torch.inference_mode():
-        mixture = packed(named_class(config.mlp_kind.module)(config, 0, ALONE, **place))
-        mlp = packed(Mlp(dense, 0, ALONE, **place))
-        ops = choose_ops(DTYPE, place["device"])
+        mixture, mlp = packed(config), packed(dense)
+        ops = choose_ops(DTYPE, torch.device("cpu"))
         for rows in options.rows:
             h = torch.randn(rows, config.hidden).to(DTYPE)
             systems = {
-                "mixture": lambda h=h: mixture(h, NO_ADAPTERS, ops),
-                "dense": lambda h=h: mlp(h, NO_ADAPTERS, ops),
+                "mixture": lambda h=h: mixture.result(DELTA, h, None, ops),
+                "dense": lambda h=h: mlp.result(DELTA, h, None, ops),
             }
             seconds = take_turns(systems, options.repeats).seconds
             print(f"\nA layer, {rows} rows\n\n{compared(seconds, unit='ms')}", flush=True)

@@ -2,8 +2,9 @@
 when it is imported; every process that loads a model imports it.
 
     register_family   a model family: config.json becomes a ModelConfig                     docs/families.md
-    register_mlp      an MLP of layers: its config keys and its module                      docs/families.md
+    register_mlp      an MLP of layers: the operations of which it consists                 docs/families.md
     register_mixer    a layer with a state (linear attention, convolution, ...)             docs/hybrids.md
+    register_operation   what such an operation computes with tensors                       docs/families.md
     register_head     a decision head: what reads the options of a question                 docs/decide.md
     register_backend  what computes a job: servers, another engine, a cluster               docs/scale.md
     register_worker   what a feature adds to each worker: handlers of messages, media rows  worker/parts.py
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .engine.schedule.parts import MakePart as MakeEnginePart
     from .model.config import MlpKind
     from .model.families import Family
+    from .model.program import Operation
     from .tasks.readers import Reader
     from .worker.parts import MakePart as MakeWorkerPart
 
@@ -36,6 +38,7 @@ __all__ = [
     "register_head",
     "register_mixer",
     "register_mlp",
+    "register_operation",
     "register_worker",
 ]
 
@@ -51,20 +54,26 @@ def register_family(architecture: str, family: Family) -> None:
 
 
 def register_mlp(name: str, kind: MlpKind) -> None:
-    """Let configs name an MLP: which keys it has, which module computes it, and what it costs."""
+    """Let configs name an MLP. `kind` has the function that adds its operations to a layer."""
     from .model.config import add_mlp
 
     add_mlp(name, kind)
 
 
 def register_mixer(name: str, kind: Any) -> None:
-    """Let configs of hybrids name a kind of layer with a state.
-
-    `kind` is a `prefold.features.hybrid.config.MixerKind`: the layer's module and the shapes of its state.
-    """
+    """Let configs of hybrids name a kind of layer with a state. `kind` is a
+    `prefold.features.hybrid.config.MixerKind`: it adds operations to a layer, and knows the shapes of the state."""
     from .spec.plugins import named_class
 
     named_class("prefold.features.hybrid.config:add_mixer")(name, kind)
+
+
+def register_operation(kind: type[Operation], function: Callable[[Any, Any, Any], None]) -> None:
+    """Let models have an operation, a frozen dataclass. `function` takes the operation, the module that has its weights
+    by the names of its fields, and the `prefold.model.operations.Rows`, of which it reads and fills buffers."""
+    from .model import add_operation
+
+    add_operation(kind, function)
 
 
 def register_head(name: str, make: Callable[[Checkpoint], Reader | None]) -> None:

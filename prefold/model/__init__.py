@@ -13,6 +13,7 @@ from .config import MlpKind, ModelConfig, Plane, RopeConfig, add_mlp
 from .decoders import decoder
 from .families import config_from, fallbacks, register_family, supported_architectures
 from .names import Names
+from .program import add_operation
 
 if TYPE_CHECKING:
     from .lora import NO_ADAPTERS, Adapter, RowAdapters, load_adapter
@@ -31,6 +32,7 @@ __all__ = [
     "RopeConfig",
     "RowAdapters",
     "add_mlp",
+    "add_operation",
     "config_from",
     "decoder",
     "fallbacks",

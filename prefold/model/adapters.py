@@ -15,6 +15,7 @@ from ..checkpoint.safetensors import FLOATING, SafetensorsFile
 from ..errors import CheckpointError, UnsupportedModelError
 from .adapter_config import AdapterConfig, read_adapter_config
 from .config import ModelConfig
+from .program import Program
 from .sources import in_order
 
 if TYPE_CHECKING:
@@ -92,11 +93,13 @@ def read_adapter(
     pairs = _read_pairs(folder, config)
     layers: list[dict[str, LinearAdapter]] = []
     local, places = (config, {}) if shard is None else (shard.local(config), shard.parts(config))
+    whole = config.program()
+    own_program = whole if shard is None else local.program(shard.copies)
     for number in range(config.layers):
-        linears = {}
-        for linear, modules in _linears(config, number).items():
+        linears, own_linears = {}, _linears(own_program, number)
+        for linear, modules in _linears(whole, number).items():
             parts = []
-            for (module, columns, inputs), (_, own, _) in zip(modules, _linears(local, number)[linear], strict=True):
+            for (module, columns, inputs), (_, own, _) in zip(modules, own_linears[linear], strict=True):
                 pair = pairs.pop((number, module), None)
                 if pair is not None:
                     a, b = scaled(pair, settings, columns.stop - columns.start, inputs, folder)
@@ -149,7 +152,7 @@ def _read_pairs(folder: Path, config: ModelConfig) -> dict[tuple[int, str], Pair
     return {
         (int(module[1]), module[2]): part
         for name, hits in modules.items()
-        for module, part in zip(hits, _parted(pairs[name], [module[2] for module in hits], config, folder), strict=True)
+        for module, part in zip(hits, _parted(pairs[name], [module[0] for module in hits], config, folder), strict=True)
     }
 
 
@@ -165,21 +168,16 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
 
 
-def _linears(config: ModelConfig, number: int) -> dict[str, list[tuple[str, slice, int]]]:
-    """Return the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
-    q, kv, hidden = config.q_size, config.kv_size, config.hidden
-    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    last = number == config.visited[-1]
-    attention = {
-        **({"q": (hidden, qkv[:1]), "kv": (hidden, qkv[1:])} if last else {"qkv": (hidden, qkv)}),
-        "o": (q, [("self_attn.o_proj", hidden)]),
-    }
-    linears = {**(config.mixer_linears(number) or attention), **config.mlp_kind.linears(config)}
+def _linears(program: Program, number: int) -> dict[str, list[tuple[str, slice, int]]]:
+    """Returns the modules that are fused in each linear of a layer, as (module, columns of the result, inputs)."""
     placed: dict[str, list[tuple[str, slice, int]]] = {}
-    for linear, (inputs, modules) in linears.items():
-        ends = np.cumsum([size for _, size in modules]).tolist()
-        placed[linear] = [
-            (module, slice(end - size, end), inputs) for (module, size), end in zip(modules, ends, strict=True)
+    for linear in program.linears(number):
+        (inputs,), parts = linear.weight.inputs, linear.weight.parts
+        modules = [tensor.removeprefix(f"layers.{number}.").removesuffix(".weight") for tensor, _ in parts]
+        ends = np.cumsum([size for _, size in parts]).tolist()
+        placed[linear.name] = [
+            (module, slice(end - size, end), inputs)
+            for module, (_, size), end in zip(modules, parts, ends, strict=True)
         ]
     return placed
 

@@ -168,11 +168,14 @@ class LayerBuilder:
         """Add the MLP, of the kind that the config names, of what `h` has."""
         self.config.mlp_kind.build(self, h, out)
 
-    def gated_mlp(self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True) -> None:
-        """Add activation(gate) * up, and down. width: of the inside; named: whether adapters may add to it"""
+    def gated_mlp(
+        self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
+    ) -> None:
+        """Add activation(gate) * up, and down. width: of the inside; named: whether adapters may add to it; summed:
+        whether the result is the sum over all ranks"""
         config = self.config
         gate_up = [(f"{prefix}gate_proj", width), (f"{prefix}up_proj", width)]
-        self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True)
+        self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True, summed=summed)
 
     def plain_mlp(self, h: Buffer, out: Buffer) -> None:
         """Add activation(up), and down."""
@@ -180,7 +183,15 @@ class LayerBuilder:
         self._mlp(h, out, [("mlp.up_proj", config.intermediate)], [("mlp.down_proj", config.hidden)], True, gated=False)
 
     def _mlp(
-        self, h: Buffer, out: Buffer, first: list[Module], second: list[Module], named: bool, *, gated: bool
+        self,
+        h: Buffer,
+        out: Buffer,
+        first: list[Module],
+        second: list[Module],
+        named: bool,
+        *,
+        gated: bool,
+        summed: bool = True,
     ) -> None:
         config, width = self.config, first[0][1]
         biased = config.mlp_bias
@@ -194,7 +205,7 @@ class LayerBuilder:
             activation=config.activation,
             gated=gated,
         )
-        self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=True)
+        self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
 
 
 def decoder_program(config: ModelConfig, copies: int = 1) -> Program:

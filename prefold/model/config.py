@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -65,23 +66,14 @@ class Plane:
     rope: RopeConfig | None = None
 
 
-# By the name of a linear: its inputs, and the modules that lie side by side in it, with their outputs.
-Linears = Mapping[str, tuple[int, Sequence[tuple[str, int]]]]
-
-
 @dataclass(frozen=True, slots=True)
 class MlpKind:
     """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
 
-    build          adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they
-                   fill
-    module         the module and the class of what is built, which has the face of `prefold.model.decoder_layer.Mlp`
-    linears        returns the linears that every row goes through, of a config; adapters may add to them
+    build  adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they fill
     """
 
     build: Callable[[LayerBuilder, Buffer, Buffer], None]
-    module: str
-    linears: Callable[[ModelConfig], Linears]
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,20 +305,26 @@ class ModelConfig:
         """Returns the kind of the MLP in each layer."""
         return MLPS[self.mlp]
 
-    def mixer_linears(self, number: int) -> Linears | None:
-        """Returns the linears that a layer has beside those of its MLP; None: those of attention."""
-        return None
+    @property
+    def split_mlps(self) -> dict[str, str]:
+        """Returns the fields with widths of gated MLPs, beside `intermediate`, whose columns are split over ranks, each
+        with the name of the MLP's module."""
+        return {}
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
-        """Returns how many outputs each of these modules has: of those that are stored as one, by their names here or
-        those of their tensors."""
-        sizes = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        sizes |= {module.rpartition(".")[2]: size for _, parts in self._mlp_linears for module, size in parts}
-        return [next(size for part, size in sizes.items() if f".{part}" in name) for name in names]
-
-    @property
-    def _mlp_linears(self) -> Sequence[tuple[int, Sequence[tuple[str, int]]]]:
-        return list(self.mlp_kind.linears(self).values())
+        """Returns how many outputs each of these tensors or modules of one layer has, which are stored as one: by their
+        names here, with the layer's."""
+        match = re.match(r"layers\.(\d+)\.", names[0])
+        modules = [re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name) for name in names]
+        for number in (
+            () if match is None else dict.fromkeys((min(int(match[1]), self.layers - 1), *range(self.layers)))
+        ):
+            operations = self.build_layer(LayerBuilder(self, number))
+            parts = (part for operation in operations for weight in operation.weights for part in weight.parts)
+            sizes = {re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", tensor): rows for tensor, rows in parts}
+            if sizes.keys() >= {*modules}:
+                return [sizes[module] for module in modules]
+        raise UnsupportedModelError(f"no layer has {', '.join(modules)}, which the checkpoint stores as one")
 
     @property
     def linear_flops(self) -> int:
@@ -345,21 +343,8 @@ def add_mlp(name: str, kind: MlpKind) -> None:
     MLPS[name] = kind
 
 
-def _gated(config: ModelConfig) -> Linears:
-    modules = [("mlp.gate_proj", config.intermediate), ("mlp.up_proj", config.intermediate)]
-    return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
-
-
-def _plain(config: ModelConfig) -> Linears:
-    modules = [("mlp.up_proj", config.intermediate)]
-    return {"gate_up": (config.hidden, modules), "down": (config.intermediate, [("mlp.down_proj", config.hidden)])}
-
-
 def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     builder.gated_mlp(h, out, builder.config.intermediate)
 
 
-MLPS = {
-    "gated": MlpKind(_build_gated, "prefold.model.decoder_layer:Mlp", _gated),
-    "plain": MlpKind(LayerBuilder.plain_mlp, "prefold.model.decoder_layer:PlainMlp", _plain),
-}
+MLPS = {"gated": MlpKind(_build_gated), "plain": MlpKind(LayerBuilder.plain_mlp)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from ..checkpoint import Checkpoint
 from ..errors import InputError
 from .arrays import ARRAY_DTYPES
 from .config import ModelConfig
-from .decoder_layer import Layer, Mlp
-from .layers import Linear, Weight
+from .layer import Layer
+from .layers import HeldWeight, Linear
 from .lora import NO_ADAPTERS
 from .ops import choose_ops, wide
 from .products import Panels, Product, product_kernels
@@ -43,7 +43,6 @@ PROBE_ROWS = 256  # at most
 # so must logits at the end.
 LEAST_COSINE = 0.99
 LOGITS = 4096  # entries of the vocabulary that are compared
-LINEARS = ("q", "kv", "qkv", "o", "gate_up", "down")
 REMEDY = "leave --arithmetic out"
 
 
@@ -164,7 +163,7 @@ class Probe:
             ids = torch.linspace(0, model.config.vocab_size - 1, min(LOGITS, model.config.vocab_size)).long()
             ops = choose_ops(model.dtype, model.device)
             exact, quantised = (
-                model.logits(model.norm(x.clone(), None, ops)[1], ids) for x in (self._exact, self._quantised)
+                model.logits(model.norm(x.clone(), None, ops), ids) for x in (self._exact, self._quantised)
             )
             self.report.logits = float(F.cosine_similarity(exact, quantised, dim=1).min())
         return self.report
@@ -197,7 +196,7 @@ class Probe:
 
 def fill_in_int8(
     model: CausalLM,
-    weights: Iterable[tuple[int, Weight]],
+    weights: Iterable[tuple[int, HeldWeight]],
     fill_one: Callable[..., None],
     stored: StoredWeights,
     tokens: Sequence[int],
@@ -212,7 +211,7 @@ def fill_in_int8(
     Raises InputError for a model of another kind.
     """
     compiled = product_kernels(torch.empty(1, 2, dtype=model.dtype))
-    if compiled is None or type(model) is not CausalLM or not all(isinstance(x, Layer) for x in model.layers):
+    if compiled is None or type(model) is not CausalLM:
         message = "there is no int8 arithmetic for models with layers of another kind than attention and an MLP"
         raise InputError(message, field="arithmetic", remedy=REMEDY)
     pool, probe = kernels.PanelPool(), Probe(model, tokens)
@@ -221,7 +220,7 @@ def fill_in_int8(
         choices: list[tuple[Linear, Product]] = []
         # What is packed in the dtype beside int8 is soon let go: it takes no part of a larger piece of memory.
         beside = pool if number is None else kernels.PanelPool(piece=0)
-        linears = [] if number is None else _linears(model.layers[number])
+        linears = [] if number is None else _linears(cast(Layer, model.layers[number]))
         for place, weight in group:
             linear = weight.owner
             if weight.attribute != "weight" or not any(linear is item for item in linears):
@@ -242,8 +241,6 @@ def fill_in_int8(
     return probe.finish()
 
 
-def _linears(layer: object) -> list[Linear]:
+def _linears(layer: Layer) -> list[Linear]:
     """Returns the linears of attention and of an MLP; experts have matrices of their own."""
-    owners = (layer, mlp) if isinstance(mlp := getattr(layer, "mlp", None), Mlp) else (layer,)
-    modules = [getattr(owner, name, None) for owner in owners for name in LINEARS]
-    return [module for module in modules if isinstance(module, Linear) and module.panels is not None]
+    return [linear for linear in layer.linears.values() if linear.panels is not None]

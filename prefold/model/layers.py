@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,39 +13,25 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import kernels
 from ..kernels import LANES
-from .config import ModelConfig
 from .ops import ACTIVATIONS, Ops, settled
 from .products import GatePanels, Panels, Product, pack
 
 
 class Norm(nn.Module):
-    """A Norm gives x + delta [rows, size], and the norm of that: the RMS norm, or a LayerNorm with a bias."""
+    """A Norm gives x + delta [rows, size], and the norm of that. kind: as of `program.Norm`"""
 
-    def __init__(self, size: int, *, bias: bool, eps: float, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, size: int, *, bias: bool, eps: float, dtype: torch.dtype, device: torch.device, kind: str = "rms"
+    ):
         super().__init__()
-        self.eps = eps
+        self.kind, self.eps = kind, eps
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        if self.bias is None:
+        if self.kind == "rms":
             return ops.add_rms_norm(x, delta, self.weight, self.eps)
         return ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
-
-
-class PlainLayerNorm(Norm):
-    """A PlainLayerNorm is a LayerNorm without a bias."""
-
-    def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        return ops.add_layer_norm(x, delta, self.weight, None, self.eps)
-
-
-class NoNorm(nn.Module):
-    """A NoNorm stands where a layer has no norm: it gives x + delta [rows, size] twice."""
-
-    def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
-        x = x if delta is None else x + delta
-        return x, x
 
 
 class Linear(nn.Module):
@@ -164,8 +148,8 @@ class GatedLinear(ActivatedLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """A Weight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
+class HeldWeight:
+    """A HeldWeight is a parameter of the model, and the checkpoint's tensors that are stacked in it, with their rows.
 
     offset  what is added to the checkpoint's numbers
     places  which part of each tensor this rank holds; empty: all of all
@@ -186,28 +170,11 @@ class Weight:
         return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
 
 
-def linear_weights(
-    linear: Linear, *parts: tuple[str, int], places: Mapping[str, tuple[slice, ...]] = MappingProxyType({})
-) -> Iterator[Weight]:
-    """Yields the weight of a linear, and its bias. parts: the modules that lie side by side in it, with their rows;
-    places: by the last part of a module's name, which part of its tensors this rank holds; empty: all."""
-    own_places = tuple(places[name.rpartition(".")[2]] for name, _ in parts) if places else ()
-    yield Weight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts), places=own_places)
+def linear_weights(linear: Linear, *parts: tuple[str, int]) -> Iterator[HeldWeight]:
+    """Yields the weight of a linear, and its bias. parts: the modules that lie side by side in it, with their rows."""
+    yield HeldWeight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts))
     if linear.bias is not None:
-        ends = accumulate(rows for _, rows in parts)
-        biased = tuple(part for part, end in zip(parts, ends, strict=True) if end <= len(linear.bias))
-        outputs = tuple(place[:1] for place in own_places[: len(biased)])
-        yield Weight(linear, "bias", tuple((name + ".bias", rows) for name, rows in biased), places=outputs)
-
-
-def score_head(config: ModelConfig, *, device: torch.device) -> nn.Module:
-    """Returns the classification head, always in float32: it costs next to nothing, and scores are compared."""
-    place: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    assert config.num_labels is not None
-    if config.head_layers == 1:
-        return Linear(config.hidden, config.num_labels, bias=config.head_bias, **place)
-    first = Linear(config.hidden, config.hidden, bias=True, **place)
-    return nn.Sequential(first, nn.ReLU(), Linear(config.hidden, config.num_labels, bias=True, **place))
+        yield HeldWeight(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts))
 
 
 def recomputed(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:

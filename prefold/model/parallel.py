@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,34 +68,48 @@ class Shard:
             own = share(group, owners.index(rank), copies)
             kv_heads = slice(kv_head, kv_head + 1)
             heads = slice(kv_head * group + own.start, kv_head * group + own.stop)
-        unit = WIDTH_UNIT if config.intermediate >= WIDTH_UNIT * size else 1
         return cls(
             rank,
             size,
             heads,
             kv_heads,
-            share(config.intermediate, rank, size, unit),
+            _columns(config.intermediate, rank, size),
             share(config.vocab_size, rank, size),
             copies,
         )
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Returns the config with the sizes of this rank's part of the layers."""
+        of_features: dict[str, Any] = {
+            name: _length(_columns(getattr(config, name), self.rank, self.size)) for name in config.split_mlps
+        }
         return replace(
             config,
             heads=_length(self.heads),
             kv_heads=_length(self.kv_heads),
             intermediate=_length(self.width),
             whole=config,
+            **of_features,
         )
 
     def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:
-        """Returns, by the name of a linear, which outputs, or outputs and inputs, of its weight this rank holds."""
+        """Returns, by the last parts of a module's name, which outputs, or outputs and inputs, of its weight this rank
+        holds."""
 
         def numbers(heads: slice) -> slice:
             return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
 
+        def of_mlp(prefix: str, columns: slice) -> dict[str, tuple[slice, ...]]:
+            return {
+                f"{prefix}gate_proj": (columns,),
+                f"{prefix}up_proj": (columns,),
+                f"{prefix}down_proj": (every, columns),
+            }
+
         q, kv, every = numbers(self.heads), numbers(self.kv_heads), slice(None)
+        split: dict[str, tuple[slice, ...]] = {}
+        for width, module in config.split_mlps.items():
+            split |= of_mlp(f"{module}.", _columns(getattr(config, width), self.rank, self.size))
         return {
             "q_proj": (q,),
             "k_proj": (kv,),
@@ -103,9 +118,8 @@ class Shard:
             "k_norm": (kv,),
             "o_proj": (every, q),
             "sinks": (self.heads,),
-            "gate_proj": (self.width,),
-            "up_proj": (self.width,),
-            "down_proj": (every, self.width),
+            **of_mlp("", self.width),
+            **split,
         }
 
 
@@ -113,6 +127,11 @@ def share(total: int, rank: int, size: int, unit: int = 1) -> slice:
     """Returns the rank's part of `total`, in whole units but for the last; parts differ by a unit at most."""
     units = -(-total // unit)
     return slice(min(total, unit * (units * rank // size)), min(total, unit * (units * (rank + 1) // size)))
+
+
+def _columns(width: int, rank: int, size: int) -> slice:
+    """Returns the rank's columns of an MLP."""
+    return share(width, rank, size, WIDTH_UNIT if width >= WIDTH_UNIT * size else 1)
 
 
 def _length(part: slice) -> int:

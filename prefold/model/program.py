@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 Buffer = str
 X, H, DELTA = "x", "h", "delta"  # the residual stream; what a part of a layer reads; what it gives
@@ -69,10 +69,23 @@ class Operation:
         return [getattr(self, name) for name in ("source", "beside", "by", "out") if hasattr(self, name)]
 
     @property
+    def named_weights(self) -> list[tuple[str, Weight]]:
+        """Return the weights that it needs, each with the name of its field. Those of a tuple have a number each, as
+        "name.0"."""
+        found = list[tuple[str, Weight]]()
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            if isinstance(value, Weight):
+                found.append((entry.name, value))
+            elif isinstance(value, tuple):
+                every = enumerate(value)
+                found += [(f"{entry.name}.{number}", one) for number, one in every if isinstance(one, Weight)]
+        return found
+
+    @property
     def weights(self) -> list[Weight]:
         """Return the weights that it needs."""
-        values = (getattr(self, entry.name) for entry in fields(self))  # type: ignore[arg-type]
-        return [value for value in values if isinstance(value, Weight)]
+        return [weight for _, weight in self.named_weights]
 
     @property
     def row_weights(self) -> int:
@@ -308,11 +321,15 @@ class Mamba2(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Add(Operation):
-    """source += scale * beside"""
+    """source += scale * beside
+
+    summed  each rank has a part of both: the result is the sum over all ranks
+    """
 
     source: Buffer
     beside: Buffer
     scale: float = 1.0
+    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,3 +385,20 @@ class Program:
     def linears(self, layer: int) -> list[Linear]:
         """Return the linears of a layer that every row goes through; adapters may add to them."""
         return [operation for operation in self.layers[layer] if isinstance(operation, Linear) and operation.name]
+
+
+# By the type of an operation that features and extensions compute with tensors: see `add_operation`.
+ADDED: dict[type[Operation], Any] = {}
+
+
+def add_operation(kind: type[Operation], function: Any) -> None:
+    """Let models have an operation: `function` computes it with tensors, for training, on GPUs, and wherever no kernel
+    does.
+
+    kind      the class of the operation, a frozen dataclass
+    function  takes the operation, the module that has its weights, and the `prefold.model.operations.Rows`, of which
+              it reads and fills buffers. A field of the operation that is a Weight, or a tuple of these, is an
+              attribute of the module. Or a `prefold.model.operations.Execution`; or the name of either of them, as
+              "module:name", which is imported with the first model that has the operation
+    """
+    ADDED[kind] = function

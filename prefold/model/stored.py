@@ -10,7 +10,7 @@ import torch
 from .. import kernels
 from ..errors import InputError
 from .device import available_memory
-from .layers import Linear, Weight
+from .layers import HeldWeight, Linear
 from .parallel import Alone
 from .products import Panels, product_kernels
 from .sources import StoredSource
@@ -25,25 +25,25 @@ PACKED = 1.03
 class StoredWeights:
     """A StoredWeights has the weights of a model that stay as they are stored.
 
-    sizes  their bytes, by their places among `model_weights`
+    sizes  their bytes, by their places among `CausalLM.held`
     """
 
     def __init__(self, sizes: Mapping[int, int], source: StoredSource | None, compiled: kernels.Kernels | None):
         self._sizes, self._source, self._compiled = sizes, source, compiled
         self._types: set[str] = set()
 
-    def size(self, number: int, weight: Weight) -> int:
+    def size(self, number: int, weight: HeldWeight) -> int:
         """Returns the bytes that a weight takes. number: its place among the model's weights"""
         return self._sizes.get(number, weight.parameter.nbytes)
 
-    def is_whole(self, weight: Weight) -> bool:
+    def is_whole(self, weight: HeldWeight) -> bool:
         """Returns whether the numbers of a weight are whole ones as they are stored."""
         source = self._source
         return source is not None and all(
             source.stored_type(name)[0] in kernels.WHOLE_TYPES for name, _ in weight.parts
         )
 
-    def use(self, number: int, weight: Weight, pool: kernels.PanelPool) -> bool:
+    def use(self, number: int, weight: HeldWeight, pool: kernels.PanelPool) -> bool:
         """Lets the model multiply with a weight as it is stored, and returns whether it does. Where a panel would have
         columns of two types it does not."""
         if number not in self._sizes:
@@ -73,7 +73,7 @@ NOTHING = StoredWeights({}, None, None)
 
 def stored_weights(
     wish: str,
-    weights: Iterable[Weight],
+    weights: Iterable[HeldWeight],
     source: StoredSource,
     dtype: torch.dtype,
     device: torch.device,
@@ -112,7 +112,7 @@ def stored_weights(
     return StoredWeights(sizes, source, compiled)
 
 
-def _stored_size(weight: Weight, source: StoredSource, dtype: torch.dtype, compiled: kernels.Kernels) -> int:
+def _stored_size(weight: HeldWeight, source: StoredSource, dtype: torch.dtype, compiled: kernels.Kernels) -> int:
     """Returns the bytes of a weight as it is stored; 0 where it does not stay so."""
     owner, shape = weight.owner, weight.parameter.shape
     is_linear = isinstance(owner, Linear) and owner.panels is not None and weight.attribute == "weight"

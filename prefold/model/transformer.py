@@ -1,15 +1,15 @@
-"""The transformer, as a function of rows.
+"""A model's program, executed with tensors: a function of rows.
 
-Knows of attention only the `attend` it is given: what is visible to whom, where K/V lie, whether
-rows are tokens or trie tokens, is the caller's business.
+The model calls `attend` for attention and knows nothing else about it. Visibility, K/V storage and tries are the
+caller's concern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from torch.nn import functional as F
 
 from ..engine.schedule.steps import StreamStep
 from ..errors import InputError, no_lm_head
+from . import layers
 from .config import ModelConfig
-from .decoder_layer import layer_of, norm_of
-from .layers import recomputed, score_head
+from .layer import Layer, held_weights, weight_shapes
+from .layers import HeldWeight, recomputed
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
+from .operations import EXECUTE, Place, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Panels, Product, pack_head, row_by_row, wide_product
+from .program import OUT, Linear, Weight
 from .rotary_tables import RotaryTables
 
 
@@ -56,13 +59,14 @@ class Pass:
     """A Pass is some rows on their way through the model.
 
     x, delta   their residual stream, x + delta [rows, hidden]; delta may be None
-    plane      the plane they come to next
+    place      the place in `ModelConfig.pass_layers` of the layer that they come to next
     cos_sin    of their positions, by plane
     attend     computes attention
     read_rows  rows whose result is wanted, and all that are left after the last plane; None: all
     adapters   which rows have which LoRA adapter
     ops        computes the position-wise operations
     prelude    what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
+    states     the states of the rows' paths, in a model whose layers have states
     """
 
     x: Tensor
@@ -72,8 +76,9 @@ class Pass:
     read_rows: Tensor | None
     adapters: RowAdapters
     ops: Ops
-    plane: int = 0
+    place: int = 0
     prelude: Tensor | None = None
+    states: Any = None
 
     @property
     def stream(self) -> Tensor:
@@ -82,12 +87,15 @@ class Pass:
 
 
 class CausalLM(nn.Module):
-    """A CausalLM is an embedding, layers and a final norm, with an LM head or a classification head on request.
+    """A CausalLM executes the program of a config.
 
     Differentiable unless its linears are packed. Weights are left uninitialised: see `load_model`.
 
-    config  of the whole model; local: the same with the sizes of this rank's part of the layers
-    ranks   those the model is split over; `attend` gets the heads of this one
+    config   of the whole model; local: the same with the sizes of this rank's part of the layers
+    program  of `local`
+    ranks    those the model is split over; `attend` gets the heads of this one
+
+    Raises UnsupportedModelError for an operation that no function computes with tensors.
     """
 
     computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
@@ -95,21 +103,27 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        place = Place(dtype, device, ranks)
         self.config, self.ranks = config, ranks
         self.shard = ranks.shard(config)
         self.local = self.shard.local(config)
-        table = (self.shard.vocab.stop - self.shard.vocab.start, config.hidden)
-        self.embedding = nn.Parameter(torch.empty(table, **place))
-        learned = (config.max_positions, config.hidden)
-        self.position_embedding = None if config.rope else nn.Parameter(torch.empty(learned, **place))
-        self.layers = nn.ModuleList(self.new_layer(i, **place) for i in range(config.layers))
-        self.norm = norm_of(config, **place)
+        self.program = program = self.local.program(self.shard.copies)
+        whole, places = {}, {}
+        if ranks.size > 1:
+            whole, places = weight_shapes(config.program().weights), self.shard.parts(config)
+        self.embedding = self._table(program.embed.table, place)
+        learned = program.embed.positions
+        self.position_embedding = None if learned is None else place.empty(learned)
+        self.layers = nn.ModuleList(
+            Layer(operations, place, invariant=config.invariant, places=places, whole=whole)
+            for operations in program.layers
+        )
+        self.end = Layer(program.end, place)
         # Rounded as in transformers, which has it as a tensor.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype, device="cpu").item()
-        untied = config.lm_head and not config.tie_embeddings
-        self.lm_head = nn.Parameter(torch.empty(table, **place)) if untied else None
-        self.score = score_head(config, device=device) if config.num_labels else None
+        self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
+        untied = program.head is not None and program.head != program.embed.table
+        self.lm_head = self._table(program.head, place) if untied else None
+        self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
         self.may_pack = False  # the head, when logits of the whole vocabulary are first wanted; see `load_model`
@@ -117,11 +131,48 @@ class CausalLM(nn.Module):
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
         self._stored: dict[str, Panels] = {}  # what `keep_stored` was given
+        # Of each layer that a pass goes through, in its order, the plane; None: the layer has no attention.
+        self._planes, plane = list[int | None](), 0
+        for number in config.pass_layers:
+            attends = cast(Layer, self.layers[number]).attends is not None
+            self._planes.append(plane if attends else None)
+            plane += attends
 
-    def new_layer(self, number: int, **place: Any) -> nn.Module:
-        """Returns a new layer of the model. place: its dtype and device"""
-        last = number == self.config.visited[-1]
-        return layer_of(self.config)(self.local, number, self.ranks, splits_q=last, **place)
+    def _table(self, weight: Weight | None, place: Place) -> nn.Parameter:
+        """Return this rank's rows of a table of the whole vocabulary."""
+        assert weight is not None
+        vocab = self.shard.vocab
+        return place.empty(replace(weight, parts=((weight.parts[0][0], vocab.stop - vocab.start),)))
+
+    @staticmethod
+    def _score_head(linears: Sequence[Linear], place: Place) -> nn.Module | None:
+        """Return the classification head; None: there is none."""
+        modules = [hold_linear(linear, place) for linear in linears]
+        if len(modules) < 2:
+            return modules[0] if modules else None
+        between = [nn.ReLU() for _ in modules]
+        return nn.Sequential(*(one for pair in zip(modules, between, strict=True) for one in pair))[:-1]
+
+    @property
+    def held(self) -> Iterator[HeldWeight]:
+        """Yield every parameter of the model with the names of its tensors; embedding and head first, then layer by
+        layer."""
+        program, vocab = self.program, ((self.shard.vocab,),) if self.ranks.size > 1 else ()
+        tables = (("embedding", program.embed.table), ("lm_head", program.head))
+        for name, weight in tables:
+            if weight is not None and getattr(self, name) is not None:
+                yield HeldWeight(self, name, ((weight.parts[0][0], len(getattr(self, name))),), places=vocab)
+        if program.embed.positions is not None:
+            yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
+        yield from self.end.held
+        linears = [self.score] if isinstance(self.score, layers.Linear) else [*(self.score or ())][::2]
+        for operation, module in zip(program.score, linears, strict=True):
+            yield from held_weights(operation, module, EXECUTE[Linear])
+        for weight in program.beside:  # called as the modules of the feature whose code reads them
+            path, _, attribute = weight.parts[0][0].rpartition(".")
+            yield HeldWeight(self.get_submodule(path), attribute, weight.parts, weight.offset)
+        for layer in self.layers:
+            yield from layer.held
 
     def forward(
         self,
@@ -131,6 +182,7 @@ class CausalLM(nn.Module):
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
         media: MediaRows | None = None,
+        states: Any = None,
     ) -> Tensor:
         """Returns hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
 
@@ -139,8 +191,10 @@ class CausalLM(nn.Module):
                            layer computes no more than these (and the keys and values of all)
         adapters           which rows have which LoRA adapter, and the same read rows
         media              the rows that images have; None: there are none
+        states             those of the rows' paths, in a model whose layers have states
         """
         rows = self.start(tokens, positions, attend, read_rows, adapters, media)
+        rows.states = states
         self.go_through(rows, range(self.config.layers))
         return self.normed(rows)
 
@@ -161,35 +215,37 @@ class CausalLM(nn.Module):
         return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
-        """Takes rows through these layers, one a plane. After the last plane only the rows that are read are left."""
+        """Takes rows through these layers. After the last layer of a pass only the rows that are read are left."""
         recompute = self.recompute and torch.is_grad_enabled()
-        every, last = list(self.layers), len(self.config.planes) - 1
-        for plane, number in enumerate(layers, rows.plane):
+        every, last = list(self.layers), len(self._planes) - 1
+        for place, number in enumerate(layers, rows.place):
+            plane = self._planes[place]
             visit = partial(
                 every[number],
-                cos_sin=rows.cos_sin[plane],
-                attend=partial(rows.attend, plane),
-                read=rows.read_rows if plane == last else None,
+                cos_sin=None if plane is None else rows.cos_sin[plane],
+                attend=None if plane is None else partial(rows.attend, plane),
+                read=rows.read_rows if place == last else None,
                 adapters=rows.adapters,
                 ops=rows.ops,
+                states=rows.states,
             )
             if recompute:
                 rows.x, rows.delta = recomputed(visit, rows.stream), None
             else:
                 rows.x, rows.delta = visit(rows.x, rows.delta)
-            rows.plane = plane + 1
+            rows.place = place + 1
 
     def normed(self, rows: Pass) -> Tensor:
-        """Returns the final norm of rows, [rows, hidden]."""
-        return self.norm(rows.x, rows.delta, rows.ops)[1]
+        """Returns what the program ends with, of rows after the last layer: the final norm, [rows, hidden]."""
+        return self.norm(rows.x, rows.delta, rows.ops)
+
+    def norm(self, x: Tensor, delta: Tensor | None, ops: Ops) -> Tensor:
+        """Return the final norm of the residual stream x + delta, [rows, hidden]; may write into x."""
+        return self.end.result(OUT, x, delta, ops)
 
     def arguments(self, step: StreamStep) -> dict[str, Any]:
         """Return the arguments of a call of the model that a step of a row stream has beside its rows."""
         return {}
-
-    def weights_beside(self) -> Iterable[Any]:
-        """Returns the Weights of what the model has beside a decoder, none of them split over ranks."""
-        return ()
 
     def logits(self, hidden: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """Returns float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden as from `forward`.
@@ -276,5 +332,6 @@ class CausalLM(nn.Module):
     def rotary(self, device: torch.device) -> RotaryTables:
         """Returns the tables of cosines and sines of a model with rotary positions."""
         if self._rotary is None or self._rotary.device != device:
-            self._rotary = RotaryTables(self.config.ropes, self.config.head_dim, device)
+            dim = self.config.rotated_dim or self.config.head_dim
+            self._rotary = RotaryTables(self.config.ropes, dim, device)
         return self._rotary

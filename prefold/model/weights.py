@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,17 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, InputError, not_invariant
 from ..spec.plugins import named_class
 from .arrays import array_of
+from .builders import EMBEDDING, LM_HEAD
 from .config import ModelConfig
-from .decoder_layer import Layer
 from .device import check_fits
 from .families import config_from
 from .int8 import fill_in_int8
-from .layers import ActivatedLinear, Linear, Norm, Weight, linear_weights
+from .layers import ActivatedLinear, HeldWeight, Linear
 from .parallel import ALONE, Alone
 from .products import Panels
 from .sources import TensorSource, open_source
 from .stored import NOTHING, StoredWeights, stored_weights
 from .transformer import CausalLM
-
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def load_model(
@@ -79,19 +77,19 @@ def load_model(
         check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
-    every = list(model_weights(model))
+    every = list(model.held)
     offsets = {name: weight.offset for weight in every for name, _ in weight.parts}
     source = open_source(checkpoint, config, wanted_shapes(every), seed, offsets)
     settled = _settle_lm_head(config, source)
     if settled != config:
         model = _shapes(settled, dtype)
-    weights = list(model_weights(model))
+    weights = list(model.held)
     check_tensors(checkpoint, weights, source)
     if ranks.size > 1:
         if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
-        weights = list(model_weights(model))
+        weights = list(model.held)
     wish = keep if int8 is None else "file"
     stored = stored_weights(wish, weights, source, dtype, device, ranks, invariant=config.invariant)
     check_memory(checkpoint, weights, device, dtype, stored)
@@ -127,7 +125,7 @@ def _settle(model: CausalLM) -> None:
 
 
 def fill_all(
-    weights: Iterable[Weight],
+    weights: Iterable[HeldWeight],
     source: TensorSource,
     device: torch.device,
     *,
@@ -144,7 +142,7 @@ def fill_all(
 
 def _fill_one(
     number: int,
-    weight: Weight,
+    weight: HeldWeight,
     pool: kernels.PanelPool,
     *,
     source: TensorSource,
@@ -165,78 +163,7 @@ def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> Ca
     return named_class(config.model)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
 
 
-def model_weights(model: CausalLM) -> Iterator[Weight]:
-    """Yields every parameter of the model with the names of its tensors; embedding and head first, then layer by
-    layer."""
-    config = model.config
-    split = model.ranks.size > 1
-    vocab = ((model.shard.vocab,),) if split else ()
-    yield Weight(model, "embedding", ((EMBEDDING, len(model.embedding)),), places=vocab)
-    if model.lm_head is not None:
-        yield Weight(model, "lm_head", ((LM_HEAD, len(model.lm_head)),), places=vocab)
-    if model.position_embedding is not None:
-        yield Weight(model, "position_embedding", (("embed_positions.weight", config.max_positions),))
-    yield from _norm(model.norm, "norm", config)
-    yield from _head(model.score)
-    yield from model.weights_beside()
-    places = model.shard.parts(config) if split else {}
-    for number, layer in enumerate(model.layers):
-        yield from _layer(cast(Layer, layer), f"layers.{number}.", places)
-
-
-def _head(score: nn.Module | None) -> Iterator[Weight]:
-    if isinstance(score, Linear):
-        yield from linear_weights(score, ("score", score.outputs))
-    elif isinstance(score, nn.Sequential):  # linear, ReLU, linear: numbered as PyTorch numbers them
-        for number, module in enumerate(score):
-            if isinstance(module, Linear):
-                yield from linear_weights(module, (f"score.{number}", module.outputs))
-
-
-def _layer(layer: Layer, prefix: str, places: Mapping[str, tuple[slice, ...]]) -> Iterator[Weight]:
-    config, attention = layer.config, prefix + "self_attn."
-    q = (attention + "q_proj", config.q_size)
-    k, v = (attention + "k_proj", config.kv_size), (attention + "v_proj", config.kv_size)
-    # With norms on what parts give, "post attention" is what attention gives, before it is added.
-    normed = config.out_norms or config.sum_norms
-    post_norm = "pre_feedforward" if normed else "post_attention"
-    norms = {"input": layer.input_norm, post_norm: layer.post_norm}
-    norms |= {"post_attention": layer.o_norm, "post_feedforward": layer.down_norm} if normed else {}
-    for name, norm in norms.items():
-        if isinstance(norm, Norm):
-            yield from _norm(norm, f"{prefix}{name}_layernorm", config)
-    if config.row_qk_norm:
-        for name, size in (("q_norm", config.q_size), ("k_norm", config.kv_size)):
-            place = (places[name],) if places else ()
-            yield Weight(layer, name, ((f"{attention}{name}.weight", size),), config.norm_offset, place)
-    if config.qk_norm and isinstance(layer, Layer):
-        for name in ("q_norm", "k_norm"):
-            yield Weight(layer, name, ((f"{attention}{name}.weight", config.head_dim),), config.norm_offset)
-    if config.sinks:
-        yield Weight(
-            layer, "sinks", ((f"{attention}sinks", config.heads),), places=(places["sinks"],) if places else ()
-        )
-    own_weights = getattr(layer, "own_weights", None)  # a layer of another kind, or with other linears, has it
-    if own_weights is not None:
-        yield from own_weights(prefix)
-        yield from layer.mlp.weights(prefix, places)
-        return
-    if layer.splits_q:
-        yield from linear_weights(layer.q, q, places=places)
-        yield from linear_weights(layer.kv, k, v, places=places)
-    else:
-        yield from linear_weights(layer.qkv, q, k, v, places=places)
-    yield from linear_weights(layer.o, (attention + "o_proj", config.hidden), places=places)
-    yield from layer.mlp.weights(prefix, places)
-
-
-def _norm(norm: Norm, name: str, config: ModelConfig) -> Iterator[Weight]:
-    yield Weight(norm, "weight", ((name + ".weight", config.hidden),), config.norm_offset)
-    if norm.bias is not None:
-        yield Weight(norm, "bias", ((name + ".bias", config.hidden),))
-
-
-def wanted_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+def wanted_shapes(weights: Iterable[HeldWeight]) -> dict[str, tuple[int, ...]]:
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
 
 
@@ -258,7 +185,7 @@ def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
     return replace(config, tie_embeddings=False)
 
 
-def check_tensors(checkpoint: Checkpoint, weights: list[Weight], source: TensorSource) -> None:
+def check_tensors(checkpoint: Checkpoint, weights: list[HeldWeight], source: TensorSource) -> None:
     expected = wanted_shapes(weights)
     # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
     unexpected = sorted(set(source.shapes) - set(expected) - {LM_HEAD})
@@ -284,7 +211,7 @@ def _some(names: list[str], limit: int = 8) -> str:
 
 def check_memory(
     checkpoint: Checkpoint,
-    weights: list[Weight],
+    weights: list[HeldWeight],
     device: torch.device,
     dtype: torch.dtype,
     stored: StoredWeights = NOTHING,
@@ -299,7 +226,7 @@ def check_memory(
     check_fits(size + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
 
 
-def fill(weight: Weight, source: TensorSource, device: torch.device) -> None:
+def fill(weight: HeldWeight, source: TensorSource, device: torch.device) -> None:
     old = weight.parameter
     values = torch.empty(old.shape, dtype=old.dtype, device=device)
     parts = values.split([rows for _, rows in weight.parts])

@@ -19,7 +19,6 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..model import CausalLM, ModelConfig
 from ..model.arrays import array_of, tensor_of
 from ..model.sources import SafetensorsSource, as_stored
-from ..model.weights import model_weights
 from ..text import load_tokenizer
 
 # Files that lie beside the weights: tokenizer, chat templates, settings of generation.
@@ -68,7 +67,7 @@ def save_model(
 def _tensors(model: CausalLM, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the model's tensors as checkpoints have them, each linear by itself, under prefold's names."""
     tensors = {}
-    for weight in model_weights(model):
+    for weight in model.held:
         if weight.parameter is None:
             raise CheckpointError("the model's weights are packed; load it with pack=False to save it")
         values = weight.parameter.detach().cpu() - weight.offset if weight.offset else weight.parameter.detach().cpu()

@@ -1,16 +1,16 @@
 """The forward pass as a program: one call into the compiled kernels takes the rows of a step through all layers, where
-every operation of a model has a compiled form. PyTorch's modules define what it computes."""
+every operation of a model's program has a compiled form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import kernels
 from ..engine.schedule.steps import NOT_FINITE, SlotStep
@@ -26,10 +26,11 @@ from ..kernels import (
     SlotPlane,
     TileCall,
 )
-from ..model import Adapter, CausalLM, MediaRows, RowAdapters
+from ..model import Adapter, CausalLM, MediaRows, RowAdapters, builders
+from ..model import program as ir
 from ..model.arrays import array_of
-from ..model.decoder_layer import Layer, Mlp, ParallelLayer, PlainMlp, RowNormedLayer, ScaledLayer, SumNormedLayer
-from ..model.layers import ActivatedLinear, Linear, NoNorm, Norm, PlainLayerNorm
+from ..model.layer import Layer
+from ..model.layers import ActivatedLinear, Linear, Norm
 from ..model.lora import Delta
 from ..model.products import GatePanels, Panels, Product, in_turn
 from .attention import KVStore, RowPlan, SlotPlan
@@ -39,8 +40,13 @@ from .slots import SlotBatch
 # Buffers of rows: the residual stream, what the norms give, what is added to the residual stream next, q, k and v
 # together or q beside k and v, what attention gives, the inside of the MLP, and the result.
 X, H, DELTA, QKV, Q, KV, ATTENDED, WIDE, OUT = range(9)
-# Whose operations are known here.
-LAYERS = (Layer, SumNormedLayer, ScaledLayer, ParallelLayer, RowNormedLayer)
+# Their numbers, by their names in programs of models.
+BUFFERS = {
+    ir.X: X, ir.H: H, ir.DELTA: DELTA, builders.QKV: QKV, builders.Q: Q, builders.KV: KV, builders.ATTENDED: ATTENDED,
+    builders.WIDE: WIDE, ir.OUT: OUT,
+}  # fmt: skip
+# The operations of layers that have a compiled form.
+COMPILED = (ir.Norm, ir.Linear, ir.Rope, ir.Attend, ir.Add, ir.Pick)
 LINE = 64  # bytes of a cache line, where buffers begin
 MOST_POSITIONS = 1 << 62
 LOW_BYTES = sizeof(RowLow)
@@ -94,7 +100,9 @@ class Program:
         self._table_of = () if config.rope is None else model.rotary(model.device).table_of
         self._num_tables = max(self._table_of, default=-1) + 1
         hidden, q, kv, wide = config.hidden, config.q_size, config.kv_size, config.intermediate
-        self._widths = np.array([hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden], np.int64)
+        widths = [hidden, hidden, hidden, q + 2 * kv, q, 2 * kv, q, wide, hidden]
+        wanted = [model.program.widths.get(name, 0) for name in BUFFERS]
+        self._widths = np.maximum(widths, wanted).astype(np.int64)
         self._keepalive: list[Tensor] = []  # what operations name by address and the model does not hold
         self._linears: list[NamedLinear] = []
         self._operations: list[Operation] = []
@@ -109,13 +117,14 @@ class Program:
             dim=config.vocab_size, eps=scale, positions=0 if learned is None else len(learned), summed=self._is_split,
         )  # fmt: skip
         self._picks = False  # whether rows that are not read are left out on the way
-        delta, whole = -1, [(number, plane) for plane, number in enumerate(config.visited)]
+        waits = False  # whether DELTA is still to be added to the residual stream
+        whole = [(number, plane) for plane, number in enumerate(config.visited)]
         for plane, (number, like) in enumerate(whole if part is None else part, first):
-            delta = self._add_layer(model.layers[number], plane, like, delta)  # type: ignore[arg-type]
+            waits = self._add_layer(cast(Layer, model.layers[number]), plane, like, waits)
         if part is None:
-            self._add_norm(model.norm, X, OUT, delta)
-        else:
-            self._add_norm(NoNorm(), X, H, delta)
+            waits = self._add_layer(model.end, -1, -1, waits)
+        if waits:
+            self._add(Kind.ADD, source=X, beside=DELTA, eps=1)
         self._layers_end, self._head = len(self._operations), None
         self._array = (Operation * len(self._operations))(*self._operations)
         self.memory, self.memory_rows = torch.empty(0), 0
@@ -334,28 +343,52 @@ class Program:
     def _add(self, kind: Kind, **fields: Any) -> None:
         self._operations.append(Operation(kind=kind, **fields))
 
-    def _add_norm(self, norm: Norm | NoNorm, source: int, out: int, beside: int = -1) -> int:
-        """Adds the sum of two buffers and its norm, and returns the buffer that has the norm; without a norm, the
-        sum."""
-        scale = self.model.local.residual_scale
-        if beside >= 0 and (scale != 1 or type(norm) is NoNorm):
-            self._add(Kind.ADD, source=source, beside=beside, eps=scale)
-            beside = -1
-        if type(norm) is NoNorm:
-            return source
-        assert isinstance(norm, Norm)
-        bias = torch.zeros_like(norm.weight) if type(norm) is PlainLayerNorm else norm.bias
-        self._add_weight(norm.weight, norm.eps, source=source, out=out, beside=beside, bias=self._address(bias))
-        return out
+    def _add_layer(self, layer: Layer, plane: int, like: int, waits: bool) -> bool:
+        """Adds the operations of one layer, and returns whether DELTA is still to be added to the residual stream.
+        plane: of the store; like: the model's plane that has its window and rotation; waits: what the layer before
+        returned"""
+        for operation, weights in layer.weights:
+            if waits:
+                # A norm of the residual stream adds to it.
+                waits = not isinstance(operation, ir.Norm) or operation.source != ir.X
+                if waits:
+                    self._add(Kind.ADD, source=X, beside=DELTA, eps=1)
+                else:
+                    self._add_norm(operation, weights, DELTA)
+                    continue
+                waits = False
+            if isinstance(operation, ir.Norm):
+                self._add_norm(operation, weights)
+            elif isinstance(operation, ir.Linear):
+                self._add_linear(operation, weights)
+            elif isinstance(operation, ir.Rope):
+                self._add_rope(operation, weights.weight, like)
+            elif isinstance(operation, ir.Attend):
+                self._add_attend(operation, weights.sinks, plane, like)
+            elif isinstance(operation, ir.Pick):
+                if plane == len(self.model.config.planes) - 1:
+                    self._picks = True
+                    for name in operation.sources:
+                        self._add(Kind.PICK, source=BUFFERS[name], beside=name == operation.sources[-1])
+            else:
+                assert isinstance(operation, ir.Add)
+                waits = (operation.source, operation.beside, operation.scale) == (ir.X, ir.DELTA, 1)
+                if not waits:
+                    source, beside = BUFFERS[operation.source], BUFFERS[operation.beside]
+                    self._add(Kind.ADD, source=source, beside=beside, eps=operation.scale)
+        return waits
 
-    def _add_weight(self, weight: Tensor, eps: float, **fields: Any) -> None:
-        """Adds a norm by its weight."""
-        wide = weight.dtype != self.model.dtype
-        self._add(Kind.NORM, weight=weight.data_ptr(), columns=len(weight), wide=wide, eps=eps, **fields)
+    def _add_norm(self, operation: ir.Norm, norm: Norm, beside: int = -1) -> None:
+        """Adds a norm. beside: the buffer that is added to its source first; -1: none"""
+        bias = torch.zeros_like(norm.weight) if norm.kind == "layer" and norm.bias is None else norm.bias
+        self._add(
+            Kind.NORM, source=BUFFERS[operation.source], out=BUFFERS[operation.out], beside=beside, at=operation.at,
+            weight=norm.weight.data_ptr(), columns=len(norm.weight), wide=norm.weight.dtype != self.model.dtype,
+            eps=norm.eps, bias=self._address(bias),
+        )  # fmt: skip
 
-    def _add_linear(self, layer: Layer, name: str, source: int, out: int) -> None:
-        """Adds the product of a layer's linear. name: as adapters know it"""
-        linear: Linear = getattr(layer.mlp if name in ("gate_up", "down") else layer, name)
+    def _add_linear(self, operation: ir.Linear, linear: Linear) -> None:
+        """Adds the product of a linear."""
         product, bias, activation, kind = linear.product, linear.whole_bias, Activation.LINEARLY, Kind.LINEAR
         assert isinstance(product, Panels)
         if isinstance(linear, ActivatedLinear):
@@ -363,75 +396,29 @@ class Program:
         if isinstance(product, GatePanels):
             kind, bias = Kind.GATED, None if bias is None else in_turn(bias)
         self._add(
-            kind, source=source, out=out, **_matrix(product), bias=self._address(bias),
-            activation=activation, linear=len(self._linears), summed=self._is_split and name in ("o", "down"),
+            kind, source=BUFFERS[operation.source], out=BUFFERS[operation.out], **_matrix(product),
+            bias=self._address(bias), activation=activation, linear=len(self._linears),
+            summed=self._is_split and operation.summed,
         )  # fmt: skip
-        self._linears.append(NamedLinear(layer.number, name, linear, product))
+        self._linears.append(NamedLinear(operation.layer, operation.name, linear, product))
 
-    def _add_rope(self, plane: int, source: int, at: int, heads: int, norm: nn.Parameter | None) -> None:
-        config = self.model.local
-        if config.row_qk_norm and norm is not None:
-            self._add_weight(norm, config.norm_eps, source=source, out=source, at=at, beside=-1)
-            norm = None
-        if config.rope is None:
-            return
+    def _add_rope(self, operation: ir.Rope, norm: Tensor | None, like: int) -> None:
+        """Adds the norm and the rotation of some heads. norm: the weight of the norm"""
         self._add(
-            Kind.ROPE, source=source, plane=self._table_of[plane], at=at, heads=heads, dim=config.head_dim,
-            weight=None if norm is None else norm.data_ptr(), eps=config.norm_eps,
-            wide=norm is not None and norm.dtype != self.model.dtype,
+            Kind.ROPE, source=BUFFERS[operation.source], plane=self._table_of[like], at=operation.at,
+            heads=operation.heads, dim=operation.dim, weight=None if norm is None else norm.data_ptr(),
+            eps=self.model.local.norm_eps, wide=norm is not None and norm.dtype != self.model.dtype,
         )  # fmt: skip
 
-    def _add_layer(self, layer: Layer, plane: int, like: int, delta: int) -> int:
-        """Adds the operations of one layer, and returns the buffer that is still to be added to the residual stream, or
-        -1. plane: of the store; like: the model's plane that has its window and rotation; delta: what the layer before
-        returned"""
-        config = self.model.local
-        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        h = self._add_norm(layer.input_norm, X, H, delta)
-        if layer.splits_q:
-            self._add_linear(layer, "kv", h, KV)
-            self._add_rope(like, KV, 0, kv_heads, layer.k_norm)
-            if plane == len(config.planes) - 1:
-                self._picks = True
-                if h != X:
-                    self._add(Kind.PICK, source=X, beside=False)
-                self._add(Kind.PICK, source=h, beside=True)
-            self._add_linear(layer, "q", h, Q)
-            self._add_rope(like, Q, 0, heads, layer.q_norm)
-            source, beside, keys = Q, KV, 0
-        else:
-            self._add_linear(layer, "qkv", h, QKV)
-            if layer.q_norm is None:
-                self._add_rope(like, QKV, 0, heads + kv_heads, None)
-            else:
-                self._add_rope(like, QKV, 0, heads, layer.q_norm)
-                self._add_rope(like, QKV, heads * dim, kv_heads, layer.k_norm)
-            source, beside, keys = QKV, QKV, heads * dim
-        window = self._windows.index(config.planes[like].window)
+    def _add_attend(self, operation: ir.Attend, sinks: Tensor | None, plane: int, like: int) -> None:
+        """Adds attention. plane, like: as of `_add_layer`"""
         self._add(
-            Kind.ATTEND, source=source, out=ATTENDED, beside=beside, keys=keys, heads=heads, dim=dim, plane=plane,
-            kv_heads=kv_heads, window=window, weight=None if layer.sinks is None else layer.sinks.data_ptr(),
+            Kind.ATTEND, source=BUFFERS[operation.source], out=BUFFERS[operation.out],
+            beside=BUFFERS[operation.beside], keys=operation.keys, heads=operation.heads, dim=operation.dim,
+            plane=plane, kv_heads=operation.kv_heads,
+            window=self._windows.index(self.model.local.planes[like].window),
+            weight=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        self._add_linear(layer, "o", ATTENDED, DELTA)
-        if type(layer) is ParallelLayer:
-            self._add_linear(layer, "gate_up", h, WIDE)
-            self._add_linear(layer, "down", WIDE, H)
-            self._add(Kind.ADD, source=DELTA, beside=H, eps=1)
-            return DELTA
-        delta = DELTA
-        if type(layer) is SumNormedLayer:
-            self._add_norm(layer.o_norm, X, X, DELTA)
-            delta = -1
-        elif layer.o_norm is not None:
-            self._add_norm(layer.o_norm, DELTA, DELTA)
-        h = self._add_norm(layer.post_norm, X, H, delta)
-        self._add_linear(layer, "gate_up", h, WIDE)
-        self._add_linear(layer, "down", WIDE, DELTA)
-        if type(layer) is SumNormedLayer:
-            self._add_norm(layer.down_norm, X, X, DELTA)
-        elif layer.down_norm is not None:
-            self._add_norm(layer.down_norm, DELTA, DELTA)
-        return delta
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -500,23 +487,33 @@ def missing(model: CausalLM, whole: bool = True) -> str | None:
     """Returns the first thing of a model that has no compiled form, in words; None: its forward pass is one call.
     whole: whether that is asked of the whole model, not of layers"""
     config = model.config
-    layers = [layer for layer in model.layers if type(layer) in LAYERS]
-    mlps = [layer.mlp for layer in layers if type(layer.mlp) in (Mlp, PlainMlp)]
-    gates = [mlp.gate_up.product for mlp in mlps if type(mlp) is Mlp]
-    linears = [layer.o for layer in layers] + [mlp.down for mlp in mlps]
-    linears += [mlp.gate_up for mlp in mlps if type(mlp) is PlainMlp]
-    linears += [linear for x in layers for linear in ((x.q, x.kv) if x.splits_q else (x.qkv,))]
+    layers = [cast(Layer, layer) for layer in (*model.layers, model.end)] if len(model.layers) else []
+    every = [(operation, weights) for layer in layers for operation, weights in layer.weights]
+    linears = [(operation, cast(Linear, weights)) for operation, weights in every if isinstance(operation, ir.Linear)]
+    gated = [linear.product for operation, linear in linears if operation.gated]
+    others = [linear.product for operation, linear in linears if not operation.gated]
     things = {
         "compiled kernels for its heads": heads_of(model).compiled(model.device) is not None,
         "a model of another kind, or all visits of a looped model": not whole or type(model) is CausalLM,
         "ranks that share no memory": model.ranks.size == 1 or model.ranks.view is not None,
         "norms over the heads of several ranks": model.ranks.size == 1 or not config.row_qk_norm,
-        "layers of another kind": len(layers) == len(model.layers),
-        "an MLP of another kind": len(mlps) == len(layers) and config.activation in ACTIVATIONS,
-        "an MLP's width": all(type(product) is GatePanels for product in gates),
-        "products of other code": all(type(linear.product) is Panels for linear in linears),
+        "operations of another kind": bool(layers) and all(is_compiled(operation) for operation, _ in every),
+        "an MLP's width": all(type(product) is GatePanels for product in gated),
+        "products of other code": all(type(product) is Panels for product in others),
         "a scale of attention": config.scale > 0,
         "LayerNorms of another dtype": config.norm == "rms" or not config.norm_offset,
         "norms of heads that are not turned": config.rope is not None or not config.qk_norm,
     }
-    return next((thing for thing, is_compiled in things.items() if not is_compiled), None)
+    return next((thing for thing, is_so in things.items() if not is_so), None)
+
+
+def is_compiled(operation: ir.Operation) -> bool:
+    """Returns whether an operation of a layer has a compiled form."""
+    buffers = (getattr(operation, name, ir.X) for name in ("source", "beside", "out"))
+    if not {*buffers} <= BUFFERS.keys():
+        return False
+    if isinstance(operation, ir.Linear):
+        return bool(operation.name) and operation.activation in ("", *ACTIVATIONS)
+    if isinstance(operation, ir.Rope):
+        return operation.turned == operation.stride == operation.dim
+    return isinstance(operation, COMPILED)

@@ -58,7 +58,7 @@ def test_a_linear_without_a_gate(dtype, activation, function):
 @pytest.mark.parametrize("delta", [True, False])
 def test_layer_norm_is_pytorchs(delta):
     torch.manual_seed(0)
-    norm = Norm(36, bias=True, eps=1e-3, dtype=torch.float32, device=torch.device("cpu"))
+    norm = Norm(36, kind="layer", bias=True, eps=1e-3, dtype=torch.float32, device=torch.device("cpu"))
     theirs = torch.nn.LayerNorm(36, eps=1e-3)
     with torch.no_grad():
         for ours, other in zip(norm.parameters(), theirs.parameters(), strict=True):

@@ -9,42 +9,27 @@ import pytest
 import torch
 from tiny import DenseAttend, randomise, tiny_checkpoint
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoConfig, LlamaForCausalLM
 
 from prefold.checkpoint import resolve
 from prefold.errors import UnsupportedModelError
-from prefold.model import MlpKind, add_mlp, config, config_from, families, load_model, register_family
-from prefold.model.decoder_layer import Mlp
+from prefold.model import (
+    MlpKind,
+    add_mlp,
+    add_operation,
+    config,
+    config_from,
+    families,
+    load_model,
+    program,
+    register_family,
+)
 from prefold.model.decoders import llama
-from prefold.model.layers import Linear, linear_weights
 from prefold.model.program import Operation, Weight
 from prefold.spec.plugins import load_plugins
 
 EXPERTS = 2
-
-
-class Experts(nn.Module):
-    def __init__(self, config, number, ranks, *, dtype, device):
-        super().__init__()
-        self.router = Linear(config.hidden, EXPERTS, bias=False, dtype=dtype, device=device)
-        self.experts = nn.ModuleList(
-            Mlp(replace(config, mlp="gated"), number, ranks, dtype=dtype, device=device) for _ in range(EXPERTS)
-        )
-
-    def forward(self, h, adapters, ops):
-        share, chosen = self.router(h).softmax(-1).max(-1)
-        out = torch.empty_like(h)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero()[:, 0]
-            out[rows] = expert(h[rows], adapters, ops)
-        return out * share[:, None]
-
-    def weights(self, prefix, places):
-        yield from linear_weights(self.router, (prefix + "mlp.router", EXPERTS))
-        for number, expert in enumerate(self.experts):
-            for weight in expert.weights(prefix, places):
-                parts = ((name.replace("mlp.", f"mlp.experts.{number}."), rows) for name, rows in weight.parts)
-                yield replace(weight, parts=tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +41,6 @@ class LikeliestExpert(Operation):
     router: Weight
     first: tuple[Weight, ...]
     second: tuple[Weight, ...]
-
-    @property
-    def weights(self):
-        return [self.router, *self.first, *self.second]
 
     @property
     def row_weights(self):
@@ -77,6 +58,17 @@ def build(builder, h, out):
     first = tuple(matrix(hidden, (f"{name}gate_proj", width), (f"{name}up_proj", width)) for name in names)
     second = tuple(matrix(width, (f"{name}down_proj", hidden)) for name in names)
     builder.add(LikeliestExpert(h, out, matrix(hidden, ("router", EXPERTS)), first, second))
+
+
+def likeliest(operation, weights, rows):
+    h = rows.get(operation.source)
+    share, chosen = F.linear(h, weights.router).softmax(-1).max(-1)
+    out = torch.empty_like(h)
+    for number in range(EXPERTS):
+        own = (chosen == number).nonzero()[:, 0]
+        gate, up = F.linear(h[own], weights.first[number]).chunk(2, -1)
+        out[own] = F.linear(F.silu(gate) * up, weights.second[number])
+    rows.put(operation.out, out * share[:, None])
 
 
 class TheirExperts(nn.Module):
@@ -97,8 +89,9 @@ class TheirExperts(nn.Module):
 def checkpoint(tmp_path, keep):
     """A checkpoint of a family that two calls add, and the model of transformers."""
     load_plugins()  # into the tables themselves
-    keep(config.MLPS, families.FAMILIES, families.REGISTERED)
-    add_mlp("experts", MlpKind(build, f"{__name__}:Experts", lambda config: {}))
+    keep(config.MLPS, families.FAMILIES, families.REGISTERED, program.ADDED)
+    add_mlp("experts", MlpKind(build))
+    add_operation(LikeliestExpert, likeliest)
     register_family("TwoExpertsForCausalLM", lambda hf: replace(llama(hf), mlp="experts"))
     folder = tiny_checkpoint(tmp_path, "llama", tokenizer=False)
     theirs = LlamaForCausalLM(AutoConfig.from_pretrained(folder))
@@ -118,7 +111,8 @@ def test_a_mixture_of_experts_in_one_file(checkpoint):
     with torch.inference_mode():
         found = ours.logits(ours(tokens, torch.arange(40), DenseAttend(ours.config)))
         torch.testing.assert_close(found, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
-        chosen = ours.layers[0].mlp.router(torch.randn(100, ours.config.hidden)).argmax(-1)
+        router = ours.layers[0].likeliest_expert.router
+        chosen = (torch.randn(100, ours.config.hidden) @ router.T).argmax(-1)
     assert set(chosen.tolist()) == {0, 1}
     assert ours.config.num_parameters == sum(p.numel() for p in theirs.parameters())
     linears = [m for n, m in theirs.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
@@ -132,3 +126,9 @@ def test_a_kind_that_was_not_added_is_an_error(checkpoint):
     found = config_from(checkpoint[0].config)
     with pytest.raises(UnsupportedModelError, match="mlp is 'mixture'; it must be one of gated, plain, experts"):
         replace(found, mlp="mixture")
+
+
+def test_an_operation_that_no_function_computes_is_an_error(checkpoint):
+    del program.ADDED[LikeliestExpert]
+    with pytest.raises(UnsupportedModelError, match="an operation LikeliestExpert, and no function computes it"):
+        load_model(checkpoint[0], dtype=torch.float32, device="cpu")

@@ -47,8 +47,8 @@ def test_a_file_gives_the_same_bits(tmp_path, mix, dtype, tied):
     for ours, expected in zip(outputs(kept), outputs(plain), strict=True):
         assert torch.equal(ours, expected)
     assert not kept.embedding.isfinite().any(), "nothing may read the parameter"
-    assert isinstance(kept.layers[0].mlp.down.product.packed, kernels.Blocks)
-    in_blocks = isinstance(kept.layers[0].mlp.gate_up.product.packed, kernels.Blocks)
+    assert isinstance(kept.layers[0].down.product.packed, kernels.Blocks)
+    in_blocks = isinstance(kept.layers[0].gate_up.product.packed, kernels.Blocks)
     assert in_blocks == ("two types" not in mix)
     assert ("as stored" in kept.stored_as, plain.stored_as) == (True, "")
 
@@ -58,8 +58,8 @@ def test_sixteen_bits_are_not_widened(tmp_path):
     kept, plain = load(folder, "file"), load(folder, "dtype")
     for ours, expected in zip(outputs(kept), outputs(plain), strict=True):
         assert torch.equal(ours, expected)
-    assert type(kept.layers[0].mlp.gate_up.product) is GatePanels
-    sizes = [model.layers[0].mlp.down.product.packed.nbytes for model in (kept, plain)]
+    assert type(kept.layers[0].gate_up.product) is GatePanels
+    sizes = [model.layers[0].down.product.packed.nbytes for model in (kept, plain)]
     assert sizes[0] * 2 == sizes[1]
     narrow = load(folder, "file", torch.bfloat16)
     assert not narrow.stored_as, "in bfloat16 there is nothing to gain"

@@ -197,8 +197,8 @@ def test_gradients(tmp_path):
     pairs = {
         "embedding": (model.embedding.grad, oracle.model.embed_tokens.weight.grad),
         "qkv": (model.layers[1].qkv.weight.grad, stacked),
-        "down": (model.layers[0].mlp.down.weight.grad, oracle.model.layers[0].mlp.down_proj.weight.grad),
-        "q_norm": (model.layers[2].q_norm.grad, oracle.model.layers[2].self_attn.q_norm.weight.grad),
+        "down": (model.layers[0].down.weight.grad, oracle.model.layers[0].mlp.down_proj.weight.grad),
+        "q_norm": (model.layers[2].q_norm.weight.grad, oracle.model.layers[2].self_attn.q_norm.weight.grad),
     }
     for name, (ours, expected) in pairs.items():
         scale = expected.abs().max()
@@ -216,10 +216,10 @@ def test_gradients_of_gpt2(tmp_path):
     pairs = {
         "embedding": (model.embedding.grad, oracle.transformer.wte.weight.grad),
         "positions": (model.position_embedding.grad, oracle.transformer.wpe.weight.grad),
-        "norm bias": (ours.post_norm.bias.grad, theirs.ln_2.bias.grad),
+        "norm bias": (ours.post_attention_layernorm.bias.grad, theirs.ln_2.bias.grad),
         "qkv": (ours.qkv.weight.grad, theirs.attn.c_attn.weight.grad.T),
-        "up": (ours.mlp.gate_up.weight.grad, theirs.mlp.c_fc.weight.grad.T),
-        "down bias": (ours.mlp.down.bias.grad, theirs.mlp.c_proj.bias.grad),
+        "up": (ours.gate_up.weight.grad, theirs.mlp.c_fc.weight.grad.T),
+        "down bias": (ours.down.bias.grad, theirs.mlp.c_proj.bias.grad),
     }
     for name, (grad, expected) in pairs.items():
         assert (grad - expected).abs().max() < 1e-4 * expected.abs().max(), name

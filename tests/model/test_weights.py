@@ -221,13 +221,13 @@ def test_random_weights_are_seeded_and_normal():
     models = [
         load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu", pack=False, seed=s) for s in (0, 0, 1)
     ]
-    weights = [m.layers[0].mlp.gate_up.weight.detach() for m in models]
+    weights = [m.layers[0].gate_up.weight.detach() for m in models]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     assert abs(weights[0].std().item() - 0.02) < 1e-3
     assert abs(weights[0].mean().item()) < 1e-3
-    assert torch.equal(models[0].norm.weight.detach(), torch.ones(576))
-    first, second = weights[0], models[0].layers[1].mlp.gate_up.weight.detach()
+    assert torch.equal(models[0].end.norm.weight.detach(), torch.ones(576))
+    first, second = weights[0], models[0].layers[1].gate_up.weight.detach()
     assert (first - second).abs().mean() > 0.01
     assert hidden(models[0]).isfinite().all()
 
@@ -235,7 +235,7 @@ def test_random_weights_are_seeded_and_normal():
 def test_random_weights_of_gpt2():
     config = GEOMETRIES["gpt2"] | {"n_layer": 2, "vocab_size": 300}
     model = load_model(Checkpoint.dummy(config), dtype=torch.bfloat16, device="cpu")
-    assert torch.equal(model.layers[0].post_norm.weight.float(), torch.ones(768))
+    assert torch.equal(model.layers[0].post_attention_layernorm.weight.float(), torch.ones(768))
     assert abs(model.position_embedding.std().item() - 0.02) < 1e-3
     assert hidden(model).isfinite().all()
 
@@ -246,7 +246,12 @@ def test_random_norms_are_one_with_what_is_added_to_them():
     config |= {"max_position_embeddings": 64}
     model = load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu")
     delta, attention = model.layers[0], model.layers[3]
-    for weight in (delta.input_norm.weight, attention.q_norm, model.norm.weight, delta.mixer.norm):
+    for weight in (
+        delta.input_layernorm.weight,
+        attention.q_norm.weight,
+        model.end.norm.weight,
+        delta.gated_delta.norm,
+    ):
         assert (weight == 1).all()  # the last one is not stored less one
 
 

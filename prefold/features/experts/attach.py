@@ -10,6 +10,7 @@ from ...checkpoint.settings import Settings
 from ...errors import UnsupportedModelError
 from ...model.config import MlpKind, add_mlp
 from ...model.families import add_families, with_heads
+from ...model.program import Experts, add_operation
 from .families import (
     MLP,
     build_experts,
@@ -83,7 +84,8 @@ EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "granitemoe": _granite,
 }
 
-add_mlp(MLP, MlpKind(build_experts, "prefold.features.experts.mlp:Experts", lambda config: {}))
+add_mlp(MLP, MlpKind(build_experts))
+add_operation(Experts, "prefold.features.experts.mlp:EXECUTION")
 add_families(
     with_heads("Qwen2MoeForCausalLM", "Qwen2Moe", qwen2_moe)
     | with_heads("Qwen3MoeForCausalLM", "Qwen3Moe", qwen3_moe)

@@ -47,10 +47,9 @@ class ExpertsConfig(ModelConfig):
         if not 0 < self.chosen <= self.experts:
             raise UnsupportedModelError(f"each row goes through {self.chosen} experts of {self.experts}")
 
-    def fused_sizes(self, names: Sequence[str]) -> list[int]:
-        return [
-            self.shared if ".shared_expert." in name else ModelConfig.fused_sizes(self, [name])[0] for name in names
-        ]
+    @property
+    def split_mlps(self) -> dict[str, str]:
+        return {"shared": "shared_expert"}
 
 
 def mixture(config: ModelConfig, **values: Any) -> ExpertsConfig:
@@ -95,11 +94,11 @@ def build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     )
     if not config.shared:
         return
-    builder.gated_mlp(h, SHARED, config.shared, "mlp.shared_expert.", named=False)
+    builder.gated_mlp(h, SHARED, config.shared, "mlp.shared_expert.", named=False, summed=False)
     if config.shared_gate:
         builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
         builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
-    builder.add(Add(out, SHARED))
+    builder.add(Add(out, SHARED, summed=True))
 
 
 MOST_EXPERTS = 4096

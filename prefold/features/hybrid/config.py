@@ -14,11 +14,23 @@ from typing import Any, ClassVar
 from ...checkpoint.settings import Settings
 from ...errors import UnsupportedModelError
 from ...model import decoders
-from ...model.builders import LayerBuilder
-from ...model.config import Linears, ModelConfig
+from ...model.builders import LayerBuilder, Module
+from ...model.config import ModelConfig
 from ...model.decoders import HFConfig, decoder
 from ...model.names import Names
-from ...model.program import DELTA, Buffer, GatedDelta, H, Mamba2, Operation, Pick, ShortConv, Weight, X
+from ...model.program import (
+    DELTA,
+    Buffer,
+    GatedDelta,
+    H,
+    Mamba2,
+    Operation,
+    Pick,
+    ShortConv,
+    Weight,
+    X,
+    add_operation,
+)
 
 ATTENTION = "attention"
 # Buffers: what a mixer's first linear gives, and what the mixer gives.
@@ -41,15 +53,11 @@ class StateShape:
 class MixerKind:
     """A MixerKind says what a layer with a state has in place of attention; `HybridConfig.mixers` names it.
 
-    build          adds the operations of the mixer to a layer; it takes the buffer that they read, and they fill DELTA
-    module         the module and the class of the layer, which has the methods of `layers.Mixer`
-    linears        returns the linears that every row goes through, of a config; adapters may add to them
-    states         returns the shapes of a layer's state, of a config
+    build   adds the operations of the mixer to a layer; it takes the buffer that they read, and they fill DELTA
+    states  returns the shapes of a layer's state, of a config
     """
 
     build: Callable[[LayerBuilder, Buffer], None]
-    module: str
-    linears: Callable[[HybridConfig], Linears]
     states: Callable[[HybridConfig], tuple[StateShape, ...]]
 
 
@@ -108,20 +116,6 @@ class HybridConfig(ModelConfig):
         """Returns the kind of a layer's mixer; None for attention."""
         return MIXERS.get(self.mixers[number])
 
-    def mixer_linears(self, number: int) -> Linears | None:
-        kind = self.mixer(number)
-        if kind is not None:
-            return kind.linears(self)
-        if not self.gated:
-            return None
-        q, kv, hidden = self.q_size, self.kv_size, self.hidden
-        keys_values = [("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-        return {
-            "q": (hidden, [("self_attn.q_proj", 2 * q)]),
-            "kv": (hidden, keys_values),
-            "o": (q, [("self_attn.o_proj", hidden)]),
-        }
-
     def states(self, number: int) -> tuple[StateShape, ...]:
         """Returns the shapes of a layer's state; none for a layer with attention."""
         kind = self.mixer(number)
@@ -133,27 +127,34 @@ def add_mixer(name: str, kind: MixerKind) -> None:
     MIXERS[name] = kind
 
 
-def _mixer(builder: LayerBuilder, h: Buffer, make: Callable[[Callable[..., Weight]], Operation]) -> None:
-    """Add a mixer with a linear before and after it: those of its kind. make: takes a function that makes a weight of
-    the layer (by its name, its rows and further dimensions), and returns the operation, from MIXED to MIXER_OUT"""
+def _mixer(
+    builder: LayerBuilder,
+    h: Buffer,
+    before: Sequence[Module],
+    after: str,
+    make: Callable[[Callable[..., Weight]], Operation],
+) -> None:
+    """Add a mixer with a linear before and after it.
+
+    before  the modules that lie side by side in the first linear; after: the module of the last one
+    make    takes a function that makes a weight of the layer (by its name, its rows and further dimensions), and
+            returns the operation, from MIXED to MIXER_OUT
+    """
     config = builder.config
     assert isinstance(config, HybridConfig)
-    linears = config.mixer_linears(builder.number)
-    assert linears is not None
+    last = [(after, config.hidden)]
     biased = bool(config.sizes.get("bias"))
-
-    def linear(name: str, source: Buffer, out: Buffer) -> None:
-        inputs, modules = linears[name]
-        builder.linear(name, modules, source, out, inputs, biased=modules if biased else ())
 
     def weight(name: str, rows: int, *inputs: int) -> Weight:
         return Weight(((builder.prefix + name, rows),), inputs)
 
-    linear("in_proj", h, MIXED)
-    builder.add(make(weight))
+    builder.linear("in_proj", before, h, MIXED, config.hidden, biased=before if biased else ())
+    operation = make(weight)
+    builder.add(operation)
     if builder.is_last:
         builder.add(Pick((X,)))
-    linear("out_proj", MIXER_OUT, DELTA)
+    assert operation.fills is not None
+    builder.linear("out_proj", last, MIXER_OUT, DELTA, operation.fills[1], biased=last if biased else ())
 
 
 def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
@@ -163,6 +164,8 @@ def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
     _mixer(
         builder,
         h,
+        [("conv.in_proj", 3 * hidden)],
+        "conv.out_proj",
         lambda weight: ShortConv(
             builder.number,
             MIXED,
@@ -179,9 +182,12 @@ def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
     assert isinstance(config, HybridConfig)
     sizes, prefix = config.sizes, "linear_attn."
     heads, channels = sizes["value_heads"], _delta_states(config)[0].shape[1]
+    rows = {"qkv": channels, "z": heads * sizes["value_dim"], "b": heads, "a": heads}
     _mixer(
         builder,
         h,
+        [(f"{prefix}in_proj_{name}", size) for name, size in rows.items()],
+        f"{prefix}out_proj",
         lambda weight: GatedDelta(
             builder.number,
             MIXED,
@@ -208,6 +214,8 @@ def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
     _mixer(
         builder,
         h,
+        [(f"{prefix}in_proj", heads * sizes["dim"] + channels + heads)],
+        f"{prefix}out_proj",
         lambda weight: Mamba2(
             builder.number,
             MIXED,
@@ -229,31 +237,12 @@ def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
     )
 
 
-def _conv_linears(config: HybridConfig) -> Linears:
-    hidden = config.hidden
-    return {"in_proj": (hidden, [("conv.in_proj", 3 * hidden)]), "out_proj": (hidden, [("conv.out_proj", hidden)])}
-
-
 MIXERS: dict[str, MixerKind] = {
     "conv": MixerKind(
         _build_conv,
-        "prefold.features.hybrid.layers:ShortConv",
-        _conv_linears,
         lambda config: (StateShape((config.sizes["taps"] - 1, config.hidden)),),
     )
 }
-
-
-def _delta_linears(config: HybridConfig) -> Linears:
-    sizes, hidden = config.sizes, config.hidden
-    keys, values = sizes["key_heads"] * sizes["key_dim"], sizes["value_heads"] * sizes["value_dim"]
-    inner = [
-        ("linear_attn.in_proj_qkv", 2 * keys + values),
-        ("linear_attn.in_proj_z", values),
-        ("linear_attn.in_proj_b", sizes["value_heads"]),
-        ("linear_attn.in_proj_a", sizes["value_heads"]),
-    ]
-    return {"in_proj": (hidden, inner), "out_proj": (values, [("linear_attn.out_proj", hidden)])}
 
 
 def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
@@ -263,19 +252,7 @@ def _delta_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-add_mixer(
-    "linear_attention",
-    MixerKind(_build_delta, "prefold.features.hybrid.layers:GatedDeltaNet", _delta_linears, _delta_states),
-)
-
-
-def _mamba_linears(config: HybridConfig) -> Linears:
-    sizes, inner = config.sizes, config.sizes["heads"] * config.sizes["dim"]
-    projected = 2 * inner + 2 * sizes["groups"] * sizes["state"] + sizes["heads"]
-    return {
-        "in_proj": (config.hidden, [("mamba.in_proj", projected)]),
-        "out_proj": (inner, [("mamba.out_proj", config.hidden)]),
-    }
+add_mixer("linear_attention", MixerKind(_build_delta, _delta_states))
 
 
 def _mamba_states(config: HybridConfig) -> tuple[StateShape, ...]:
@@ -285,7 +262,10 @@ def _mamba_states(config: HybridConfig) -> tuple[StateShape, ...]:
     return StateShape((sizes["taps"] - 1, channels)), recurrent
 
 
-add_mixer("mamba", MixerKind(_build_mamba, "prefold.features.hybrid.layers:Mamba2", _mamba_linears, _mamba_states))
+add_mixer("mamba", MixerKind(_build_mamba, _mamba_states))
+
+for kind, function in ((ShortConv, "short_conv"), (GatedDelta, "gated_delta_net"), (Mamba2, "mamba2")):
+    add_operation(kind, f"prefold.features.hybrid.layers:{function}")
 
 LFM2 = Names(
     parts={

@@ -1,4 +1,4 @@
-"""Layers whose state runs along the sequence: mixers, in place of attention.
+"""The operations of layers whose state runs along the sequence, in place of attention, by tensors.
 
 Gated DeltaNet computes the gated delta rule in chunks (Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with
 Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Transformers are SSMs").
@@ -6,23 +6,17 @@ Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ... import kernels
+from ...errors import UnsupportedModelError
 from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.decoder_layer import Layer, norm_of
-from ...model.layers import Linear, Weight, linear_weights
-from ...model.lora import RowAdapters
-from ...model.ops import PYTORCH, Ops, settled
-from ...model.parallel import Alone
-from ...spec.plugins import named_class
-from .carry import Carry, Group, LayerStates
-from .config import HybridConfig
+from ...model.operations import Rows, Weights
+from ...model.ops import PYTORCH
+from ...model.program import GatedDelta, Mamba2, Operation, ShortConv
+from .carry import Group, LayerStates
 
 # Rows of a chunk, within which all is products of matrices.
 CHUNK = 64
@@ -92,37 +86,12 @@ def _one_row(
     return (q[..., None, :] @ state).transpose(1, 2), state
 
 
-class Mixer(nn.Module):
-    """A Mixer is what a layer has in place of attention. Its linears have the names of `MixerKind.linears`.
-
-    number  of the layer in the model
-    """
-
-    def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        self.config, self.number = config, number
-        for name, (inputs, modules) in (config.mixer_linears(number) or {}).items():
-            bias = bool(config.sizes.get("bias"))
-            outputs = sum(size for _, size in modules)
-            self.add_module(name, Linear(inputs, outputs, bias=bias, dtype=dtype, device=device))
-
-    def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        """Returns what the layer adds to the residual stream, [rows read, hidden].
-
-        h       [rows, hidden], normed
-        states  those of this layer
-        read    int64: the rows whose result is wanted; None: all
-        """
-        raise NotImplementedError
-
-    def linear(self, name: str, x: Tensor, adapters: RowAdapters) -> Tensor:
-        """Returns the result of one of the mixer's linears, with what adapters add."""
-        return adapters.add(getattr(self, name)(x), x, self.number, name)
-
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        """Yields the parameters with the names of their tensors. prefix: the layer's."""
-        for name, (_, modules) in (self.config.mixer_linears(self.number) or {}).items():
-            yield from linear_weights(getattr(self, name), *((prefix + module, size) for module, size in modules))
+def states_of(operation: Operation, rows: Rows) -> LayerStates:
+    """Return the states of an operation's layer. Raise UnsupportedModelError where there are none, or gradients are
+    wanted."""
+    if rows.states is None or torch.is_grad_enabled():
+        raise UnsupportedModelError("a model with layers of states runs in an engine, and is not trained")
+    return rows.states.of(operation.layer)  # type: ignore[attr-defined]
 
 
 def compiled_for(x: Tensor) -> kernels.Kernels | None:
@@ -135,262 +104,123 @@ def _taps(weight: Tensor) -> Tensor:
     return weight[:, 0].t().float().contiguous()
 
 
-class ShortConv(Mixer):
-    """A ShortConv is the gated short convolution of LFM2: with b, c, x = in_proj(h), out_proj(c * conv(b * x))."""
-
-    def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
-        super().__init__(config, number, dtype=dtype, device=device)
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.taps = nn.Parameter(torch.empty(config.hidden, 1, config.sizes["taps"], **place))
-        self.bias = nn.Parameter(torch.empty(config.hidden, **place)) if config.sizes["bias"] else None
-
-    def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        x, out = self.linear("in_proj", h, adapters), adapters if read is None else adapters.read
-        if compiled := compiled_for(x):
-            carry = states.carry
-            (table,) = carry.table.tensors[self.number]
-            unfolded, pick = array_of(carry.unfold(x)), array_of(carry.picked(read))
-            taps, bias = array_of(_taps(self.taps)), None if self.bias is None else array_of(self.bias.float())
-            places = carry.places(self.taps.shape[2] - 1)
-            y = tensor_of(compiled.short_conv(unfolded, array_of(table), taps, bias, places, pick))
-            return self.linear("out_proj", y, out)
-        b, c, x = x.chunk(3, -1)
-        y = states.conv(0, b * x, self.taps[:, 0], self.bias)
-        y = c * y if read is None else c[read] * y[read]
-        return self.linear("out_proj", y, out)
-
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        yield from super().weights(prefix)
-        yield Weight(self, "taps", ((f"{prefix}conv.conv.weight", self.config.hidden),))
-        if self.bias is not None:
-            yield Weight(self, "bias", ((f"{prefix}conv.conv.bias", self.config.hidden),))
+def short_conv(operation: ShortConv, weights: Weights, rows: Rows) -> None:
+    """The gated short convolution of LFM2."""
+    x, states = rows.get(operation.source), states_of(operation, rows)
+    read = rows.read if operation.picked else None
+    if compiled := compiled_for(x):
+        carry = states.carry
+        (table,) = carry.table.tensors[operation.layer]
+        unfolded, pick = array_of(carry.unfold(x)), array_of(carry.picked(read))
+        taps, bias = array_of(_taps(weights.taps)), None if weights.bias is None else array_of(weights.bias.float())
+        places = carry.places(weights.taps.shape[2] - 1)
+        y = tensor_of(compiled.short_conv(unfolded, array_of(table), taps, bias, places, pick))
+        rows.put(operation.out, y)
+        return
+    b, c, x = x.chunk(3, -1)
+    y = states.conv(0, b * x, weights.taps[:, 0], weights.bias)
+    rows.put(operation.out, c * y if read is None else c[read] * y[read])
 
 
-class GatedDeltaNet(Mixer):
-    """A GatedDeltaNet is the linear attention of Qwen3.5 (Yang et al. 2024, "Gated Delta Networks"): queries, keys and
-    values go through a short convolution; each head's state is decayed and corrected by each row.
+def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None:
+    """The linear attention of Qwen3.5 (Yang et al. 2024, "Gated Delta Networks"): queries, keys and values go through a
+    short convolution; each head's state is decayed and corrected by each row.
 
     Source: modeling_qwen3_5.py of transformers.
     """
-
-    def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
-        super().__init__(config, number, dtype=dtype, device=device)
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        sizes = config.sizes
-        self.heads, self.key_heads, self.dim = sizes["value_heads"], sizes["key_heads"], sizes["value_dim"]
-        self.keys, self.values = sizes["key_heads"] * sizes["key_dim"], sizes["value_heads"] * sizes["value_dim"]
-        self.taps = nn.Parameter(torch.empty(2 * self.keys + self.values, 1, sizes["taps"], **place))
-        self.dt_bias = nn.Parameter(torch.empty(self.heads, **place))
-        self.a_log = nn.Parameter(torch.empty(self.heads, **place))
-        self.norm = nn.Parameter(torch.empty(self.dim, **place))
-
-    def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        x = self.linear("in_proj", h, adapters)
-        if compiled := compiled_for(x):
-            o = self._by_kernels(compiled, x, states.carry, read)
-            return self.linear("out_proj", o, adapters if read is None else adapters.read)
-        sizes = [2 * self.keys + self.values, self.values, self.heads, self.heads]
-        qkv, z, b, a = x.split(sizes, -1)
-        qkv = F.silu(states.conv(0, qkv, self.taps[:, 0]))
-        beta = b.sigmoid().float()
-        decay = -self.a_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        carry = states.carry
-        qkv, beta, decay = carry.unfold(qkv), carry.unfold(beta), carry.unfold(decay)
-        q, k, v = qkv.split([self.keys, self.keys, self.values], -1)
-        q, k = (unit(x.unflatten(-1, (self.key_heads, -1)).float()) for x in (q, k))
-        v = v.unflatten(-1, (self.heads, -1)).float()
-
-        def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-            by_runs = group.pick
-            o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start)
-            return o.flatten(2), end
-
-        o = states.scan(1, scan, self.values, torch.float32)
-        if read is not None:
-            o, z, adapters = o[read], z[read], adapters.read
-        o = o.to(h.dtype).unflatten(-1, (self.heads, self.dim))
-        o = PYTORCH.add_rms_norm(o, None, self.norm, self.config.norm_eps)[1]
-        o = (o.float() * F.silu(z.unflatten(-1, (self.heads, self.dim)).float())).to(h.dtype)
-        return self.linear("out_proj", o.flatten(1), adapters)
-
-    def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
-        """Returns what the layer gives before its last linear, of what its first one gives."""
-        columns, states = carry.table.tensors[self.number]
-        out = compiled.delta_net(
+    x, states = rows.get(operation.source), states_of(operation, rows)
+    read = rows.read if operation.picked else None
+    carry, heads, dim = states.carry, operation.heads, operation.value_dim
+    if compiled := compiled_for(x):
+        columns, of_heads = carry.table.tensors[operation.layer]
+        o = compiled.delta_net(
             array_of(carry.unfold(x)),
             array_of(columns),
-            array_of(states),
-            array_of(_taps(self.taps)),
-            carry.places(self.taps.shape[2] - 1),
+            array_of(of_heads),
+            array_of(_taps(weights.taps)),
+            carry.places(weights.taps.shape[2] - 1),
             carry.order,
-            key_heads=self.key_heads,
-            rates=array_of(-self.a_log.float().exp()),
-            dt_bias=array_of(self.dt_bias.float()),
-            norm=array_of(self.norm.float()),
-            eps=self.config.norm_eps,
+            key_heads=operation.key_heads,
+            rates=array_of(-weights.a_log.float().exp()),
+            dt_bias=array_of(weights.dt_bias.float()),
+            norm=array_of(weights.norm.float()),
+            eps=operation.eps,
             pick=array_of(carry.picked(read)),
         )
-        return tensor_of(out)
+        rows.put(operation.out, tensor_of(o))
+        return
+    keys, values = operation.key_heads * operation.key_dim, heads * dim
+    qkv, z, b, a = x.split([2 * keys + values, values, heads, heads], -1)
+    qkv = F.silu(states.conv(0, qkv, weights.taps[:, 0]))
+    beta = b.sigmoid().float()
+    decay = -weights.a_log.float().exp() * F.softplus(a.float() + weights.dt_bias)
+    qkv, beta, decay = carry.unfold(qkv), carry.unfold(beta), carry.unfold(decay)
+    q, k, v = qkv.split([keys, keys, values], -1)
+    q, k = (unit(x.unflatten(-1, (operation.key_heads, -1)).float()) for x in (q, k))
+    v = v.unflatten(-1, (heads, -1)).float()
 
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        prefix += "linear_attn."
-        yield from super().weights(prefix.removesuffix("linear_attn."))
-        yield Weight(self, "taps", ((f"{prefix}conv1d.weight", len(self.taps)),))
-        yield Weight(self, "dt_bias", ((f"{prefix}dt_bias", self.heads),))
-        yield Weight(self, "a_log", ((f"{prefix}A_log", self.heads),))
-        yield Weight(self, "norm", ((f"{prefix}norm.weight", self.dim),))
+    def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        by_runs = group.pick
+        o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start)
+        return o.flatten(2), end
 
-
-class GatedAttention(Layer):
-    """A GatedAttention is a Layer whose attention is multiplied with the sigmoid of a gate, which lies beside q in each
-    head, and of whose heads the first numbers alone may be rotated (`HybridConfig.gated`, `rotated_dim`)."""
-
-    config: HybridConfig
-
-    def __init__(self, config: HybridConfig, number: int, ranks: Alone, *, splits_q: bool, **place: Any):
-        super().__init__(config, number, ranks, splits_q=True, **place)
-        self.q = Linear(config.hidden, 2 * config.q_size, bias=config.qkv_bias, **place)
-
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        *,
-        cos_sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-        read: Tensor | None,
-        adapters: RowAdapters,
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor | None]:
-        config = self.config
-        x, h = self.input_norm(x, delta, ops)
-        kv = adapters.add(self.kv(h), h, self.number, "kv")
-        k, v = kv.unflatten(-1, (2 * config.kv_heads, config.head_dim)).split(config.kv_heads, 1)
-        k = ops.rope(k, cos_sin, self.k_norm, config.norm_eps)
-        if read is not None:
-            x, h, cos_sin, adapters = x[read], h[read], cos_sin[read], adapters.read
-        q = adapters.add(self.q(h), h, self.number, "q").unflatten(-1, (config.heads, 2 * config.head_dim))
-        q, gate = q.chunk(2, -1)
-        o = attend(ops.rope(q, cos_sin, self.q_norm, config.norm_eps), k, v, self.sinks)
-        gate = settled(torch.sigmoid, gate) if config.invariant else torch.sigmoid(gate)
-        return self._finish(x, o * gate, adapters, ops)
-
-    def own_weights(self, prefix: str) -> Iterator[Weight]:
-        """Yields the parameters of the linears with the names of their tensors. prefix: the layer's."""
-        for name, (_, modules) in (self.config.mixer_linears(self.number) or {}).items():
-            yield from linear_weights(getattr(self, name), *((prefix + module, size) for module, size in modules))
+    o = states.scan(1, scan, values, torch.float32)
+    if read is not None:
+        o, z = o[read], z[read]
+    o = o.to(x.dtype).unflatten(-1, (heads, dim))
+    o = PYTORCH.add_rms_norm(o, None, weights.norm, operation.eps)[1]
+    o = (o.float() * F.silu(z.unflatten(-1, (heads, dim)).float())).to(x.dtype)
+    rows.put(operation.out, o.flatten(1))
 
 
-class StateLayer(nn.Module):
-    """A StateLayer computes a mixer and the MLP of one layer, for every row it is given."""
-
-    def __init__(self, config: HybridConfig, number: int, ranks: Alone, *, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        kind = config.mixer(number)
-        assert kind is not None
-        self.config, self.number = config, number
-        self.input_norm, self.post_norm = norm_of(config, **place), norm_of(config, **place)
-        self.mixer: Mixer = named_class(kind.module)(config, number, **place)
-        self.mlp = named_class(config.mlp_kind.module)(config, number, ranks, **place)
-
-    def forward(
-        self,
-        x: Tensor,
-        delta: Tensor | None,
-        *,
-        states: LayerStates,
-        read: Tensor | None,
-        adapters: RowAdapters,
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
-        The arguments are those of `Layer.forward`, and the states of this layer."""
-        x, h = self.input_norm(x, delta, ops)
-        mixed, scale = self.mixer(h, states, read, adapters, ops), self.config.residual_scale
-        if read is not None:
-            x, adapters = x[read], adapters.read
-        x, h = self.post_norm(x, mixed if scale == 1 else scale * mixed, ops)
-        delta = self.mlp(h, adapters, ops)
-        return x, delta if scale == 1 else scale * delta
-
-    def own_weights(self, prefix: str) -> Iterator[Weight]:
-        """Yields the parameters of the mixer with the names of their tensors. prefix: the layer's."""
-        yield from self.mixer.weights(prefix)
-
-
-class Mamba2(Mixer):
-    """A Mamba2 is a mixer of state spaces: x, keys b and queries c go through a short convolution; heads of one group
-    share b and c. Source: modeling_granitemoehybrid.py of transformers."""
-
-    def __init__(self, config: HybridConfig, number: int, *, dtype: torch.dtype, device: torch.device):
-        super().__init__(config, number, dtype=dtype, device=device)
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        sizes = config.sizes
-        self.heads, self.groups, self.inner = sizes["heads"], sizes["groups"], sizes["heads"] * sizes["dim"]
-        channels = self.inner + 2 * self.groups * sizes["state"]
-        self.taps = nn.Parameter(torch.empty(channels, 1, sizes["taps"], **place))
-        self.conv_bias = nn.Parameter(torch.empty(channels, **place)) if sizes["conv_bias"] else None
-        self.dt_bias, self.a_log, self.d = (nn.Parameter(torch.empty(self.heads, **place)) for _ in range(3))
-        self.norm = nn.Parameter(torch.empty(self.inner, **place))
-
-    def forward(self, h: Tensor, states: LayerStates, read: Tensor | None, adapters: RowAdapters, ops: Ops) -> Tensor:
-        inputs = self.linear("in_proj", h, adapters)
-        if compiled := compiled_for(inputs):
-            y = self._by_kernels(compiled, inputs, states.carry, read)
-            return self.linear("out_proj", y, adapters if read is None else adapters.read)
-        gate, xbc, dt = inputs.split([self.inner, len(self.taps), self.heads], -1)
-        xbc = F.silu(states.conv(0, xbc, self.taps[:, 0], self.conv_bias))
-        step = F.softplus(dt.float() + self.dt_bias.float()).clamp(*self.config.sizes["limits"])
-        carry = states.carry
-        # x of rows that prompts share lies at each of them from here on, where a step is folded.
-        parts = carry.unfold(xbc).float().split([self.inner, *[(len(self.taps) - self.inner) // 2] * 2], -1)
-        numbers = self.heads, self.groups, self.groups
-        x, b, c = (part.unflatten(-1, (number, -1)) for part, number in zip(parts, numbers, strict=True))
-        step = carry.unfold(step)
-        decay = -self.a_log.float().exp() * step
-
-        def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-            by_runs = group.pick
-            y, end = state_space(by_runs(c), by_runs(b), by_runs(x), by_runs(decay), by_runs(step), start)
-            return y.flatten(2), end
-
-        y = states.scan(1, scan, self.inner, torch.float32)
-        y = y + (carry.fold(x) * self.d.float()[:, None]).flatten(1)
-        if read is not None:
-            y, gate, adapters = y[read], gate[read], adapters.read
-        y = (y.to(h.dtype).float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
-        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.config.norm_eps)).flatten(1)
-        return self.linear("out_proj", self.norm * y.to(h.dtype), adapters)
-
-    def _by_kernels(self, compiled: kernels.Kernels, x: Tensor, carry: Carry, read: Tensor | None) -> Tensor:
-        """Return the input of the layer's last linear, from the output of its first one."""
-        columns, states = carry.table.tensors[self.number]
-        out = compiled.mamba2(
-            array_of(carry.unfold(x)),
+def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
+    """A layer of state spaces: x, keys b and queries c go through a short convolution; heads of one group share b and
+    c. Source: modeling_granitemoehybrid.py of transformers."""
+    h, states = rows.get(operation.source), states_of(operation, rows)
+    read, carry, heads = rows.read if operation.picked else None, states.carry, operation.heads
+    inner, channels, groups = heads * operation.dim, len(weights.taps), operation.groups
+    if compiled := compiled_for(h):
+        columns, of_heads = carry.table.tensors[operation.layer]
+        o = compiled.mamba2(
+            array_of(carry.unfold(h)),
             array_of(columns),
-            array_of(states),
-            array_of(_taps(self.taps)),
-            None if self.conv_bias is None else array_of(self.conv_bias.float()),
-            carry.places(self.taps.shape[2] - 1),
+            array_of(of_heads),
+            array_of(_taps(weights.taps)),
+            None if weights.conv_bias is None else array_of(weights.conv_bias.float()),
+            carry.places(weights.taps.shape[2] - 1),
             carry.order,
-            groups=self.groups,
-            rates=array_of(-self.a_log.float().exp()),
-            dt_bias=array_of(self.dt_bias.float()),
-            skips=array_of(self.d.float()),
-            norm=array_of(self.norm.float()),
-            eps=self.config.norm_eps,
-            limits=self.config.sizes["limits"],
+            groups=groups,
+            rates=array_of(-weights.a_log.float().exp()),
+            dt_bias=array_of(weights.dt_bias.float()),
+            skips=array_of(weights.d.float()),
+            norm=array_of(weights.norm.float()),
+            eps=operation.eps,
+            limits=operation.limits,
             pick=array_of(carry.picked(read)),
         )
-        return tensor_of(out)
+        rows.put(operation.out, tensor_of(o))
+        return
+    gate, xbc, dt = h.split([inner, channels, heads], -1)
+    xbc = F.silu(states.conv(0, xbc, weights.taps[:, 0], weights.conv_bias))
+    step = F.softplus(dt.float() + weights.dt_bias.float()).clamp(*operation.limits)
+    # x of rows that prompts share lies at each of them from here on, where a step is folded.
+    parts = carry.unfold(xbc).float().split([inner, *[(channels - inner) // 2] * 2], -1)
+    x, b, c = (part.unflatten(-1, (number, -1)) for part, number in zip(parts, (heads, groups, groups), strict=True))
+    step = carry.unfold(step)
+    decay = -weights.a_log.float().exp() * step
 
-    def weights(self, prefix: str) -> Iterator[Weight]:
-        yield from super().weights(prefix)
-        names = {"taps": "conv1d.weight", "conv_bias": "conv1d.bias", "dt_bias": "dt_bias", "a_log": "A_log", "d": "D"}
-        for attribute, name in (names | {"norm": "norm.weight"}).items():
-            if (parameter := getattr(self, attribute)) is not None:
-                yield Weight(self, attribute, ((f"{prefix}mamba.{name}", len(parameter)),))
+    def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        by_runs = group.pick
+        y, end = state_space(by_runs(c), by_runs(b), by_runs(x), by_runs(decay), by_runs(step), start)
+        return y.flatten(2), end
+
+    y = states.scan(1, scan, inner, torch.float32)
+    y = y + (carry.fold(x) * weights.d.float()[:, None]).flatten(1)
+    if read is not None:
+        y, gate = y[read], gate[read]
+    y = (y.to(h.dtype).float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + operation.eps)).flatten(1)
+    rows.put(operation.out, weights.norm * y.to(h.dtype))
 
 
 def state_space(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

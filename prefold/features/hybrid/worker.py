@@ -1,75 +1,35 @@
-"""A hybrid as a function of rows, and the states that a worker keeps for it: of paths of row streams, and of slots."""
+"""A hybrid, and the states that a worker keeps for it: of paths of row streams, and of slots."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from ...engine.worker import DONE, Ticket
 from ...errors import UnsupportedModelError
-from ...model.lora import NO_ADAPTERS, RowAdapters
-from ...model.rotary_tables import RotaryTables
-from ...model.transformer import Attend, CausalLM, MediaRows
+from ...model.parallel import ALONE, Alone
+from ...model.transformer import CausalLM
 from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
 from ...worker.rows import Batch
 from .carry import Carry, tensor_table
 from .config import HybridConfig
-from .layers import GatedAttention, StateLayer
 from .states import StateTable
 from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
 
 
 class HybridLM(CausalLM):
-    """A HybridLM is a CausalLM some of whose layers have a state in place of attention."""
+    """A HybridLM is a CausalLM some of whose layers have a state in place of attention. Its `states` are a Carry."""
 
     config: HybridConfig
 
-    def new_layer(self, number: int, **place: Any) -> nn.Module:
-        config = self.local
-        assert isinstance(config, HybridConfig)
-        if self.ranks.size > 1:
+    def __init__(self, config: HybridConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
+        if ranks.size > 1:
             raise UnsupportedModelError("a model with layers of states is not split over ranks; use tensor_parallel 1")
-        if config.mixer(number) is not None:
-            return StateLayer(config, number, self.ranks, **place)
-        if config.gated or config.rotated_dim is not None:
-            return GatedAttention(config, number, self.ranks, splits_q=True, **place)
-        return super().new_layer(number, **place)
-
-    def rotary(self, device: torch.device) -> RotaryTables:
-        if self._rotary is None or self._rotary.device != device:
-            self._rotary = RotaryTables(self.config.ropes, self.config.rotated_dim or self.config.head_dim, device)
-        return self._rotary
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        read_rows: Tensor | None = None,
-        adapters: RowAdapters = NO_ADAPTERS,
-        media: MediaRows | None = None,
-        states: Carry | None = None,
-    ) -> Tensor:
-        """Returns hidden states as a CausalLM does, from the same arguments. states: those of the rows' paths."""
-        if states is None or torch.is_grad_enabled():
-            raise UnsupportedModelError("a model with layers of states runs in an engine, and is not trained")
-        rows, plane = self.start(tokens, positions, attend, read_rows, adapters, media), 0
-        for number, layer in enumerate(self.layers):
-            read = read_rows if number == self.config.layers - 1 else None
-            options: dict[str, Any] = {"read": read, "adapters": adapters, "ops": rows.ops}
-            if isinstance(layer, StateLayer):
-                options["states"] = states.of(number)
-            else:
-                options |= {"cos_sin": rows.cos_sin[plane], "attend": partial(attend, plane)}
-                plane += 1
-            rows.x, rows.delta = layer(rows.x, rows.delta, **options)
-        return self.normed(rows)
+        super().__init__(config, dtype=dtype, device=device, ranks=ranks)
 
 
 def state_part(model: HybridLM) -> WorkerPart:

@@ -177,4 +177,4 @@ class TowerLayer(nn.Module):
 
 def _norm(config: TowerConfig, *, dtype: torch.dtype, device: torch.device) -> Norm:
     """Returns a LayerNorm of the tower's residual stream."""
-    return Norm(config.hidden, bias=True, eps=config.norm_eps, dtype=dtype, device=device)
+    return Norm(config.hidden, kind="layer", bias=True, eps=config.norm_eps, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ from ...checkpoint import Checkpoint
 from ...checkpoint.gguf import GGUFFile
 from ...errors import CheckpointError, UnsupportedModelError
 from ...model.config import ModelConfig
-from ...model.layers import Norm, Weight, linear_weights
+from ...model.layers import HeldWeight, Norm, linear_weights
 from ...model.names import Names
 from ...model.sources import RandomSource, SafetensorsSource, TensorSource, put
 from ...model.weights import check_memory, check_tensors, fill_all, wanted_shapes
@@ -58,21 +58,21 @@ def load_tower(
     return tower.eval()
 
 
-def tower_weights(tower: Tower) -> Iterator[Weight]:
+def tower_weights(tower: Tower) -> Iterator[HeldWeight]:
     """Yields every parameter of the tower with the names of its tensors."""
     config: TowerConfig = tower.config
     hidden = config.hidden
     yield from linear_weights(tower.patch, ("embeddings.patch_embedding", hidden))
-    yield Weight(tower, "positions", (("embeddings.position_embedding.weight", config.patches),))
+    yield HeldWeight(tower, "positions", (("embeddings.position_embedding.weight", config.patches),))
     for number, layer in enumerate(tower.layers):
         yield from _layer(cast(TowerLayer, layer), f"layers.{number}.", config)
     yield from _norm(tower.norm, "post_layernorm", hidden)
     if tower.projector_norm is not None:
-        yield Weight(tower.projector_norm, "weight", ((PROJECTOR_NORM, hidden),), offset=1.0)
-    yield Weight(tower.projector, "weight", ((PROJECTION[config.kind], config.output),))
+        yield HeldWeight(tower.projector_norm, "weight", ((PROJECTOR_NORM, hidden),), offset=1.0)
+    yield HeldWeight(tower.projector, "weight", ((PROJECTION[config.kind], config.output),))
 
 
-def _layer(layer: TowerLayer, prefix: str, config: TowerConfig) -> Iterator[Weight]:
+def _layer(layer: TowerLayer, prefix: str, config: TowerConfig) -> Iterator[HeldWeight]:
     hidden, attention, mlp = config.hidden, prefix + "self_attn.", prefix + "mlp."
     yield from _norm(layer.input_norm, prefix + "layer_norm1", hidden)
     yield from linear_weights(layer.qkv, *((f"{attention}{name}_proj", hidden) for name in "qkv"))
@@ -82,9 +82,9 @@ def _layer(layer: TowerLayer, prefix: str, config: TowerConfig) -> Iterator[Weig
     yield from linear_weights(layer.down, (mlp + "fc2", hidden))
 
 
-def _norm(norm: Norm, name: str, hidden: int) -> Iterator[Weight]:
-    yield Weight(norm, "weight", ((name + ".weight", hidden),))
-    yield Weight(norm, "bias", ((name + ".bias", hidden),))
+def _norm(norm: Norm, name: str, hidden: int) -> Iterator[HeldWeight]:
+    yield HeldWeight(norm, "weight", ((name + ".weight", hidden),))
+    yield HeldWeight(norm, "bias", ((name + ".bias", hidden),))
 
 
 PROJECTOR_NORM = "mm_soft_emb_norm.weight"

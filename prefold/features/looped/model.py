@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.schedule.steps import StreamStep
 from ...errors import InputError
 from ...model.config import ModelConfig
-from ...model.layers import Linear, Weight, linear_weights
+from ...model.layers import Linear
 from ...model.ops import Ops
 from ...model.parallel import ALONE, Alone
 from ...model.transformer import CausalLM, Pass
@@ -142,18 +142,6 @@ class LoopedLM(CausalLM):
             states.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
         return states
 
-    def weights_beside(self) -> Iterator[Weight]:
-        for name in ("gate", "inject"):
-            linear = getattr(self, name)
-            if linear is not None:
-                yield from linear_weights(linear, (name, linear.outputs))
-        if self.router is not None:
-            yield Weight(self.router, "step", (("router.step", len(self.router.step)),))
-        for name in ("router", "planner"):
-            for part in ("inner", "outer") if getattr(self, name) is not None else ():
-                linear = getattr(getattr(self, name), part)
-                yield from linear_weights(linear, (f"{name}.{part}", linear.outputs))
-
     def leaving(self, states: Tensor) -> Tensor:
         """Returns the logits of leaving for states [visits, rows, hidden] as they are read after each visit: float32
         [visits, rows]. Raises InputError for a model without a gate."""
@@ -213,8 +201,8 @@ class LoopedLM(CausalLM):
         """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
         coda = self.parts[CODA]
         planes = len(self.config.planes)
-        if rows.plane < planes - len(coda):  # a route that is shorter than the order
-            rows.plane = planes - len(coda)
+        if rows.place < planes - len(coda):  # a route that is shorter than the order
+            rows.place = planes - len(coda)
             if not coda and rows.read_rows is not None:
                 rows.x = rows.x[rows.read_rows]
                 rows.delta = None if rows.delta is None else rows.delta[rows.read_rows]
@@ -231,5 +219,5 @@ class LoopedLM(CausalLM):
         if self.loop.between == "norm":  # the visit has ended with it
             return x if delta is None else x + delta
         if self.inject is not None:  # as in Huginn, which norms before its coda and after it
-            x, delta = self.norm(x, delta, ops)[1], None
-        return self.norm(x, delta, ops)[1]
+            x, delta = self.norm(x, delta, ops), None
+        return self.norm(x, delta, ops)

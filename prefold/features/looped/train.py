@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ...errors import InputError
 from ...model import CausalLM
-from ...model.decoder_layer import Layer
+from ...model.layer import Layer
 from ...model.lora import NO_ADAPTERS
 from ...model.transformer import Attend, Pass
 from ...train.batch import TrainBatch, dtype_on
@@ -155,7 +155,7 @@ class _Blocks:
                 now, delta, cos_sin=cos_sin, attend=see, read=None, adapters=NO_ADAPTERS, ops=rows.ops
             )
         if model.loop.between == "norm":
-            return model.norm(now, delta, rows.ops)[1]
+            return model.norm(now, delta, rows.ops)
         return now if delta is None else now + delta
 
     def _attend(

@@ -16,8 +16,8 @@ from ...engine.schedule.steps import SlotStep
 from ...engine.worker import Ticket
 from ...errors import InputError, UnsupportedModelError
 from ...model import NO_ADAPTERS, RowAdapters
-from ...model.decoder_layer import Layer
 from ...model.device import send
+from ...model.layer import Layer
 from ...model.ops import choose_ops
 from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
@@ -468,8 +468,8 @@ class SlotPass:
         if not loop.coda:
             return model.read(x, None, self._ops)
         if model.inject is not None:
-            x = model.norm(x, None, self._ops)[1]
+            x = model.norm(x, None, self._ops)
         x = self._through(x, wanted, CODA, len(model.config.planes) - loop.coda, last=True)
         if len(x) != len(rows):
             x = x[send(rows, self._device)]
-        return model.norm(x, None, self._ops)[1]
+        return model.norm(x, None, self._ops)

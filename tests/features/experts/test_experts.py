@@ -17,12 +17,15 @@ from torch.nn import functional as F
 from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.features.experts.families import ExpertsConfig, mixture
+from prefold.features.experts.families import ExpertsConfig, build_experts, mixture
 from prefold.model import ModelConfig, Plane, config_from, load_adapter, load_model
-from prefold.model.lora import NO_ADAPTERS
+from prefold.model.builders import LayerBuilder
+from prefold.model.layer import Layer
+from prefold.model.operations import Place
 from prefold.model.ops import PYTORCH, choose_ops
 from prefold.model.parallel import ALONE
-from prefold.spec.plugins import load_plugins, named_class
+from prefold.model.program import DELTA, X
+from prefold.spec.plugins import load_plugins
 
 load_plugins()  # the kind of MLP
 CPU = torch.device("cpu")
@@ -41,22 +44,22 @@ def config_of(hidden: int, width: int, experts: int, chosen: int, **own) -> Expe
 
 def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0):
     """A mixture with random weights, and one that has them packed."""
-    plain, packed = (
-        named_class(config.mlp_kind.module)(config, 0, ALONE, dtype=dtype, device=CPU).requires_grad_(False)
-        for _ in range(2)
-    )
+    builder = LayerBuilder(config, 0)
+    build_experts(builder, X, DELTA)
+    plain, packed = (Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False) for _ in range(2))
     generator = torch.Generator().manual_seed(seed)
     for parameter in plain.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else values)
     packed.load_state_dict(plain.state_dict())
-    for linear in (packed.router, packed.gate_up, packed.down):
+    for linear in packed.experts.children():
         linear.pack()
     return plain, packed
 
 
 def by_the_book(module, config: ExpertsConfig, h: torch.Tensor) -> torch.Tensor:
     """Row by row, in float64."""
+    module = module.experts
     gate_up, down = module.gate_up.matrices().double(), module.down.matrices().double()
     out = torch.zeros(h.shape, dtype=torch.float64)
     biases = [0.0, torch.zeros(len(gate_up)), torch.zeros(len(down))]
@@ -92,9 +95,9 @@ def test_kernels_and_pytorch_compute_what_is_written(hidden, width, experts, cho
     expected = by_the_book(plain, config, h).float()
     with torch.inference_mode():
         ops = choose_ops(h.dtype, h.device)
-        torch.testing.assert_close(packed(h, NO_ADAPTERS, ops), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(plain(h, NO_ADAPTERS, PYTORCH), expected, rtol=1e-5, atol=1e-5)
-    assert packed.gate_up.weight is None and packed.down.weight is None
+        torch.testing.assert_close(packed.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(plain.result(DELTA, h, None, PYTORCH), expected, rtol=1e-5, atol=1e-5)
+    assert packed.experts.gate_up.weight is None and packed.experts.down.weight is None
 
 
 @NEEDS_PRODUCTS
@@ -107,8 +110,8 @@ def test_biases_and_the_activation_of_gpt_oss(hidden, width, experts, chosen, ro
     expected = by_the_book(plain, config, h).float()
     with torch.inference_mode():
         ops = choose_ops(h.dtype, h.device)
-        torch.testing.assert_close(packed(h, NO_ADAPTERS, ops), expected, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(plain(h, NO_ADAPTERS, PYTORCH), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(packed.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(plain.result(DELTA, h, None, PYTORCH), expected, rtol=1e-5, atol=1e-4)
     assert clamped == (not torch.equal(by_the_book(plain, replace(config, clamped=False), h).float(), expected))
 
 
@@ -121,10 +124,10 @@ def test_a_row_is_the_same_in_any_company(hidden, width, experts, chosen, rows, 
     h = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
     with torch.inference_mode():
         ops = choose_ops(dtype, CPU)
-        together = packed(h, NO_ADAPTERS, ops)
+        together = packed.result(DELTA, h, None, ops)
         for some in (torch.tensor([rows - 1]), torch.arange(0, rows, 3), torch.arange(rows).flip(0)):
             with threads_in_use(1 if len(some) == 1 else 3):
-                assert torch.equal(packed(h[some], NO_ADAPTERS, ops), together[some])
+                assert torch.equal(packed.result(DELTA, h[some], None, ops), together[some])
 
 
 @NEEDS_PRODUCTS
@@ -132,7 +135,10 @@ def test_bfloat16_is_as_near_as_rounding_allows():
     plain, packed = module_of(config := config_of(64, 48, 8, 3), torch.bfloat16)
     h = torch.randn(200, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     with torch.inference_mode():
-        found, expected = packed(h, NO_ADAPTERS, choose_ops(h.dtype, CPU)).double(), by_the_book(plain, config, h)
+        found, expected = (
+            packed.result(DELTA, h, None, choose_ops(h.dtype, CPU)).double(),
+            by_the_book(plain, config, h),
+        )
     assert (found - expected).norm() / expected.norm() < 0.01
 
 
@@ -145,8 +151,8 @@ def test_a_row_that_is_no_number_does_not_reach_others():
     others = torch.tensor([i for i in range(40) if i not in (7, 8)])
     with torch.inference_mode():
         ops = choose_ops(h.dtype, CPU)
-        found = packed(broken, NO_ADAPTERS, ops)
-        assert torch.equal(found[others], packed(h, NO_ADAPTERS, ops)[others])
+        found = packed.result(DELTA, broken, None, ops)
+        assert torch.equal(found[others], packed.result(DELTA, h, None, ops)[others])
     assert not found[[7, 8]].isfinite().any()
 
 

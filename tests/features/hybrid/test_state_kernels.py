@@ -8,14 +8,17 @@ import torch
 from machines import kernels_in_use, threads_in_use
 
 from prefold import kernels
-from prefold.features.hybrid import layers
 from prefold.features.hybrid.carry import Carry, tensor_table
 from prefold.features.hybrid.config import HybridConfig
 from prefold.features.hybrid.steps import StateRuns
 from prefold.model import config_from
+from prefold.model.builders import LayerBuilder
+from prefold.model.layer import Layer
 from prefold.model.layers import Linear
-from prefold.model.lora import NO_ADAPTERS
+from prefold.model.operations import Place
 from prefold.model.ops import PYTORCH
+from prefold.model.parallel import ALONE
+from prefold.model.program import DELTA, X
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no compiled kernels")
 CPU, SLOTS = torch.device("cpu"), 5
@@ -54,25 +57,24 @@ MIXERS = {
 }
 
 
-# By a size that only their configs have.
-KINDS = {"value_heads": layers.GatedDeltaNet, "groups": layers.Mamba2, "bias": layers.ShortConv}
-
-
-def mixer_of(settings: dict, dtype: torch.dtype) -> layers.Mixer:
+def mixer_of(settings: dict, dtype: torch.dtype) -> Layer:
     """The first layer's mixer, with random weights."""
     sizes = {"hidden_size": 40, "intermediate_size": 32, "vocab_size": 100, "num_hidden_layers": 2, "head_dim": 8,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     config = config_from(sizes | settings)
     assert isinstance(config, HybridConfig)
-    kind = next(kind for size, kind in KINDS.items() if size in config.sizes)
-    mixer = kind(config, 0, dtype=dtype, device=CPU).requires_grad_(False)
+    builder = LayerBuilder(config, 0)
+    builder.is_last = True
+    config.mixer(0).build(builder, X)
+    mixer = Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False)
+    mixer.config = config
     generator = torch.Generator().manual_seed(0)
     for parameter in mixer.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.4 if parameter.ndim > 1 else 1))
     return mixer
 
 
-def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = False) -> tuple[Carry, torch.Tensor]:
+def step_of(mixer: Layer, dtype: torch.dtype, seed: int, folded: bool = False) -> tuple[Carry, torch.Tensor]:
     """Random runs over random states, and the rows that the model computes; some runs go on from others."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     lengths = rng.permutation([1, 1, 1, 2, 3, 4, 17, 40, *rng.integers(1, 6, 4)])
@@ -98,7 +100,7 @@ def step_of(mixer: layers.Mixer, dtype: torch.dtype, seed: int, folded: bool = F
 def mixed(mixer, carry: Carry, h: torch.Tensor, read: torch.Tensor | None = None) -> list[torch.Tensor]:
     """What a mixer gives, and the states at the ends."""
     with torch.inference_mode():
-        out = mixer(h, carry.of(0), read, NO_ADAPTERS, PYTORCH)
+        out = mixer.result(DELTA, h, None, PYTORCH, read=read, states=carry)
     return [out, *(part[carry.to] for part in carry.table.tensors[0])]
 
 

@@ -221,8 +221,9 @@ def test_planes_and_sizes():
     assert list(ouro.visited) == [0, 1, 2] * 4
     assert list(huginn.visited) == [0, 1, 2, 1, 2, 1, 2, 3]
     assert list(ours.visited) == [0, 1, 2, 3, 2, 3, 0, 1, 2, 3]
-    assert ours.linear_flops == 10 * 2 * ours.layer_weights
-    assert huginn.linear_flops == 2 * (8 * huginn.layer_weights + 3 * 2 * 36 * 36)
+    of_ours, of_huginn = (sum(op.row_weights for op in made.program().layers[0]) for made in (ours, huginn))
+    assert ours.linear_flops == 10 * 2 * of_ours
+    assert huginn.linear_flops == 2 * (8 * of_huginn + 3 * 2 * 36 * 36)
     assert config_from(OURO | {"early_exit_step": 1}).loop.order == (0, 0)
     windowed = config_from(OURO | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2})
     assert [plane.window for plane in windowed.planes] == [None, None, 5] * 4

@@ -1,0 +1,182 @@
+"""The operations of one layer, with their weights, as a function of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from . import layers
+from .layers import HeldWeight
+from .lora import NO_ADAPTERS, RowAdapters
+from .operations import Execution, Place, Rows, execution_of, keys_values
+from .ops import Ops
+from .program import Attend, Buffer, Linear, Norm, Operation, Rope, Weight, X
+
+# By the name of a tensor, its whole shape; and what of a module's tensors a rank holds.
+Shapes = Mapping[str, tuple[int, ...]]
+Places = Mapping[str, tuple[slice, ...]]
+
+
+class Layer(nn.Module):
+    """A Layer takes rows through the operations of one layer.
+
+    Each operation that has weights is a module here, by a name that `name_of` gives.
+
+    operations  those of the program
+    held        the weights, with their parameters
+    linears     those that adapters know, by their names
+    attends     the operation that is attention; None: the layer has a state in its place
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        place: Place,
+        *,
+        invariant: bool = False,
+        places: Places = MappingProxyType({}),
+        whole: Shapes = MappingProxyType({}),
+    ):
+        """Make the parameters. places, whole: as of `held_weights`"""
+        super().__init__()
+        self.operations, self.ranks, self.invariant = tuple(operations), place.ranks, invariant
+        self.held: list[HeldWeight] = []
+        self.linears: dict[str, layers.Linear] = {}
+        self.attends = next((operation for operation in operations if isinstance(operation, Attend)), None)
+        self._steps: list[tuple[Callable[..., None], Operation, nn.Module, tuple[Buffer, ...]]] = []
+        for operation, dead in zip(operations, dead_buffers(operations), strict=True):
+            execution = execution_of(type(operation))
+            weights = execution.hold(operation, place)
+            if operation.weights:
+                self.add_module(name_of(operation, self._modules), weights)
+                self.held += held_weights(operation, weights, execution, places, whole)
+            if isinstance(operation, Linear) and operation.name:
+                assert isinstance(weights, layers.Linear)
+                self.linears[operation.name] = weights
+            self._steps.append((execution.run, operation, weights, dead))
+
+    @property
+    def weights(self) -> Iterator[tuple[Operation, nn.Module]]:
+        """Yield each operation with the module that has its weights."""
+        return ((operation, weights) for _, operation, weights, _ in self._steps)
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        *,
+        cos_sin: Tensor | None,
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None,
+        read: Tensor | None,
+        adapters: RowAdapters,
+        ops: Ops,
+        states: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
+        The other arguments are as of `Rows`."""
+        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, self.invariant, states)
+        del x, delta  # so that they are free when no operation needs them any more
+        for run, operation, weights, dead in self._steps:
+            run(operation, weights, rows)
+            for name in dead:
+                rows.drop(name)
+        return rows.buffers[X], rows.delta
+
+    def result(
+        self,
+        name: Buffer,
+        x: Tensor,
+        delta: Tensor | None,
+        ops: Ops,
+        *,
+        read: Tensor | None = None,
+        adapters: RowAdapters = NO_ADAPTERS,
+        states: Any = None,
+    ) -> Tensor:
+        """Return what a buffer has after operations without attention, which begin with the residual stream x + delta
+        [rows, hidden]; may write into x. The other arguments are as of `Rows`."""
+        rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, self.invariant, states)
+        for run, operation, weights, _ in self._steps:
+            run(operation, weights, rows)
+        return rows.get(name)
+
+    def keys_values(
+        self, x: Tensor, cos_sin: Tensor, ops: Ops, adapters: RowAdapters = NO_ADAPTERS
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
+        hidden]; may write into x."""
+        rows = Rows({X: x}, None, None, cos_sin, None, adapters, ops, self.ranks, self.invariant)
+        for run, operation, weights, dead in self._steps:
+            if isinstance(operation, Attend):
+                return keys_values(operation, rows)
+            run(operation, weights, rows)
+            for name in dead:
+                rows.drop(name)
+        raise ValueError("the layer has no attention")
+
+
+def name_of(operation: Operation, taken: Iterable[str]) -> str:
+    """Return the name of an operation's module: of linears the one that adapters know, of norms and other linears that
+    of the tensor, of others that of the operation."""
+    if isinstance(operation, Linear) and operation.name:
+        return operation.name
+    if not isinstance(operation, Linear | Norm | Rope):
+        names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).lower()]
+        names.append(f"{names[0]}_{sum(name.startswith(names[0]) for name in taken)}")
+    else:
+        path = operation.weights[0].parts[0][0].removesuffix(".weight").split(".")
+        names = ["_".join(path[-count:]) for count in range(1, len(path) + 1)]
+    return next(name for name in names if name not in taken)
+
+
+def held_weights(
+    operation: Operation,
+    module: nn.Module,
+    execution: Execution,
+    places: Places = MappingProxyType({}),
+    whole: Shapes = MappingProxyType({}),
+) -> Iterator[HeldWeight]:
+    """Yield the weights of an operation that this rank has, with their parameters.
+
+    places  as of `Shard.parts`; empty: all of all
+    whole   the shapes of the whole model's tensors
+    """
+    for name, weight in operation.named_weights:
+        path, _, attribute = execution.names.get(name, name).rpartition(".")
+        owner = module.get_submodule(path)
+        if getattr(owner, attribute) is not None:
+            own = tuple(place_of(tensor, shape, places, whole) for tensor, shape in weight.shapes.items())
+            yield HeldWeight(owner, attribute, weight.parts, weight.offset, own if any(own) else ())
+
+
+def place_of(tensor: str, shape: tuple[int, ...], places: Places, whole: Shapes) -> tuple[slice, ...]:
+    """Return which part of a tensor this rank holds; (): all."""
+    if not places or whole[tensor] == shape:
+        return ()
+    path, _, kind = tensor.rpartition(".")
+    parts = (path if kind in ("weight", "bias") else tensor).split(".")
+    place = places.get(".".join(parts[-2:])) or places[parts[-1]]
+    return place[: len(shape)]
+
+
+def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
+    """Return of each operation the buffers that no operation after it reads, but for the residual stream."""
+    dead, read_later = list[tuple[Buffer, ...]](), {X}
+    for operation in reversed(operations):
+        names = operation.buffers
+        filled: str = getattr(operation, "out", X)
+        dead.append(tuple(name for name in dict.fromkeys(names) if name not in read_later))
+        if names.count(filled) == 1 and filled != X:
+            read_later.discard(filled)
+            names.remove(filled)
+        read_later |= {*names}
+    return dead[::-1]
+
+
+def weight_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by their names."""
+    return {name: shape for weight in weights for name, shape in weight.shapes.items()}

@@ -1,0 +1,292 @@
+"""What tensors do for each kind of operation of a program: a function, and the module that has the weights.
+
+`EXECUTE` has the core's operations; features and extensions add theirs (`program.add_operation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedModelError
+from ..spec.plugins import named_class
+from . import layers
+from .lora import RowAdapters
+from .ops import Ops, settled, wide
+from .parallel import Alone
+from .program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a step on their way through the operations of one layer.
+
+    buffers    by name, [rows, width]
+    delta      what is still to be added to the residual stream, which the next norm does; None: nothing is
+    attend     q, k, v, sinks -> o, shaped as q
+    cos_sin    of the rows' positions, as for `Ops.rope`
+    read       int64: the rows whose result is wanted, until the others are left out; None: all
+    adapters   which rows have which LoRA adapter
+    ops        computes the position-wise operations
+    ranks      those the model is split over
+    invariant  as of ModelConfig
+    states     the states of the rows' paths, in a model with states
+    heads      by buffer, the parts of it that operations have changed: by the first column, how many columns, and the
+               numbers, [rows, heads, dim] or [rows, columns]
+    """
+
+    buffers: dict[Buffer, Tensor]
+    delta: Tensor | None
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None
+    cos_sin: Tensor | None
+    read: Tensor | None
+    adapters: RowAdapters
+    ops: Ops
+    ranks: Alone
+    invariant: bool
+    states: Any = None
+    heads: dict[Buffer, dict[int, tuple[int, Tensor]]] = field(default_factory=dict)
+
+    def get(self, name: Buffer) -> Tensor:
+        """Return what a buffer has, [rows, width]."""
+        if name == X and self.delta is not None:
+            self.buffers[X], self.delta = self.buffers[X] + self.delta, None
+        return self.buffers[name]
+
+    def put(self, name: Buffer, values: Tensor) -> None:
+        """Fill a buffer, [rows, width]."""
+        self.buffers[name] = values
+        self.heads.pop(name, None)
+        if name == X:
+            self.delta = None
+
+    def drop(self, name: Buffer) -> None:
+        """Free a buffer that no further operation reads."""
+        self.buffers.pop(name, None)
+        self.heads.pop(name, None)
+
+    def change(self, name: Buffer, at: int, columns: int, values: Tensor) -> None:
+        """Put other numbers in the place of some columns of a buffer, without a copy of the buffer."""
+        self.heads.setdefault(name, {})[at] = columns, values
+
+    def heads_of(self, name: Buffer, at: int, heads: int, dim: int, stride: int) -> Tensor:
+        """Return heads of a buffer as they are now, [rows, heads, dim]. They begin at `at`, `stride` columns apart."""
+        x = self.buffers[name]
+        if name in self.heads:
+            for first, (columns, values) in self.heads[name].items():
+                if first <= at < first + columns:
+                    x, at = values, at - first
+                    break
+        if x.dim() == 3:
+            return x if x.shape[1] == heads else x.narrow(1, at // stride, heads)
+        columns = heads * stride
+        x = (x if x.shape[1] == columns else x.narrow(1, at, columns)).view(len(x), heads, stride)
+        return x if dim == stride else x.narrow(2, 0, dim)
+
+    def leave_out(self, names: Iterable[Buffer]) -> None:
+        """Keep of these buffers the rows that are read, and compute no others from here on."""
+        read = self.read
+        for name in names:
+            self.put(name, self.get(name)[read])
+        if self.cos_sin is not None:
+            self.cos_sin = self.cos_sin[read]
+        self.adapters, self.read = self.adapters.read, None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the weights of a model are: their dtype and device, and the ranks that the model is split over."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ranks: Alone
+
+    def empty(self, weight: Weight) -> nn.Parameter:
+        """Return a parameter of the shape of a weight."""
+        dtype = torch.promote_types(self.dtype, torch.float32) if weight.wide else self.dtype
+        return nn.Parameter(torch.empty(weight.shape, dtype=dtype, device=self.device))
+
+
+class Weights(nn.Module):
+    """The weights of an operation, by the names of their fields. A tuple of weights is a ParameterList; a field that
+    is None an attribute that is None."""
+
+    def __init__(self, operation: Operation, place: Place):
+        super().__init__()
+        for entry in fields(operation):  # type: ignore[arg-type]
+            if getattr(operation, entry.name) is None:
+                self.register_parameter(entry.name, None)
+        for name, weight in operation.named_weights:
+            several, _, number = name.partition(".")
+            if not number:
+                self.register_parameter(name, place.empty(weight))
+            else:
+                if number == "0":
+                    self.add_module(several, nn.ParameterList())
+                getattr(self, several).append(place.empty(weight))
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How tensors execute a kind of operation.
+
+    run     takes an operation, the module that has its weights, and the rows
+    hold    makes that module
+    names   the places of parameters in the module, where they are not the names of the fields
+    """
+
+    run: Callable[[Any, Any, Rows], None]
+    hold: Callable[[Any, Place], nn.Module] = Weights
+    names: dict[str, str] = field(default_factory=dict)
+
+
+def execution_of(kind: type[Operation]) -> Execution:
+    """Return how tensors execute a kind of operation. Raise UnsupportedModelError if nothing says how."""
+    found = EXECUTE.get(kind) or ADDED.get(kind)
+    if isinstance(found, str):
+        found = named_class(found)
+    if found is None:
+        raise UnsupportedModelError(
+            f"the model has an operation {kind.__name__}, and no function computes it with tensors; add one with "
+            "prefold.extend.register_operation"
+        )
+    return found if isinstance(found, Execution) else Execution(found)
+
+
+def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
+    """The norm of a buffer, or of some columns of it. What is still to be added to the residual stream is added."""
+    source, size = operation.source, operation.weight.rows
+    if rows.buffers[source].shape[1] != size:
+        part = rows.buffers[source][:, operation.at : operation.at + size]
+        rows.change(source, operation.at, size, _norm_of_part(operation, weights, part, rows))
+    elif rows.ranks.size > 1 and operation.whole:
+        rows.put(operation.out, _norm_of_part(operation, weights, rows.get(source), rows))
+    elif source == X:
+        x, h = weights(rows.buffers[X], rows.delta, rows.ops)
+        rows.put(X, x)
+        rows.put(operation.out, h)
+    else:
+        rows.put(operation.out, weights(rows.buffers[source], None, rows.ops)[1])
+
+
+def _norm_of_part(operation: Norm, weights: layers.Norm, x: Tensor, rows: Rows) -> Tensor:
+    """Return the norm of numbers [rows, columns], of which each rank may have some columns."""
+    if rows.ranks.size == 1 or not operation.whole:
+        return weights(x.contiguous(), None, rows.ops)[1]
+    # Columns that several ranks have are counted once.
+    total = rows.ranks.sum(wide(x).pow(2).sum(-1) / operation.copies)
+    return (weights.weight * (wide(x) * torch.rsqrt(total[:, None] / operation.whole + operation.eps))).to(x.dtype)
+
+
+def linear(operation: Linear, weights: layers.Linear, rows: Rows) -> None:
+    """A product, with what adapters add, and what follows it: the activation, the gate, the sum over ranks."""
+    x, adapters = rows.get(operation.source), rows.adapters
+    is_adapted = bool(operation.name and adapters.adapters)
+    if isinstance(weights, layers.ActivatedLinear) and not is_adapted:
+        out = weights.activated(x, rows.ops)
+    else:
+        out = weights(x)
+        if is_adapted:
+            out = adapters.add(out, x, operation.layer, operation.name)
+        if isinstance(weights, layers.ActivatedLinear):
+            out = weights.activate(out, rows.ops)
+    rows.put(operation.out, rows.ranks.sum(out) if operation.summed else out)
+
+
+def hold_linear(operation: Linear, place: Place) -> layers.Linear:
+    """Return a linear, whose bias only the first rank has if results are summed over ranks."""
+    weight, bias = operation.weight, operation.bias
+    biased = 0 if bias is None or (operation.summed and place.ranks.rank) else bias.rows
+    dtype = torch.promote_types(place.dtype, torch.float32) if weight.wide else place.dtype
+    options: dict[str, Any] = {"dtype": dtype, "device": place.device}
+    (inputs,) = weight.inputs
+    if not operation.activation:
+        return layers.Linear(inputs, weight.rows, bias=biased, **options)
+    kind = layers.GatedLinear if operation.gated else layers.ActivatedLinear
+    width = weight.rows // kind.parts
+    return kind(inputs, width, activation=operation.activation, bias=bool(biased), **options)
+
+
+def rope(operation: Rope, weights: Weights, rows: Rows) -> None:
+    """Heads in their norm and their rotation."""
+    x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
+    assert rows.cos_sin is not None
+    x = rows.ops.rope(x, rows.cos_sin, weights.weight, operation.eps)
+    rows.change(operation.source, operation.at, operation.heads * operation.stride, x)
+
+
+def attend(operation: Attend, weights: Weights, rows: Rows) -> None:
+    """Attention, of the rows that are read alone if a pass ends here without a Pick before."""
+    q = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
+    k, v = keys_values(operation, rows)
+    if rows.read is not None:
+        q = q[rows.read]
+        rows.leave_out(list(rows.buffers))
+    assert rows.attend is not None
+    rows.put(operation.out, rows.attend(q, k, v, weights.sinks).flatten(1))
+
+
+def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that rows bring to attention, [rows, kv_heads, dim]."""
+    buffer, at, heads, dim = operation.beside, operation.keys, operation.kv_heads, operation.dim
+    return rows.heads_of(buffer, at, heads, dim, dim), rows.heads_of(buffer, at + heads * dim, heads, dim, dim)
+
+
+def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
+    """The sigmoids of a buffer times another buffer."""
+    x, gates = rows.get(operation.source), rows.get(operation.by)
+    groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
+    gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
+    gates = settled(torch.sigmoid, gates) if rows.invariant else torch.sigmoid(gates)
+    rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
+
+
+def add(operation: Add, weights: Weights, rows: Rows) -> None:
+    """A sum of buffers. What is added to the residual stream waits for the norm that follows."""
+    beside = rows.get(operation.beside)
+    if operation.scale != 1:
+        beside = operation.scale * beside
+    if operation.source == X and not operation.summed:
+        rows.get(X)  # with what is still to be added
+        rows.delta = beside
+        return
+    total = rows.get(operation.source) + beside
+    rows.put(operation.source, rows.ranks.sum(total) if operation.summed else total)
+
+
+def pick(operation: Pick, weights: Weights, rows: Rows) -> None:
+    """The rows that are read alone, from here on."""
+    if rows.read is not None:
+        rows.leave_out(operation.sources)
+
+
+def hold_norm(operation: Norm, place: Place) -> layers.Norm:
+    """Return a norm."""
+    wide_dtype = torch.promote_types(place.dtype, torch.float32)
+    return layers.Norm(
+        operation.weight.rows, bias=operation.bias is not None, eps=operation.eps, kind=operation.kind,
+        dtype=wide_dtype if operation.weight.wide else place.dtype, device=place.device,
+    )  # fmt: skip
+
+
+class HeadNorm(nn.Module):
+    """The weight of the norm of heads that are rotated; None: there is none."""
+
+    def __init__(self, operation: Rope, place: Place):
+        super().__init__()
+        self.weight = None if operation.norm is None else place.empty(operation.norm)
+
+
+EXECUTE: dict[type[Operation], Execution] = {
+    Norm: Execution(norm, hold_norm),
+    Linear: Execution(linear, hold_linear),
+    Rope: Execution(rope, HeadNorm, {"norm": "weight"}),
+    Attend: Execution(attend),
+    Gate: Execution(gate),
+    Add: Execution(add),
+    Pick: Execution(pick),
+}

@@ -1,0 +1,250 @@
+"""Programs of random configs: what tensors compute is what a plain reading of the operations gives, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from dense import dense_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefold.features.experts.families import mixture
+from prefold.model import CausalLM, ModelConfig, Plane, RopeConfig
+from prefold.model.layer import dead_buffers
+from prefold.model.operations import Rows, gate
+from prefold.model.program import (
+    Add,
+    Attend,
+    Experts,
+    Gate,
+    Linear,
+    Norm,
+    Pick,
+    Program,
+    Rope,
+    Weight,
+)
+from prefold.spec.plugins import load_plugins
+
+load_plugins()  # mixtures
+ROWS = 9
+booleans = st.booleans()
+
+
+@st.composite
+def configs(draw: Callable) -> ModelConfig:
+    """A config of any variants that go together."""
+    kv_heads, learned = draw(st.integers(1, 2)), draw(st.integers(0, 3)) == 0
+    kind = draw(st.sampled_from(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
+    out_norms = kind not in ("sum_norms", "parallel") and draw(booleans)
+    gated, norm = kind != "row_qk_norm" and draw(booleans), draw(st.sampled_from(["rms", "layer"]))
+    values = {kind: 0.3 if kind == "residual_scale" else True} if kind else {}
+    config = ModelConfig(
+        vocab_size=30, hidden=draw(st.sampled_from([6, 10])), layers=2, heads=kv_heads * draw(st.integers(1, 2)),
+        kv_heads=kv_heads, head_dim=4, intermediate=5, norm_eps=1e-3, rope=None if learned else RopeConfig(),
+        max_positions=20, planes=(Plane(draw(st.sampled_from([None, 3]))), Plane()), norm=norm,
+        norm_bias=draw(booleans), mlp=draw(st.sampled_from(["gated", "plain"])), tie_embeddings=draw(booleans),
+        qkv_bias=draw(booleans), qk_bias=draw(booleans), o_bias=draw(booleans), mlp_bias=draw(booleans),
+        qk_norm=kind != "row_qk_norm" and draw(booleans), in_norms=not out_norms or draw(booleans),
+        out_norms=out_norms, norm_offset=float(norm == "rms" and draw(booleans)), gated=gated,
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        rotated_dim=None if learned else draw(st.sampled_from([None, 2])),
+        embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
+    )  # fmt: skip
+    if draw(booleans):
+        return config
+    shared, experts = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4))
+    return mixture(
+        config, experts=experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans), shared=shared,
+        shared_gate=bool(shared) and draw(booleans), biases=draw(booleans), clamped=draw(booleans),
+    )  # fmt: skip
+
+
+ACTIVATIONS = {
+    "": lambda x: x,
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+class Dense:
+    """A plain reading of the operations: float64, whole buffers, one head and one row at a time."""
+
+    def __init__(self, model: CausalLM, tokens: np.ndarray, read: np.ndarray | None):
+        self.tensors = {
+            name: part.detach().numpy()
+            for held in model.held
+            for (name, _), part in zip(held.parts, held.parameter.split([n for _, n in held.parts]), strict=True)
+        }
+        self.program: Program = model.program
+        self.config, self.tokens, self.read = model.config, tokens, read
+        self.positions = np.arange(len(tokens))
+        self.tables = [table.double().numpy() for table in model.cos_sin(torch.from_numpy(self.positions))]
+        self.buffers: dict[str, np.ndarray] = {}
+
+    def weight(self, weight: Weight | None) -> np.ndarray | float:
+        return 0.0 if weight is None else np.concatenate([self.tensors[name] for name, _ in weight.parts])
+
+    def run(self) -> np.ndarray:
+        embed = self.program.embed
+        x = self.weight(embed.table)[self.tokens] * embed.scale
+        self.buffers["x"] = x if embed.positions is None else x + self.weight(embed.positions)[self.positions]
+        for plane, operations in enumerate(self.program.layers):
+            for operation in operations:
+                getattr(self, type(operation).__name__.lower())(operation, plane)
+        for operation in self.program.end:
+            self.norm(operation, -1)
+        return self.buffers["out"]
+
+    def norm(self, op: Norm, plane: int) -> None:
+        x = self.buffers[op.source][:, op.at : op.at + op.weight.rows]
+        if op.kind == "layer":
+            x = x - x.mean(1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(1, keepdims=True) + op.eps) * self.weight(op.weight) + self.weight(op.bias)
+        if op.source == op.out:
+            self.buffers[op.out][:, op.at : op.at + op.weight.rows] = x
+        else:
+            self.buffers[op.out] = x
+
+    def linear(self, op: Linear, plane: int) -> None:
+        out = self.buffers[op.source] @ self.weight(op.weight).T
+        if op.bias is not None:
+            out[:, : op.bias.rows] += self.weight(op.bias)
+        if op.gated:
+            gate, up = np.split(out, 2, 1)
+            out = ACTIVATIONS[op.activation](gate) * up
+        else:
+            out = ACTIVATIONS[op.activation](out)
+        self.buffers[op.out] = out
+
+    def rope(self, op: Rope, plane: int) -> None:
+        table, half = self.tables[plane][self.positions], op.turned // 2
+        for head in range(op.heads):
+            x = self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim]
+            if op.norm is not None:
+                x[:] = x / np.sqrt((x**2).mean(1, keepdims=True) + op.eps) * self.weight(op.norm)
+            if half:
+                cos, sin = np.split(table, 2, 1)
+                a, b = x[:, :half].copy(), x[:, half : 2 * half].copy()
+                x[:, :half], x[:, half : 2 * half] = a * cos - b * sin, b * cos + a * sin
+
+    def attend(self, op: Attend, plane: int) -> None:
+        q, beside, size = self.buffers[op.source], self.buffers[op.beside], op.kv_heads * op.dim
+        out = np.zeros((len(q), op.heads * op.dim))
+        for row, position in enumerate(self.positions):
+            first = 0 if (window := self.config.planes[plane].window) is None else max(0, position - window + 1)
+            for head in range(op.heads):
+                own = q[row, op.at + head * op.stride :][: op.dim]
+                at = op.keys + head // (op.heads // op.kv_heads) * op.dim
+                seen = beside[first : position + 1]
+                scores = seen[:, at : at + op.dim] @ own * self.config.scale
+                if op.sinks is not None:
+                    scores = np.append(scores, self.weight(op.sinks)[head])
+                shares = np.exp(scores - scores.max())
+                shares = (shares / shares.sum())[: len(seen)]
+                out[row, head * op.dim : (head + 1) * op.dim] = shares @ seen[:, at + size : at + size + op.dim]
+        self.buffers[op.out] = out
+
+    def gate(self, op: Gate, plane: int) -> None:
+        for group in range(op.groups):
+            at, columns = op.at + group * op.stride, slice(group * op.dim, (group + 1) * op.dim)
+            gates = self.buffers[op.by][:, at : at + (op.dim if op.each else 1)]
+            self.buffers[op.source][:, columns] *= 1 / (1 + np.exp(-gates))
+
+    def add(self, op: Add, plane: int) -> None:
+        self.buffers[op.source] = self.buffers[op.source] + op.scale * self.buffers[op.beside]
+
+    def pick(self, op: Pick, plane: int) -> None:
+        if self.read is not None:
+            for name in op.sources:
+                self.buffers[name] = self.buffers[name][self.read]
+            self.positions = self.positions[self.read]
+
+    def experts(self, op: Experts, plane: int) -> None:
+        h, count = self.buffers[op.source], op.experts
+        matrices = [self.weight(weight).reshape(count, -1, weight.inputs[0]) for weight in (op.gate_up, op.down)]
+        biases = [
+            np.zeros((count, 1)) if weight is None else self.weight(weight).reshape(count, -1)
+            for weight in (op.gate_up_bias, op.down_bias)
+        ]
+        logits = h @ self.weight(op.router).T + self.weight(op.router_bias)
+        out = np.zeros((len(h), op.down.rows // count))
+        for row, x in enumerate(h):
+            chosen = np.argsort(-logits[row])[: op.chosen]
+            shares = np.exp(logits[row] - logits[row].max())
+            shares = shares / (shares[chosen] if op.normalised else shares).sum()
+            for expert in chosen:
+                gate, up = np.split(matrices[0][expert] @ x + biases[0][expert], 2)
+                if op.activation == "clamped":
+                    gate = np.minimum(gate, 7)
+                    inner = gate / (1 + np.exp(-1.702 * gate)) * (1 + np.clip(up, -7, 7))
+                else:
+                    inner = ACTIVATIONS[op.activation](gate) * up
+                out[row] += shares[expert] * (matrices[1][expert] @ inner + biases[1][expert])
+        self.buffers[op.out] = out
+
+
+class DenseAttend:
+    def __init__(self, config: ModelConfig, read: torch.Tensor | None):
+        self.config, self.read = config, read
+
+    def __call__(self, plane, q, k, v, sinks=None):
+        at = torch.arange(len(k)) if len(q) == len(k) else self.read
+        distance = at[:, None] - torch.arange(len(k))
+        visible = (distance >= 0) & (distance < (self.config.planes[plane].window or len(k)))
+        return dense_attention(q, k, v, visible, scale=self.config.scale, sinks=sinks)
+
+
+@settings(deadline=None, max_examples=40)
+@given(config=configs(), reads=booleans, seed=st.integers(0, 9))
+def test_random_programs(config, reads, seed):
+    generator = torch.Generator().manual_seed(seed)
+    model = CausalLM(config, dtype=torch.float64, device=torch.device("cpu")).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    tokens = torch.randint(30, (ROWS,), generator=generator)
+    read = torch.tensor([2, ROWS - 1]) if reads else None
+    found = model(tokens, torch.arange(ROWS), DenseAttend(config, read), read)
+    expected = Dense(model, tokens.numpy(), None if read is None else read.numpy()).run()
+    assert found.shape == (2 if reads else ROWS, config.hidden)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_each_parameter_is_one_weight_of_the_program():
+    config = ModelConfig(
+        vocab_size=30, hidden=6, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=5, norm_eps=1e-3,
+        rope=RopeConfig(), max_positions=20, planes=(Plane(), Plane()), sinks=True, qk_norm=True, qk_bias=True,
+        norm="layer", gated=True,
+    )  # fmt: skip
+    config = mixture(config, experts=3, chosen=2, shared=4, shared_gate=True, biases=True)
+    model = CausalLM(config, dtype=torch.float32, device=torch.device("meta"))
+    held = list(model.held)
+    assert {id(one.parameter) for one in held} == {id(parameter) for parameter in model.parameters()}
+    shapes = {weight.parts: weight.shape for weight in model.program.weights}
+    assert {one.parts: tuple(one.parameter.shape) for one in held} == shapes and len(held) == len(shapes)
+    names = {name.removeprefix("layers.1.") for name, _ in model.named_parameters() if name.startswith("layers.1.")}
+    assert {"q.weight", "kv.bias", "q_norm.weight", "attend.sinks", "experts.router.weight"} <= names
+
+
+def test_buffers_are_free_when_no_operation_reads_them_any_more():
+    weight = Weight((("w", 1),), (1,))
+    operations = [
+        Linear("x", "a", weight),
+        Linear("a", "b", weight),
+        Norm("b", "a", weight, 1e-3),
+        Rope("a", 0, 1, 2, 2, 2),
+        Add("x", "a"),
+    ]
+    assert dead_buffers(operations) == [(), ("a",), ("b",), (), ("a",)]
+
+
+def test_gates_that_begin_anywhere():
+    generator = torch.Generator().manual_seed(0)
+    x, by = (torch.randn(3, columns, generator=generator) for columns in (6, 20))
+    state = Rows({"a": x, "b": by}, None, None, None, None, None, None, None, False)
+    gate(Gate("a", "b", groups=2, dim=3, at=11, stride=4), None, state)
+    expected = torch.cat((x[:, :3] * by[:, 11:14].sigmoid(), x[:, 3:] * by[:, 15:18].sigmoid()), 1)
+    assert torch.equal(state.buffers["a"], expected)
