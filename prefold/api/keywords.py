@@ -150,6 +150,7 @@ class ModelKeywords(TypedDict, total=False):
     weights: Literal["auto", "file", "fast", "dtype", "int8"]
     kv_dtype: Literal["auto", "bfloat16"]
     invariant: bool
+    executor: Literal["auto", "native", "torch"]
     device: str
     threads: int | None
     tensor_parallel: int

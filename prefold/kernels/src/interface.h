@@ -441,7 +441,8 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //           weight (null: none), eps, wide: a norm of the whole head before
 // kAttend   out = attention of the queries in `source` from `at` on, over `beside`: keys from `keys` on, then values.
 // kPick     keep the rows that are read, of `source`; if `beside`, for all that follows
-// kEmbed    out = eps * the embeddings of the tokens, plus the learned embeddings of `positions` positions in `bias`
+// kEmbed    out = eps * the embeddings of the tokens, plus the learned embeddings of `positions` positions in `bias`.
+//           The matrix has rows that lie one behind the other; or is packed in words, if `wide`; or is in blocks
 // kHead     ids = the most likely tokens of `source`; this rank has `columns` ids from `at` on
 // kAdd      source += eps * beside
 // kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has

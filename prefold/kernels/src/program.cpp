@@ -112,6 +112,14 @@ struct Pass {
     }
   }
 
+  // Copies a row of a matrix that is packed in words.
+  static void copy_words(const uint32_t* packed, int64_t row, int64_t width, E* to) {
+    const int64_t words = width * static_cast<int64_t>(sizeof(E)) / static_cast<int64_t>(sizeof(uint32_t));
+    const uint32_t* from = packed + row / kPanel * words * kPanel + row % kPanel;
+    char* out = reinterpret_cast<char*>(to);
+    for (int64_t w = 0; w < words; ++w) std::memcpy(out + w * sizeof *from, from + w * kPanel, sizeof *from);
+  }
+
   int32_t embed(const Operation& op) const {
     for (int64_t r = 0; r < rows; ++r) {
       if (call.tokens[r] < 0 || call.tokens[r] >= op.dim) return kNoToken;
@@ -132,7 +140,9 @@ struct Pass {
           std::memset(static_cast<void*>(to), 0, width * sizeof(E));
           continue;
         }
-        const E* from = table ? table + token * width : to;
+        if (op.wide) copy_words(static_cast<const uint32_t*>(op.weight), token, width, to);
+        const E* from = table && !op.wide ? table + token * width : to;
+        if (from == to && op.eps == 1 && !learned) continue;
         if (op.eps == 1 && !learned) {
           std::memcpy(to, from, width * sizeof(E));
           continue;

@@ -25,7 +25,7 @@ from ...model.sources import StoredSource, open_source
 from ...spec.model import ModelSpec
 from ..loading import Loaded
 from ..parts import native_parts
-from .model import NativeModel
+from .model import NativeModel, PackedTable, Table
 from .program import COMPILE
 from .worker import NativeWorker
 
@@ -226,10 +226,24 @@ class _Loader:
                 blocks = self._model.kernels.in_one_form(blocks)
         return blocks
 
-    def _table(self, weight: Weight) -> np.ndarray | Blocks:
-        """Return the embedding, or an LM head that is not tied to it."""
+    def _table(self, weight: Weight) -> Table:
+        """Return the embedding, or an LM head that is not tied to it.
+
+        A head is packed at once if the numbers are not in the mapped file as they are wanted: they would be in memory
+        twice.
+        """
         blocks = self._blocks(weight)
-        return self._array(weight) if blocks is None else blocks
+        if blocks is not None:
+            return blocks
+        values = self._source.read(weight.parts[0][0])
+        if weight == self._model.program.head and not self._is_wanted(values, self._model.dtype):
+            return PackedTable(self._words(weight, weight.inputs[0]))
+        return self._array(weight)
+
+    @staticmethod
+    def _is_wanted(values: np.ndarray, dtype: np.dtype) -> bool:
+        """Return whether numbers are as the kernels read them."""
+        return values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % 4 == 0
 
     def _matrix(self, linear: Linear) -> np.ndarray | Blocks:
         """Return the matrix of a linear."""
@@ -252,7 +266,7 @@ class _Loader:
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
         if len(weight.parts) == 1 and not weight.offset:
             values = self._source.read(weight.parts[0][0])
-            if values.dtype == dtype and values.flags.c_contiguous and values.ctypes.data % 4 == 0:
+            if self._is_wanted(values, dtype):
                 return values
         out = np.empty(weight.shape, dtype)
         at = 0

@@ -29,19 +29,40 @@ class OneRank:
     size: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTable:
+    """A PackedTable is an embedding that is packed in words, as the LM head that it is too. words: int32 [panels, words
+    along hidden, 32]"""
+
+    words: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the words."""
+        return self.words.nbytes
+
+    def rows(self, ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        """Return rows of the table, [ids, hidden]."""
+        return np.ascontiguousarray(self.words[ids // COLUMNS, :, ids % COLUMNS]).view(dtype)
+
+
+# The embedding: rows one behind the other, blocks as the file has them, or words.
+Table = np.ndarray | Blocks | PackedTable
+
+
 @dataclass(slots=True)
 class Memory:
     """A Memory holds the weights of a model.
 
     matrices  of linears: packed words, or blocks as the file has them
     stacks    of experts: the packed matrices of all, one behind the other
-    tables    the embedding, [vocabulary, hidden], or blocks as the file has them
+    tables    the embedding, and an LM head that is not tied to it
     arrays    all others, of the model's dtype, or float32 where they are wide
     """
 
     matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
     stacks: dict[Weight, np.ndarray] = field(default_factory=dict)
-    tables: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
+    tables: dict[Weight, Table] = field(default_factory=dict)
     arrays: dict[Weight, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -87,7 +108,10 @@ class NativeModel:
         head = self.program.head
         if self._head is None and head is not None:
             table = self.memory.tables[head]
-            self._head = table if isinstance(table, Blocks) else self.kernels.pack_words(table, dtype=self.dtype)
+            if isinstance(table, np.ndarray):
+                self._head = self.kernels.pack_words(table, dtype=self.dtype)
+            else:
+                self._head = table.words if isinstance(table, PackedTable) else table
         return self._head
 
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
@@ -140,7 +164,10 @@ class NativeModel:
             head = self.program.head
             assert head is not None
             table, places = self.memory.tables[head], np.array(ids, np.int64)
-            rows = self.kernels.block_rows(table, places, self.dtype) if isinstance(table, Blocks) else table[places]
+            if isinstance(table, Blocks):
+                rows = self.kernels.block_rows(table, places, self.dtype)
+            else:
+                rows = table.rows(places, self.dtype) if isinstance(table, PackedTable) else table[places]
             while len(self._columns) >= 8:
                 self._columns.pop(next(iter(self._columns)))
             self._columns[ids] = self.kernels.pack_words(rows, dtype=self.dtype)

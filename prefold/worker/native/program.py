@@ -41,7 +41,7 @@ from ...model.program import (
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
 from .memory import LINE, empty_bytes, place_buffers
-from .model import NativeModel, PackedAdapters, in_turn
+from .model import NativeModel, PackedAdapters, PackedTable, in_turn
 from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
 
@@ -204,12 +204,14 @@ class Compiler:
 
     def embed(self, embed: Embed, at: int, columns: int) -> None:
         """Add the embedding. at, columns: the first token of this rank, and how many it has"""
-        rows, blocks = kernels.matrix_addresses(self.memory.tables[embed.table])
+        table = self.memory.tables[embed.table]
+        is_packed = isinstance(table, PackedTable)
+        rows, blocks = kernels.matrix_addresses(table.words if isinstance(table, PackedTable) else table)
         learned = None if embed.positions is None else self.vector(embed.positions)[0]
         scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, which has it as a tensor
         self.add(
-            Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, bias=learned, at=at, columns=columns,
-            dim=self.config.vocab_size, eps=scale, summed=self.is_split,
+            Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, wide=is_packed, bias=learned,
+            at=at, columns=columns, dim=self.config.vocab_size, eps=scale, summed=self.is_split,
             positions=0 if embed.positions is None else embed.positions.rows,
         )  # fmt: skip
 
