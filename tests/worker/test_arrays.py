@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from prefold.engine.schedule.steps import NOT_FINITE, Reads, SlotResult, SlotSte
 from prefold.model.arrays import array_of
 from prefold.spec.requests import Readout, Sampling
 from prefold.worker.native.arrays import ClassificationHead
-from prefold.worker.pool import plan_pool, sent
+from prefold.worker.pool import mean_of_rows, plan_pool, sent
 from prefold.worker.readouts import HEAD_ROWS, SlotTicket, greedy, read_stream, values_of
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
@@ -91,11 +92,11 @@ OPTIONS = st.builds(
 GRAMMARS = st.sampled_from([None, None, [], [7], [0, 5, 63, 64, 299], list(range(0, 300, 2))])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(options=st.lists(st.tuples(OPTIONS, GRAMMARS), min_size=1, max_size=6), seed=SEEDS, odd=st.booleans())
 def test_tokens_are_those_of_tensors(options, seed, odd):
     rng = np.random.default_rng(seed)
-    logits = table(rng, 4, odd=odd)
+    logits, options = table(rng, 4, odd=odd), options * 8
     rows, prompt, output = rng.integers(0, 4, len(options)), rng.integers(0, VOCAB, 4), rng.integers(0, VOCAB, 3)
     ends, seeds = rng.integers(0, VOCAB, 2).tolist(), rng.integers(0, 99, len(options)).tolist()
 
@@ -112,6 +113,9 @@ def test_tokens_are_those_of_tensors(options, seed, odd):
     found, wanted = both(choose, logits)
     np.testing.assert_array_equal(logits, before)
     assert found.ids == wanted.ids
+    is_finite = np.isfinite(logits.max(-1))[rows]
+    for token, (_, allowed), finite in zip(found.ids, options, is_finite, strict=True):
+        assert not finite or (token == -1 if allowed == [] else token >= -1)
     for row, own, other in zip(rows.tolist(), found.logprobs, wanted.logprobs, strict=True):
         assert (own is None) == (other is None)
         if own is not None:
@@ -187,7 +191,8 @@ def test_several_blocks_of_rows():
     found, wanted = both(values, hidden, logits)
     compare_values(found, wanted, top=3)
     places = found[0][:, 5:].astype(np.int64)
-    for row, own in zip(logits[rows], places, strict=True):
+    for row, target, rank, own in zip(logits[rows], targets, found[0][:, 1], places, strict=True):
+        assert rank == 1 + (row > row[target]).sum()
         falling = np.argsort(np.where(np.isnan(row), np.inf, -row), kind="stable")[:3]
         assert own.tolist() == falling.tolist()
 
@@ -240,8 +245,9 @@ def random_stream(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.n
     path: list[int] = []
     end, positions = np.full(rows, rows), np.empty(rows, np.int32)
     for key in range(rows):
-        while path and rng.random() < 0.3:
-            end[path.pop()] = key
+        kept = int(rng.integers(len(path) + 1)) if rng.random() < 0.3 else len(path)
+        end[path[kept:]] = key
+        del path[kept:]
         positions[key] = len(path)
         path.append(key)
     return end, positions
@@ -250,31 +256,31 @@ def random_stream(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.n
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS, dtype=DTYPES, invariant=st.booleans(), bad=st.sampled_from([0.0, np.nan, np.inf, 3e38]))
 def test_means_over_paths_of_a_stream(seed, dtype, invariant, bad):
-    """In two steps, the second below the path of the first; a broken row shows on its own paths alone."""
+    """In three steps, each below the path of the step before; a broken row shows on its own paths alone."""
     rng = np.random.default_rng(seed)
-    rows, cut = 150, int(rng.integers(1, 149))
+    rows = 150
+    cuts = [0, *np.sort(rng.choice(np.arange(1, rows), 2, replace=False)).tolist(), rows]
     end, positions = random_stream(rng, rows)
     hidden = rng.normal(size=(rows, HIDDEN)).astype(dtype)
     broken = int(rng.integers(rows))
     hidden[broken] = hidden[broken] if bad == 0.0 else bad
     reads = np.flatnonzero(rng.random(rows) < 0.4)
-    above = np.flatnonzero(end[:cut] > cut)
 
-    def step(first: int, stop: int, path: np.ndarray):
+    def step(first: int, stop: int) -> StreamStep:
+        path = np.flatnonzero(end[:first] > first)
         keys = np.append(path, np.arange(first, stop))
         place = np.searchsorted(keys, np.minimum(end[keys], stop))
         wanted = np.searchsorted(keys, reads[(first <= reads) & (reads < stop)])
-        made = StreamStep(
+        return StreamStep(
             tokens=keys[len(path) :], positions=positions[first:stop], path=len(path), end=place,
             key_positions=positions[keys], keep=np.flatnonzero(end[keys] > stop),
             read_out=Reads(Readout("mean"), wanted),
         )  # fmt: skip
-        return made
 
     def run(hidden):
         arrays, model, kept, found = arrays_of(hidden), TableModel(hidden, invariant=invariant), None, []
-        for first, stop, path in ((0, cut, above[:0]), (cut, rows, above)):
-            made = step(first, stop, path)
+        for first, stop in pairwise(cuts):
+            made = step(first, stop)
             old = made.keep < made.path
             plan = plan_pool(made.end, made.key_positions, made.read_out.rows) if len(made.read_out.rows) else None
             batch = SimpleNamespace(
@@ -357,6 +363,29 @@ def test_a_classification_head(layers, dtype):
         x = x @ torch.from_numpy(weight).double().T + (0 if bias is None else torch.from_numpy(bias))
     np.testing.assert_allclose(found, x.numpy(), rtol=2e-5, atol=2e-5)
     assert found.dtype == np.float32 and np.isnan(found[4]).all() and not np.isnan(found[:4]).any()
+
+
+def test_a_mean_over_many_kept_rows():
+    """More rows than are summed in float32."""
+    hidden, slots = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32), np.arange(200)
+    rows, counts = np.append(slots[:150], slots[20:185]), np.array([150, 165])
+
+    def run(hidden):
+        arrays = arrays_of(hidden)
+        return arrays.fetch(mean_of_rows(arrays, hidden, rows, counts))()[0]
+
+    for found in both(run, hidden):
+        np.testing.assert_allclose(found, [hidden[:150].mean(0), hidden[20:185].mean(0)], atol=1e-6)
+
+
+def test_log_probabilities_of_large_logits():
+    """A float32 log-sum-exp of these would be off by 0.03."""
+    logits = (np.random.default_rng(0).normal(size=(3, 50)) + 1e6).astype(np.float32)
+    states = [SamplerState(Sampling(logprobs=50), seed=1)] * 3
+    for row, own in zip(logits, choose_for(logits, states).logprobs, strict=True):
+        values = log_softmax(row)
+        np.testing.assert_allclose([x for _, x in own.top], values[[token for token, _ in own.top]], atol=1e-5)
+        np.testing.assert_allclose(own.logprob, values.max(), atol=1e-5)
 
 
 def test_logits_that_are_not_finite_have_no_token():
