@@ -88,7 +88,7 @@ def install(folder: Path | None) -> str:
                 compile_sources(compiler_or_error(), NATIVE, target, jobs=usable_cores())
     except (BuildError, OSError) as error:
         return (
-            f"the kernels are NOT compiled, so prefold computes by PyTorch alone, several times more slowly: {error}; "
+            f"the kernels are NOT compiled; without them prefold needs PyTorch, and is several times slower: {error}; "
             "then install again, or let the first run compile them"
         )
     return "the kernels are compiled for this machine"
