@@ -378,6 +378,36 @@ def test_a_second_signal_while_the_job_ends_changes_nothing(tmp_path):
     check_complete(source, out)
 
 
+def test_a_second_signal_while_the_engine_closes_changes_nothing(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 40)
+    llm = fake_llm(before=lambda i: signal.raise_signal(signal.SIGTERM) if i == 10 else None)
+    closed, before = [], signal.getsignal(signal.SIGINT)
+
+    def close():
+        signal.raise_signal(signal.SIGINT)
+        closed.append(llm)
+
+    llm.close = close
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, llm=llm), Progress())
+    assert error.value.signal == signal.SIGTERM and closed == [llm] and signal.getsignal(signal.SIGINT) is before
+    run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
+def test_a_late_signal_while_the_engine_closes_is_an_interruption(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefold.jobs.run.ENDING_SECONDS", 0)
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 40)
+    llm = fake_llm(before=lambda i: signal.raise_signal(signal.SIGTERM) if i == 10 else None)
+    llm.close = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(Interrupted):
+        run_job(table_job(source, out, llm=llm), Progress())
+    run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
 def test_a_signal_that_compiled_code_makes_another_exception_of(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 20)
