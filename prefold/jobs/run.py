@@ -289,7 +289,7 @@ class _Run:
                 self._work(started_at)
                 if self.signal is not None and not self.counts.read_all:
                     raise Interrupted(self.signal)  # it came when all that had been read was computed
-                self.graceful = True
+                self.graceful, self.counts.phase = True, "writing the output"
                 self.output.finish()
                 self._conclude()
         except BaseException as error:

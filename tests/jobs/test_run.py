@@ -378,6 +378,22 @@ def test_a_second_signal_while_the_job_ends_changes_nothing(tmp_path):
     check_complete(source, out)
 
 
+def test_progress_says_that_the_output_is_written(tmp_path):
+    source, shown = tmp_path / "in.jsonl", threading.Event()
+    write_records(source, 5)
+
+    class Watching(Progress):
+        def tick(self, counts):
+            if self.text(counts).startswith("writing the output: 5 records"):
+                shown.set()
+
+    job = table_job(source, tmp_path / "out.jsonl")
+    finish = job.output.finish
+    job.output.finish = lambda: (shown.wait(60), finish())
+    run_job(job, Watching())
+    assert shown.is_set()
+
+
 def test_a_second_signal_while_the_engine_closes_changes_nothing(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 40)
