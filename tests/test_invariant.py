@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from tiny import tiny_checkpoint
 from tiny_vision import tiny_vision
 
 from prefold import LLM, InputError
-from prefold.model.ops import PIECE, settled
+from prefold.checkpoint import resolve
+from prefold.model import config_from, load_model
+from prefold.model.layers import ActivatedLinear
+from prefold.model.ops import PIECE, PYTORCH, settled
 from prefold.worker.pool import means_in_order
 
 # Sizes with which a forward pass is one compiled call.
@@ -60,6 +64,18 @@ def test_a_number_has_one_value_at_every_place():
             assert torch.equal(settled(function, x[start:stop]), whole[start:stop])
         assert torch.equal(settled(function, x[: 6 * 7].view(6, 7)).flatten(), whole[: 6 * 7])
         torch.testing.assert_close(whole, function(x))
+
+
+def test_an_activation_of_modules_has_one_value_at_every_place(tmp_path):
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path, "gpt2")))
+    config = replace(config_from(checkpoint.config), invariant=True)
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", config=config)
+    linears = [module for module in model.modules() if isinstance(module, ActivatedLinear)]
+    assert len(linears) == config.layers
+    up = torch.randn(60, 50)
+    for linear in linears:
+        whole = linear.activate(up, PYTORCH)
+        assert all(torch.equal(linear.activate(row[None], PYTORCH)[0], of) for row, of in zip(up, whole, strict=True))
 
 
 def test_a_mean_is_added_up_along_its_path():

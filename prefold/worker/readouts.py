@@ -138,12 +138,12 @@ def _slot_values(
     assert states is not None
     above = zip(reads.rows.tolist(), reads.counts.tolist(), strict=True)
     slots = np.concatenate([NOTHING, *(_slots_above(step, row, count) for row, count in above)])
-    if reads.readout.kind == "mean" and model.config.invariant:
-        parts = np.split(slots, np.cumsum(reads.counts)[:-1])
-        return means_in_order(states.float(), parts), None
     if reads.readout.kind == "mean":
         once, places = np.unique(slots, return_inverse=True)
-        return mean_of_rows(states.index_select(0, send(once, states.device)).float(), places, reads.counts), None
+        kept = states.index_select(0, send(once, states.device)).float()
+        if model.config.invariant:
+            return means_in_order(kept, np.split(places, np.cumsum(reads.counts)[:-1])), None
+        return mean_of_rows(kept, places, reads.counts), None
     return values_of(model, reads.readout, states, slots, reads.targets)
 
 
