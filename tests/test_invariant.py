@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import checkpoint_of
 from invariance import check_invariant, prompts_of
+from running import as_request, run
 from tiny import tiny_checkpoint
 from tiny_vision import tiny_vision
 
@@ -18,6 +19,7 @@ from prefold.checkpoint import resolve
 from prefold.model import config_from, load_model
 from prefold.model.layers import ActivatedLinear
 from prefold.model.ops import PIECE, PYTORCH, settled
+from prefold.spec.requests import Readout
 from prefold.worker.pool import means_in_order
 
 # Sizes with which a forward pass is one compiled call.
@@ -30,6 +32,15 @@ FAMILIES = {"llama": EVEN, "gemma3": EVEN, "gemma2": {}, "gpt2": {}, "qwen2-moe"
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_answers_alike_in_any_company(tmp_path, family, dtype):
     check_invariant(tiny_checkpoint(tmp_path, family, **FAMILIES[family]), dtype=dtype)
+
+
+def test_a_classification_head_answers_alike_in_any_company(tmp_path):
+    with LLM(str(tiny_checkpoint(tmp_path, "llama", head="classifier", num_labels=3)), invariant=True) as llm:
+        requests = [as_request(prompt) for prompt in prompts_of(llm.config.vocab_size)]
+        found = run(llm, requests, Readout("head"), sharing=None, rows=None)
+        for request, of in zip(requests, found, strict=True):
+            (alone,) = run(llm, [request], Readout("head"), sharing=None, rows=None)
+            assert (alone.values == of.values).all()
 
 
 @pytest.mark.parametrize("weights", ["file", "auto"])

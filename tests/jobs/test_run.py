@@ -412,15 +412,21 @@ def test_a_second_signal_while_the_engine_closes_changes_nothing(tmp_path):
     check_complete(source, out)
 
 
-def test_a_late_signal_while_the_engine_closes_is_an_interruption(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefold.jobs.run.ENDING_SECONDS", 0)
+def test_two_signals_end_an_engine_that_takes_long_to_close(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 40)
-    llm = fake_llm(before=lambda i: signal.raise_signal(signal.SIGTERM) if i == 10 else None)
-    llm.close = lambda: signal.raise_signal(signal.SIGINT)
-    with pytest.raises(Interrupted):
+    llm, closed = fake_llm(), []
+
+    def close():
+        signal.raise_signal(signal.SIGTERM)
+        closed.append("not yet")
+        signal.raise_signal(signal.SIGINT)
+        closed.append("in the end")
+
+    llm.close = close
+    with pytest.raises(Interrupted) as error:
         run_job(table_job(source, out, llm=llm), Progress())
-    run_job(table_job(source, out), Progress())
+    assert error.value.signal == signal.SIGINT and closed == ["not yet"]
     check_complete(source, out)
 
 
