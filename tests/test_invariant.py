@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import torch
 from architectures import checkpoint_of
 from invariance import check_invariant, prompts_of
+from running import as_request, run
 from tiny import tiny_checkpoint
 from tiny_vision import tiny_vision
 
 from prefold import LLM, InputError
-from prefold.model.ops import PIECE, settled
+from prefold.checkpoint import resolve
+from prefold.model import config_from, load_model
+from prefold.model.layers import ActivatedLinear
+from prefold.model.ops import PIECE, PYTORCH, settled
+from prefold.spec.requests import Readout
 from prefold.worker.pool import means_in_order
 from prefold.worker.torch.arrays import TorchArrays
 
@@ -27,6 +33,15 @@ FAMILIES = {"llama": EVEN, "gemma3": EVEN, "gemma2": {}, "gpt2": {}, "qwen2-moe"
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_answers_alike_in_any_company(tmp_path, family, dtype):
     check_invariant(tiny_checkpoint(tmp_path, family, **FAMILIES[family]), dtype=dtype)
+
+
+def test_a_classification_head_answers_alike_in_any_company(tmp_path):
+    with LLM(str(tiny_checkpoint(tmp_path, "llama", head="classifier", num_labels=3)), invariant=True) as llm:
+        requests = [as_request(prompt) for prompt in prompts_of(llm.config.vocab_size)]
+        found = run(llm, requests, Readout("head"), sharing=None, rows=None)
+        for request, of in zip(requests, found, strict=True):
+            (alone,) = run(llm, [request], Readout("head"), sharing=None, rows=None)
+            assert (alone.values == of.values).all()
 
 
 @pytest.mark.parametrize("weights", ["file", "auto"])
@@ -61,6 +76,18 @@ def test_a_number_has_one_value_at_every_place():
             assert torch.equal(settled(function, x[start:stop]), whole[start:stop])
         assert torch.equal(settled(function, x[: 6 * 7].view(6, 7)).flatten(), whole[: 6 * 7])
         torch.testing.assert_close(whole, function(x))
+
+
+def test_an_activation_of_modules_has_one_value_at_every_place(tmp_path):
+    checkpoint = resolve(str(tiny_checkpoint(tmp_path, "gpt2")))
+    config = replace(config_from(checkpoint.config), invariant=True)
+    model = load_model(checkpoint, dtype=torch.float32, device="cpu", config=config)
+    linears = [module for module in model.modules() if isinstance(module, ActivatedLinear)]
+    assert len(linears) == config.layers
+    up = torch.randn(60, 50)
+    for linear in linears:
+        whole = linear.activate(up, PYTORCH)
+        assert all(torch.equal(linear.activate(row[None], PYTORCH)[0], of) for row, of in zip(up, whole, strict=True))
 
 
 def test_a_mean_is_added_up_along_its_path():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from ..checkpoint.identity import stored_as
 from ..errors import FleetError, RankError
 from ..spec.job import JobSpec
 from ..spec.requests import GenerationStats, Stats, shown
-from .process import notice, say
+from .process import ending, notice, say
 
 if TYPE_CHECKING:
     from ..jobs.opening import Input
@@ -42,8 +41,9 @@ def run_command(spec: JobSpec, *, stdin: Iterable[bytes] | None = None) -> None:
     try:
         summary = run_job(job, open_progress(False if quiet else None))
     except Interrupted as error:
+        ending(128 + error.signal)
         _say_how_to_resume("interrupted", spec, job)
-        sys.exit(130 if error.signal == signal.SIGINT else 128 + error.signal)
+        sys.exit(128 + error.signal)
     except (RankError, FleetError):
         _say_how_to_resume("ended by a failure", spec, job)
         raise

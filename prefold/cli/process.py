@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ class StoppedBySignal(SystemExit):
     """A StoppedBySignal ends the process after a signal; its code is 128 plus the signal's number."""
 
 
+ENDING_SECONDS = 1.0  # so long after a signal, or after a command, another signal changes nothing
+_NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 _status: int | None = None  # with which the process ends
 
 
@@ -28,8 +32,12 @@ def _leave() -> None:
 
     Python ends a thread that comes back from C++ after the interpreter has gone, and C++ aborts the process then.
     """
-    if _status is not None and threading.active_count() > 1:
+    if _status is None:
+        return
+    if threading.active_count() > 1:
         os._exit(_status)
+    for number in _NUMBERS:  # Python puts the system's handlers back next, and they end a process with other statuses
+        signal.signal(number, signal.SIG_IGN)
 
 
 atexit.register(_leave)  # as early as possible: what is registered later runs before
@@ -45,7 +53,7 @@ def guarded(*, ends_process: bool = False) -> Iterator[None]:
     _open_missing()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # letters that a terminal's encoding lacks
-    with _ending_on_signals():
+    with _Signals() as signals:
         try:
             yield
         except BrokenPipeError:  # the reader of our output has gone, so no message would be read
@@ -58,6 +66,7 @@ def guarded(*, ends_process: bool = False) -> Iterator[None]:
             if ends_process and (stop is None or isinstance(stop, SystemExit)):
                 code = None if stop is None else stop.code
                 _status = code if isinstance(code, int) else int(code is not None)
+                signals.stay(_status)
             _settle()
 
 
@@ -107,28 +116,60 @@ class _ClosedStream:
         pass
 
 
-@contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def ending(status: int) -> None:
+    """Say that the command ends with this status because of a signal, so that signals right after it change nothing."""
+    if _Signals.current is not None:
+        _Signals.current.begin(status)
+
+
+class _Signals:
     """Lets Ctrl-C, SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders are removed.
 
-    A signal that is ignored stays ignored. Of a KeyboardInterrupt that comes before a command runs, click would make
-    status 1.
+    A second signal is often an echo of the first one: a terminal sends it, and a program between passes it on. Within a
+    second of the first signal it changes nothing, because its exception would interrupt the cleanup. A signal that is
+    ignored stays ignored. A KeyboardInterrupt before a command runs would become status 1 in click.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def end(number: int, frame: Any) -> None:
-        raise StoppedBySignal(128 + number)
+    current: _Signals | None = None
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    usual = (signal.SIG_DFL, signal.default_int_handler)
-    before = {number: signal.signal(number, end) for number in numbers if signal.getsignal(number) in usual}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._outer: _Signals | None = None
+        self._status: int | None = None  # of a command that ends because of a signal
+        self._since = 0.0
+        self._is_over = False  # whether the command has ended, and the process is leaving
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            usual = (signal.SIG_DFL, signal.default_int_handler)
+            numbers = [number for number in _NUMBERS if signal.getsignal(number) in usual]
+            self._outer, _Signals.current = _Signals.current, self
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if _Signals.current is self and not self._is_over:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            _Signals.current = self._outer
+
+    def begin(self, status: int) -> None:
+        """Ignore signals for a second, as the command ends with this status."""
+        self._status, self._since = status, time.monotonic()
+
+    def stay(self, status: int) -> None:
+        """Keep the handlers while the process leaves with this status."""
+        self.begin(status)
+        self._is_over = True
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._status is None:
+            self.begin(128 + number)
+        elif time.monotonic() - self._since < ENDING_SECONDS:
+            return
+        elif self._is_over:
+            os._exit(self._status)
+        raise StoppedBySignal(self._status)
 
 
 def _settle() -> None:

@@ -267,7 +267,6 @@ class _Run:
         self.reader = self.flow.reader
 
     def run(self) -> Summary:
-        started_at = time.perf_counter()
         if self.output.ended:
             try:
                 self._conclude()
@@ -276,13 +275,21 @@ class _Run:
             self.summary.records, self.summary.errors = self.output.count, self.output.errors
             return self.summary
         try:
-            with self._signals(), _committing(self.output, lambda: self.progress.tick(self._count())):
+            with self._signals():
+                return self._run()
+        except KeyboardInterrupt:  # a second signal, in what cleans up
+            raise Interrupted(self.signal or signal.SIGINT) from None
+
+    def _run(self) -> Summary:
+        started_at = time.perf_counter()
+        try:
+            with _committing(self.output, lambda: self.progress.tick(self._count())):
                 self.output.hold()
                 self.reader.start()
                 self._work(started_at)
                 if self.signal is not None and not self.counts.read_all:
                     raise Interrupted(self.signal)  # it came when all that had been read was computed
-                self.graceful = True
+                self.graceful, self.counts.phase = True, "writing the output"
                 self.output.finish()
                 self._conclude()
         except BaseException as error:

@@ -33,6 +33,7 @@ try:
 except ImportError:
     pass
 output.COMMIT_SECONDS = 0.01
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # or one that comes before the command runs would print where it was
 torch.set_num_threads(1)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -41,9 +42,9 @@ for line in sys.stdin:
     if pid == 0:
         sys.stdin.close()
         os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-        code = 99
+        code, sys.argv = 99, ["prefold", *arguments]
         try:
-            prefold.cli.main(arguments, prog_name="prefold")
+            prefold.cli.main()
         except SystemExit as error:
             code = error.code or 0
         except BaseException:

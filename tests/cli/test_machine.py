@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from prefold.cli import main
+from prefold.cli import main, process
 from prefold.cli.models import models
 
 resource = pytest.importorskip("resource")
@@ -177,6 +177,65 @@ def test_a_signal_outside_of_a_job_removes_temporary_folders(tmp_path, environme
     assert process.wait(60) == 128 + getattr(signal, name)
     process.stdout.close()
     assert not list(tmp_path.iterdir())
+
+
+LEAVING = """
+import atexit, os, signal, sys, time
+import click
+from prefold import cli
+from prefold.cli import process
+
+@cli.main.command()
+@click.option("--status", type=int)
+def end(status):
+    if status is None:
+        signal.raise_signal(signal.SIGTERM)
+    sys.exit(status)
+
+def once_more():
+    signal.raise_signal(signal.SIGINT)
+    os.write(1, b"cleaned up")
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT, write=os.write):
+        kill(pid, number)
+        write(1, b", taken down")
+
+process.ENDING_SECONDS = float(os.environ["SECONDS"])
+atexit.register(once_more)
+last = Last()
+cli.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of Windows end a process at once")
+@pytest.mark.parametrize("status", [None, 0, 3])
+def test_a_signal_while_the_process_leaves_changes_nothing(environment, status):
+    arguments = ["end"] if status is None else ["end", f"--status={status}"]
+    command = [sys.executable, "-c", LEAVING, *arguments]
+    done = subprocess.run(command, env=environment | {"SECONDS": "100"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (143 if status is None else status)
+    assert done.stdout == "cleaned up, taken down"
+    assert done.stderr == ("prefold: interrupted\n" if status is None else "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of Windows end a process at once")
+def test_a_late_signal_ends_a_process_that_takes_long_to_leave(environment):
+    command = [sys.executable, "-c", LEAVING, "end"]
+    done = subprocess.run(command, env=environment | {"SECONDS": "0"}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "prefold: interrupted\n")
+
+
+def test_a_second_signal_does_not_disturb_what_cleans_up():
+    before, cleaned = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(SystemExit) as ended, process.guarded():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned.append("up")
+    assert (ended.value.code, cleaned) == (143, ["up"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("method", ["parse_args", "invoke"])

@@ -378,6 +378,58 @@ def test_a_second_signal_while_the_job_ends_changes_nothing(tmp_path):
     check_complete(source, out)
 
 
+def test_progress_says_that_the_output_is_written(tmp_path):
+    source, shown = tmp_path / "in.jsonl", threading.Event()
+    write_records(source, 5)
+
+    class Watching(Progress):
+        def tick(self, counts):
+            if self.text(counts).startswith("writing the output: 5 records"):
+                shown.set()
+
+    job = table_job(source, tmp_path / "out.jsonl")
+    finish = job.output.finish
+    job.output.finish = lambda: (shown.wait(60), finish())
+    run_job(job, Watching())
+    assert shown.is_set()
+
+
+def test_a_second_signal_while_the_engine_closes_changes_nothing(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 40)
+    llm = fake_llm(before=lambda i: signal.raise_signal(signal.SIGTERM) if i == 10 else None)
+    closed, before = [], signal.getsignal(signal.SIGINT)
+
+    def close():
+        signal.raise_signal(signal.SIGINT)
+        closed.append(llm)
+
+    llm.close = close
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, llm=llm), Progress())
+    assert error.value.signal == signal.SIGTERM and closed == [llm] and signal.getsignal(signal.SIGINT) is before
+    run_job(table_job(source, out), Progress())
+    check_complete(source, out)
+
+
+def test_two_signals_end_an_engine_that_takes_long_to_close(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_records(source, 40)
+    llm, closed = fake_llm(), []
+
+    def close():
+        signal.raise_signal(signal.SIGTERM)
+        closed.append("not yet")
+        signal.raise_signal(signal.SIGINT)
+        closed.append("in the end")
+
+    llm.close = close
+    with pytest.raises(Interrupted) as error:
+        run_job(table_job(source, out, llm=llm), Progress())
+    assert error.value.signal == signal.SIGINT and closed == ["not yet"]
+    check_complete(source, out)
+
+
 def test_a_signal_that_compiled_code_makes_another_exception_of(tmp_path):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_records(source, 20)

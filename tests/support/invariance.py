@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from running import as_request, run
 
 from prefold import LLM
+from prefold.spec.requests import Readout
 
 
 def bits(value: Any) -> Any:
@@ -25,7 +27,9 @@ def results(llm: LLM, prompts: list[list[int]]) -> list[Any]:
     """The answers of each task to each prompt."""
     generated = llm.generate(prompts, max_tokens=5, temperature=0.0, logprobs=2, ignore_eos=True)
     means = llm.embed(prompts, pooling="mean")
-    return [bits(one) for one in zip(generated, llm.embed(prompts), means, llm.score(prompts), strict=True)]
+    requests = [as_request(prompt) for prompt in prompts]
+    labels = [one.values for one in run(llm, requests, Readout("logits", (3, 17, 200)), sharing=None, rows=None)]
+    return [bits(one) for one in zip(generated, llm.embed(prompts), means, llm.score(prompts), labels, strict=True)]
 
 
 def prompts_of(vocab: int, count: int = 40) -> list[list[int]]:

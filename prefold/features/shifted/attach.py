@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...engine.schedule.parts import SETTLERS, EnginePart, add_engine_part
+from ...errors import not_invariant
 from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
 
@@ -24,6 +25,8 @@ add_counter(
 def _settled(options: Any, identity: Mapping[str, Any]) -> Any:
     if options.cache is None or options.cache.shifted is None:
         return options
+    if identity.get("invariant"):
+        raise not_invariant("keys and values that are copied from other positions")
     from .measured import permitted
 
     return replace(options, cache=permitted(options.cache, identity))

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 class Counts:
     """A Counts holds the counts that progress shows.
 
-    phase             "reading", "loading the model", "computing", ...
+    phase             "reading", "loading the model", "computing", "writing the output", ...
     records_read      records read; read_all: whether these are all
     records_done      records with their line, those of earlier runs included; errors: error lines among them
     tokens            tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones

@@ -298,6 +298,12 @@ def test_refused_models(tmp_path):
         engine_of(looped, cache=shifted())
 
 
+def test_a_batch_invariant_model_copies_nothing(tmp_path):
+    with pytest.raises(InputError, match="keys and values that are copied") as caught:
+        LLM(str(tiny_checkpoint(tmp_path, "llama")), dtype="float32", invariant=True, cache=shifted())
+    assert caught.value.field == "invariant"
+
+
 @pytest.mark.parametrize("sharing", ["mlp", "off"])
 def test_refused_sharing(llama, sharing):
     with pytest.raises(InputError, match=f"sharing '{sharing}'"):
