@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -74,17 +73,21 @@ class Layer(nn.Module):
         read: Tensor | None,
         adapters: RowAdapters,
         ops: Ops,
-        states: Any = None,
+        states: object = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
         The other arguments are as of `Rows`."""
         rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, self.invariant, states)
         del x, delta  # so that they are free when no operation needs them any more
+        buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
             run(operation, weights, rows)
             for name in dead:
-                rows.drop(name)
-        return rows.buffers[X], rows.delta
+                if name in buffers:
+                    del buffers[name]
+                if name in heads:
+                    del heads[name]
+        return buffers[X], rows.delta
 
     def result(
         self,
@@ -95,7 +98,7 @@ class Layer(nn.Module):
         *,
         read: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
-        states: Any = None,
+        states: object = None,
     ) -> Tensor:
         """Return what a buffer has after operations without attention, which begin with the residual stream x + delta
         [rows, hidden]; may write into x. The other arguments are as of `Rows`."""

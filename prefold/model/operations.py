@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Rows:
     ops: Ops
     ranks: Alone
     invariant: bool
-    states: Any = None
+    states: object = None
     heads: dict[Buffer, dict[int, tuple[int, Tensor]]] = field(default_factory=dict)
 
     def get(self, name: Buffer) -> Tensor:
@@ -60,7 +60,8 @@ class Rows:
     def put(self, name: Buffer, values: Tensor) -> None:
         """Fill a buffer, [rows, width]."""
         self.buffers[name] = values
-        self.heads.pop(name, None)
+        if name in self.heads:
+            del self.heads[name]
         if name == X:
             self.delta = None
 
@@ -146,7 +147,7 @@ class Execution:
 
 def execution_of(kind: type[Operation]) -> Execution:
     """Return how tensors execute a kind of operation. Raise UnsupportedModelError if nothing says how."""
-    found = EXECUTE.get(kind) or ADDED.get(kind)
+    found: object = EXECUTE.get(kind) or ADDED.get(kind)
     if isinstance(found, str):
         found = named_class(found)
     if found is None:
@@ -154,7 +155,7 @@ def execution_of(kind: type[Operation]) -> Execution:
             f"the model has an operation {kind.__name__}, and no function computes it with tensors; add one with "
             "prefold.extend.register_operation"
         )
-    return found if isinstance(found, Execution) else Execution(found)
+    return found if isinstance(found, Execution) else Execution(cast(Callable[[Any, Any, Rows], None], found))
 
 
 def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
@@ -166,11 +167,12 @@ def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
     elif rows.ranks.size > 1 and operation.whole:
         rows.put(operation.out, _norm_of_part(operation, weights, rows.get(source), rows))
     elif source == X:
-        x, h = weights(rows.buffers[X], rows.delta, rows.ops)
-        rows.put(X, x)
+        # To call a module in place of its `forward` costs more than a norm of few rows.
+        rows.buffers[X], h = weights.forward(rows.buffers[X], rows.delta, rows.ops)
+        rows.delta = None
         rows.put(operation.out, h)
     else:
-        rows.put(operation.out, weights(rows.buffers[source], None, rows.ops)[1])
+        rows.put(operation.out, weights.forward(rows.buffers[source], None, rows.ops)[1])
 
 
 def _norm_of_part(operation: Norm, weights: layers.Norm, x: Tensor, rows: Rows) -> Tensor:
@@ -184,15 +186,13 @@ def _norm_of_part(operation: Norm, weights: layers.Norm, x: Tensor, rows: Rows) 
 
 def linear(operation: Linear, weights: layers.Linear, rows: Rows) -> None:
     """A product, with what adapters add, and what follows it: the activation, the gate, the sum over ranks."""
-    x, adapters = rows.get(operation.source), rows.adapters
-    is_adapted = bool(operation.name and adapters.adapters)
-    if isinstance(weights, layers.ActivatedLinear) and not is_adapted:
-        out = weights.activated(x, rows.ops)
+    x = rows.buffers[operation.source] if rows.delta is None else rows.get(operation.source)
+    adapters = rows.adapters
+    if not adapters.adapters or not operation.name:
+        out = weights.activated(x, rows.ops) if operation.activation else weights.forward(x)
     else:
-        out = weights(x)
-        if is_adapted:
-            out = adapters.add(out, x, operation.layer, operation.name)
-        if isinstance(weights, layers.ActivatedLinear):
+        out = adapters.add(weights.forward(x), x, operation.layer, operation.name)
+        if operation.activation:
             out = weights.activate(out, rows.ops)
     rows.put(operation.out, rows.ranks.sum(out) if operation.summed else out)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 Buffer = str
 X, H, DELTA = "x", "h", "delta"  # the residual stream; what a part of a layer reads; what it gives
@@ -388,10 +388,10 @@ class Program:
 
 
 # By the type of an operation that features and extensions compute with tensors: see `add_operation`.
-ADDED: dict[type[Operation], Any] = {}
+ADDED: dict[type[Operation], object] = {}
 
 
-def add_operation(kind: type[Operation], function: Any) -> None:
+def add_operation(kind: type[Operation], function: object) -> None:
     """Let models have an operation: `function` computes it with tensors, for training, on GPUs, and wherever no kernel
     does.
 

@@ -78,7 +78,7 @@ class Pass:
     ops: Ops
     place: int = 0
     prelude: Tensor | None = None
-    states: Any = None
+    states: object = None
 
     @property
     def stream(self) -> Tensor:
@@ -182,7 +182,7 @@ class CausalLM(nn.Module):
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
         media: MediaRows | None = None,
-        states: Any = None,
+        states: object = None,
     ) -> Tensor:
         """Returns hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
 

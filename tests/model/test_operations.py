@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from prefold.features.experts.families import mixture
 from prefold.model import CausalLM, ModelConfig, Plane, RopeConfig
-from prefold.model.layer import dead_buffers
-from prefold.model.operations import Rows, gate
+from prefold.model.layer import Layer, dead_buffers
+from prefold.model.lora import NO_ADAPTERS
+from prefold.model.operations import Place, Rows, gate
+from prefold.model.ops import PYTORCH
+from prefold.model.parallel import ALONE
 from prefold.model.program import (
     Add,
     Attend,
@@ -248,3 +251,23 @@ def test_gates_that_begin_anywhere():
     gate(Gate("a", "b", groups=2, dim=3, at=11, stride=4), None, state)
     expected = torch.cat((x[:, :3] * by[:, 11:14].sigmoid(), x[:, 3:] * by[:, 15:18].sigmoid()), 1)
     assert torch.equal(state.buffers["a"], expected)
+
+
+def test_sums_wait_for_the_norm_that_follows():
+    """Two in turn, one whose norm follows, and one that the layer ends with."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = torch.randn(3, 2, 4, generator=generator)
+    operations = [
+        Add("x", "x", 0.5),
+        Add("x", "x"),
+        Norm("x", "h", Weight((("n.weight", 4),)), 1e-3),
+        Add("x", "h", 3.0),
+    ]
+    layer = Layer(operations, Place(torch.float32, torch.device("cpu"), ALONE)).requires_grad_(False)
+    layer.n.weight.copy_(a[0])
+    options = {"cos_sin": None, "attend": None, "read": None, "adapters": NO_ADAPTERS, "ops": PYTORCH}
+    stream, delta = layer(x, b, **options)
+    total = 3.0 * (x + b)
+    torch.testing.assert_close(stream, total)
+    normed = a[0] * total / (total.square().mean(1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(delta, 3.0 * normed)

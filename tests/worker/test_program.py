@@ -1,4 +1,4 @@
-"""A forward pass as one call gives what PyTorch's modules give, which call the same kernels one by one."""
+"""A forward pass as one call gives what the operations give one by one, by the same kernels."""
 
 from __future__ import annotations
 

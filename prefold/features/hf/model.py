@@ -218,7 +218,7 @@ class TransformersLM(CausalLM):
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
         media: MediaRows | None = None,
-        states: Any = None,
+        states: object = None,
     ) -> Tensor:
         rows = self.rows
         rows.attend, rows.adapters, rows.plane = attend, adapters, 0

@@ -6,6 +6,8 @@ Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Tra
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,8 +17,8 @@ from ...errors import UnsupportedModelError
 from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
 from ...model.operations import Rows, Weights
 from ...model.ops import PYTORCH
-from ...model.program import GatedDelta, Mamba2, Operation, ShortConv
-from .carry import Group, LayerStates
+from ...model.program import GatedDelta, Mamba2, ShortConv
+from .carry import Carry, Group, LayerStates
 
 # Rows of a chunk, within which all is products of matrices.
 CHUNK = 64
@@ -86,12 +88,12 @@ def _one_row(
     return (q[..., None, :] @ state).transpose(1, 2), state
 
 
-def states_of(operation: Operation, rows: Rows) -> LayerStates:
-    """Return the states of an operation's layer. Raise UnsupportedModelError where there are none, or gradients are
+def states_of(rows: Rows, layer: int) -> LayerStates:
+    """Return the states of a layer. Raise UnsupportedModelError where there are none, or gradients are
     wanted."""
     if rows.states is None or torch.is_grad_enabled():
         raise UnsupportedModelError("a model with layers of states runs in an engine, and is not trained")
-    return rows.states.of(operation.layer)  # type: ignore[attr-defined]
+    return cast(Carry, rows.states).of(layer)
 
 
 def compiled_for(x: Tensor) -> kernels.Kernels | None:
@@ -106,7 +108,7 @@ def _taps(weight: Tensor) -> Tensor:
 
 def short_conv(operation: ShortConv, weights: Weights, rows: Rows) -> None:
     """The gated short convolution of LFM2."""
-    x, states = rows.get(operation.source), states_of(operation, rows)
+    x, states = rows.get(operation.source), states_of(rows, operation.layer)
     read = rows.read if operation.picked else None
     if compiled := compiled_for(x):
         carry = states.carry
@@ -128,7 +130,7 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
 
     Source: modeling_qwen3_5.py of transformers.
     """
-    x, states = rows.get(operation.source), states_of(operation, rows)
+    x, states = rows.get(operation.source), states_of(rows, operation.layer)
     read = rows.read if operation.picked else None
     carry, heads, dim = states.carry, operation.heads, operation.value_dim
     if compiled := compiled_for(x):
@@ -176,7 +178,7 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
 def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
     """A layer of state spaces: x, keys b and queries c go through a short convolution; heads of one group share b and
     c. Source: modeling_granitemoehybrid.py of transformers."""
-    h, states = rows.get(operation.source), states_of(operation, rows)
+    h, states = rows.get(operation.source), states_of(rows, operation.layer)
     read, carry, heads = rows.read if operation.picked else None, states.carry, operation.heads
     inner, channels, groups = heads * operation.dim, len(weights.taps), operation.groups
     if compiled := compiled_for(h):
