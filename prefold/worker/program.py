@@ -372,10 +372,11 @@ class Program:
                         self._add(Kind.PICK, source=BUFFERS[name], beside=name == operation.sources[-1])
             else:
                 assert isinstance(operation, ir.Add)
-                waits = (operation.source, operation.beside, operation.scale) == (ir.X, ir.DELTA, 1)
+                waits = operation == ir.Add(ir.X, ir.DELTA)
                 if not waits:
                     source, beside = BUFFERS[operation.source], BUFFERS[operation.beside]
-                    self._add(Kind.ADD, source=source, beside=beside, eps=operation.scale)
+                    summed = self._is_split and operation.summed
+                    self._add(Kind.ADD, source=source, beside=beside, eps=operation.scale, summed=summed)
         return waits
 
     def _add_norm(self, operation: ir.Norm, norm: Norm, beside: int = -1) -> None:

@@ -128,7 +128,7 @@ class Compiler:
 
     def _sum(self, add: Add) -> None:
         source, beside = self.number[add.source], self.number[add.beside]
-        self.add(Kind.ADD, source=source, beside=beside, eps=add.scale)
+        self.add(Kind.ADD, source=source, beside=beside, eps=add.scale, summed=self.is_split and add.summed)
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
         """Add a norm, of the sum of two buffers where `beside` is one."""
@@ -287,7 +287,7 @@ def _mamba2(compiler: Compiler, mixer: Mamba2) -> None:
 
 def _norms_sum(norm: Norm, add: Add) -> bool:
     """Return whether a norm is of what a sum has just made."""
-    return add.scale == 1 and norm.source == add.source and norm.at == 0
+    return add.scale == 1 and not add.summed and norm.source == add.source and norm.at == 0
 
 
 COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
