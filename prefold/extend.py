@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .cluster.backends import Backend
     from .engine.schedule.parts import MakePart as MakeEnginePart
-    from .model.config import MlpKind
+    from .model.builders import MlpKind
     from .model.families import Family
     from .model.program import Operation
     from .tasks.readers import Reader
@@ -55,7 +55,7 @@ def register_family(architecture: str, family: Family) -> None:
 
 def register_mlp(name: str, kind: MlpKind) -> None:
     """Let configs name an MLP. `kind` has the function that adds its operations to a layer."""
-    from .model.config import add_mlp
+    from .model.builders import add_mlp
 
     add_mlp(name, kind)
 

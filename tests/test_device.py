@@ -10,7 +10,7 @@ from prefold import kernels
 from prefold.errors import InputError
 from prefold.kernels.threads import VARIABLES
 from prefold.kernels.threads import process as kernel_threads
-from prefold.model import device
+from prefold.model import device, machine
 from prefold.spec import container
 
 
@@ -146,7 +146,7 @@ def test_a_device_or_dtype_that_is_not_there_is_refused():
 def test_auto_is_what_is_stored_where_the_device_computes_in_it(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(device, "computes_bf16", lambda native=native: native)
+        monkeypatch.setattr(machine, "computes_bf16", lambda native=native: native)
         assert device.choose_dtype("auto", {"torch_dtype": "bfloat16"}, cpu) == expected
     assert device.choose_dtype("auto", {"dtype": "float16"}, cuda) == torch.float16
     assert device.choose_dtype("auto", {}, cuda) == torch.float32

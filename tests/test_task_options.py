@@ -160,12 +160,15 @@ def test_a_model_takes_settings_as_mappings_and_as_objects():
     )
 
 
+DRAWS = {"worker/sampler.py", "worker/native/arrays.py", "kernels/operations.py"}
+
+
 @pytest.mark.parametrize(
     ("name", "where"),
     [
         # It is a key of generation_config.json, too.
-        ("min_p", {"checkpoint/keys.py", "spec/task.py", "worker/sampler.py", "worker/draw_triton.py"}),
-        ("top_n_sigma", {"spec/task.py", "worker/sampler.py", "worker/draw_triton.py"}),
+        ("min_p", {"checkpoint/keys.py", "spec/task.py", "worker/draw_triton.py"} | DRAWS),
+        ("top_n_sigma", {"spec/task.py", "worker/draw_triton.py"} | DRAWS),
     ],
 )
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):

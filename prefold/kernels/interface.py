@@ -76,7 +76,7 @@ _NAME = re.compile(rf"prefold_(.+?)(?:_({'|'.join(ACTIVATIONS)}))?((?:_(?:{'|'.j
 
 
 # Where an array object has the address of its numbers: the first field behind the head of every object. `ctypes.data`
-# and `__array_interface__` make objects on the way, and take about ten times as long.
+# and the interface of arrays make objects on the way, and take about ten times as long.
 _DATA = object.__basicsize__
 _PROBE = np.empty(1)
 _IS_FIELD = c_void_p.from_address(id(_PROBE) + _DATA).value == _PROBE.ctypes.data

@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import MlpKind, ModelConfig, Plane, RopeConfig, add_mlp
+from .builders import MlpKind, add_mlp
+from .config import ModelConfig, Plane, RopeConfig
 from .decoders import decoder
 from .families import config_from, fallbacks, register_family, supported_architectures
 from .names import Names

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from ..errors import UnsupportedModelError
+from ..spec.plugins import named_class
+from .config import ModelConfig
 from .program import (
     DELTA,
     OUT,
@@ -23,9 +26,6 @@ from .program import (
     Weight,
     X,
 )
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
@@ -166,7 +166,9 @@ class LayerBuilder:
 
     def mlp(self, h: Buffer, out: Buffer) -> None:
         """Add the MLP, of the kind that the config names, of what `h` has."""
-        self.config.mlp_kind.build(self, h, out)
+        if self.config.mlp not in MLPS:
+            raise UnsupportedModelError(f"mlp is {self.config.mlp!r}; it must be one of {', '.join(MLPS)}")
+        MLPS[self.config.mlp].build(self, h, out)
 
     def gated_mlp(
         self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
@@ -208,8 +210,35 @@ class LayerBuilder:
         self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
 
 
+def decoder_layer(builder: LayerBuilder) -> tuple[Operation, ...]:
+    """Return the operations of a layer of attention and an MLP."""
+    return builder.decoder_layer()
+
+
+@dataclass(frozen=True, slots=True)
+class MlpKind:
+    """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
+
+    build  adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they fill
+    """
+
+    build: Callable[[LayerBuilder, Buffer, Buffer], None]
+
+
+def add_mlp(name: str, kind: MlpKind) -> None:
+    """Add a kind of MLP, which configs may name."""
+    MLPS[name] = kind
+
+
+def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    builder.gated_mlp(h, out, builder.config.intermediate)
+
+
+MLPS = {"gated": MlpKind(_build_gated), "plain": MlpKind(LayerBuilder.plain_mlp)}
+
+
 def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
-    """Return the program of a decoder, whose layers `config.build_layer` makes.
+    """Return the program of a decoder, whose layers `config.layer_builder` makes.
 
     config  with the sizes of this rank's part of the layers
     copies  how many ranks have each KV head
@@ -217,7 +246,8 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     hidden, vocabulary = config.hidden, config.vocab_size
     table = Weight(((EMBEDDING, vocabulary),), (hidden,))
     learned = None if config.rope else Weight((("embed_positions.weight", config.max_positions),), (hidden,))
-    layers = tuple(config.build_layer(LayerBuilder(config, number, copies)) for number in range(config.layers))
+    build = named_class(config.layer_builder)
+    layers = tuple(build(LayerBuilder(config, number, copies)) for number in range(config.layers))
     head = None
     if config.lm_head:
         head = table if config.tie_embeddings else Weight(((LM_HEAD, vocabulary),), (hidden,))

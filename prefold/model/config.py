@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ..errors import UnsupportedModelError
+from ..spec.plugins import named_class
 from ..spec.requests import Exits, refuse_exits
-from .builders import LayerBuilder, decoder_program
 from .names import Names
-from .program import Buffer, Operation, Program
+from .program import Program
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "max_positions")
 
@@ -67,22 +67,13 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class MlpKind:
-    """An MlpKind says what the MLP of a layer is; `ModelConfig.mlp` names it.
-
-    build  adds the operations of the MLP to a layer; it takes the buffer that they read, and the one that they fill
-    """
-
-    build: Callable[[LayerBuilder, Buffer, Buffer], None]
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
 
     Models that are more than that have configs of subclasses, which override what differs.
 
     model          the module and the class of the model that is built
+    layer_builder  the module and the function that makes the operations of a layer, of a `builders.LayerBuilder`
     is_program     whether the program of the model is all that its passes compute
     loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
     layers         layers with weights of their own
@@ -127,6 +118,7 @@ class ModelConfig:
 
     model: ClassVar[str] = "prefold.model.transformer:CausalLM"
     loading: ClassVar[str] = ""
+    layer_builder: ClassVar[str] = "prefold.model.builders:decoder_layer"
     is_program: ClassVar[bool] = True
 
     vocab_size: int
@@ -194,8 +186,6 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModelError(f"{name} is {value!r}; it must be a positive integer")
-        if self.mlp not in MLPS:
-            raise UnsupportedModelError(f"mlp is {self.mlp!r}; it must be one of {', '.join(MLPS)}")
         if self.heads % self.kv_heads:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
@@ -235,11 +225,8 @@ class ModelConfig:
 
     def program(self, copies: int = 1) -> Program:
         """Returns what the model computes. copies: how many ranks have each KV head"""
-        return decoder_program(self, copies)
-
-    def build_layer(self, builder: LayerBuilder) -> tuple[Operation, ...]:
-        """Returns the operations of a layer."""
-        return builder.decoder_layer()
+        program: Program = named_class("prefold.model.builders:decoder_program")(self, copies)
+        return program
 
     @property
     def text(self) -> ModelConfig:
@@ -301,11 +288,6 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     @property
-    def mlp_kind(self) -> MlpKind:
-        """Returns the kind of the MLP in each layer."""
-        return MLPS[self.mlp]
-
-    @property
     def split_mlps(self) -> dict[str, str]:
         """Returns the fields with widths of gated MLPs, beside `intermediate`, whose columns are split over ranks, each
         with the name of the MLP's module."""
@@ -316,11 +298,10 @@ class ModelConfig:
         names here, with the layer's."""
         match = re.match(r"layers\.(\d+)\.", names[0])
         modules = [re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name) for name in names]
-        for number in (
-            () if match is None else dict.fromkeys((min(int(match[1]), self.layers - 1), *range(self.layers)))
-        ):
-            operations = self.build_layer(LayerBuilder(self, number))
-            parts = (part for operation in operations for weight in operation.weights for part in weight.parts)
+        layers = self.program().layers
+        first = None if match is None else min(int(match[1]), self.layers - 1)
+        for number in () if first is None else dict.fromkeys((first, *range(self.layers))):
+            parts = (part for operation in layers[number] for weight in operation.weights for part in weight.parts)
             sizes = {re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", tensor): rows for tensor, rows in parts}
             if sizes.keys() >= {*modules}:
                 return [sizes[module] for module in modules]
@@ -336,15 +317,3 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Returns how many parameters there are. The LM head counts where `lm_head` is set and it is not tied."""
         return sum(weight.size for weight in self.program().weights)
-
-
-def add_mlp(name: str, kind: MlpKind) -> None:
-    """Adds a kind of MLP, which configs may name."""
-    MLPS[name] = kind
-
-
-def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    builder.gated_mlp(h, out, builder.config.intermediate)
-
-
-MLPS = {"gated": MlpKind(_build_gated), "plain": MlpKind(LayerBuilder.plain_mlp)}

@@ -17,6 +17,7 @@ import psutil
 
 from ..errors import InputError, OutOfMemoryError
 from ..spec.container import free_memory
+from ..spec.plugins import named_class
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "mallopt", None)
@@ -112,9 +113,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not has_torch():
         raise missing_torch(f"device is {name!r}", "device")
-    from .device import choose_device as of_torch
-
-    return str(of_torch(name))
+    return str(named_class("prefold.model.device:choose_device")(name))
 
 
 def missing_torch(message: str, field: str) -> InputError:

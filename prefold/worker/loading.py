@@ -1,40 +1,14 @@
-"""Which executor runs a model, and what both give when they have loaded it. No torch."""
+"""Which executor runs a model. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 from ..checkpoint import Checkpoint
-from ..engine.worker import Worker
 from ..errors import InputError
 from ..model import ModelConfig
 from ..model.machine import has_torch, missing_torch
 from ..spec.model import ModelSpec
 from ..text import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A Loaded is a model that is ready to run.
-
-    worker    runs its steps
-    config    the model's, as its checkpoint has it in fact
-    model     the executor's model
-    executor  "native" or "torch"
-    passes    in words, what computes a forward pass
-    ranks     processes that hold the model
-    close     ends what runs beside this process
-    """
-
-    worker: Worker
-    config: ModelConfig
-    model: Any
-    executor: str
-    passes: str
-    ranks: int = 1
-    close: Callable[[], None] = lambda: None
+from .loaded import Loaded
 
 
 def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str:

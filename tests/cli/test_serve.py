@@ -57,7 +57,7 @@ def test_a_server_from_beginning_to_end(tmp_path):
         assert "Traceback" not in said
         stamped = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4} prefold: (.*)")
         told = [stamped.fullmatch(line)[1] for line in said.splitlines()]
-        assert [line.split(" ")[0] for line in told] == ["ready", "forward", "draining:", "the"]
+        assert [line.split(" ")[0] for line in told] == ["ready", "each", "draining:", "the"]
         assert told[-1] == "the server ends; all requests have been answered"
     finally:
         process.kill()

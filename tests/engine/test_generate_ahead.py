@@ -207,7 +207,7 @@ def test_a_request_that_is_cancelled_while_its_step_runs(llm):
 
 
 def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
-    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off", executor="torch")
     generator, answers, keys = llm.engine.generator, [], []
     request = Request(np.array([5, 6, 7], np.int32), sampling=Sampling(max_tokens=20, n=2, ignore_eos=True))
     told = []
@@ -224,7 +224,7 @@ def test_a_sample_whose_text_cancels_its_own_request(tmp_path):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_text_whose_function_fails_ends_alone(tmp_path, ahead):
     """It is answered with the error; the others in its step get their answers."""
-    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off")
+    llm = LLM(str(tiny_checkpoint(tmp_path)), dtype="float32", cache="off", executor="torch")
     generator = engine_of(llm, ahead=ahead).generator
 
     def fail(piece: TextPiece) -> None:

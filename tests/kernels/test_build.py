@@ -25,6 +25,7 @@ import torch
 from click.testing import CliRunner
 from dense import dense_attention
 from nests import random_nest
+from tensors import TensorKernels
 
 from prefold import __version__, kernels
 from prefold.cli import main
@@ -33,6 +34,7 @@ from prefold.kernels import interface, loader
 from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
 from prefold.kernels.loader import KernelLoader
+from prefold.model.arrays import array_of
 from prefold.worker.attention import Heads, RowAttention, visibility
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -71,6 +73,7 @@ def quick(tmp_path_factory) -> Path:
 
 def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
     """Attention of `loaded` against the definition."""
+    of_tensors = TensorKernels(loaded)
     nest = random_nest(np.random.default_rng(0), rows, 0.2)
     queries = np.arange(5, rows)
     tiles = loaded.plan_rows(nest.end, queries, nest.positions, 30)
@@ -80,13 +83,14 @@ def check_kernels(loaded: kernels.Kernels, *, rows: int = 90) -> None:
             q = torch.randn(rows - 5, heads, dim).to(dtype)
             k, v = (torch.randn(rows, kv_heads, dim).to(dtype) for _ in range(2))
             v[rows // 2] = torch.nan
-            out = loaded.row_attention(q, k, v, tiles, scale=0.2)
+            out = of_tensors.row_attention(q, k, v, tiles, scale=0.2)
             wanted = dense_attention(q.double(), k.double(), v.double(), visible, scale=0.2)
             torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance, equal_nan=True)
         x, weight = torch.randn(17, 36).to(dtype), torch.randn(70, 36).to(dtype)
-        out = loaded.linear(x, kernels.pack_words(weight), 70, out=torch.empty(17, 70))
+        packed = loaded.pack_words(array_of(weight))
+        out = of_tensors.linear(x, packed, 70, out=torch.empty(17, 70))
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=0, atol=1e-4)
-    sums, largest = loaded.log_sum_exp(out)
+    sums, largest = of_tensors.log_sum_exp(out)
     torch.testing.assert_close(sums, torch.logsumexp(out, -1), rtol=0, atol=1e-5)
     assert torch.equal(largest, out.argmax(-1))
 

@@ -18,7 +18,6 @@ from prefold.model import (
     MlpKind,
     add_mlp,
     add_operation,
-    config,
     config_from,
     families,
     load_model,
@@ -89,7 +88,7 @@ class TheirExperts(nn.Module):
 def checkpoint(tmp_path, keep):
     """A checkpoint of a family that two calls add, and the model of transformers."""
     load_plugins()  # into the tables themselves
-    keep(config.MLPS, families.FAMILIES, families.REGISTERED, program.ADDED)
+    keep(builders.MLPS, families.FAMILIES, families.REGISTERED, program.ADDED)
     add_mlp("experts", MlpKind(build))
     add_operation(LikeliestExpert, likeliest)
     register_family("TwoExpertsForCausalLM", lambda hf: replace(llama(hf), mlp="experts"))
@@ -125,7 +124,7 @@ def test_a_mixture_of_experts_in_one_file(checkpoint):
 def test_a_kind_that_was_not_added_is_an_error(checkpoint):
     found = config_from(checkpoint[0].config)
     with pytest.raises(UnsupportedModelError, match="mlp is 'mixture'; it must be one of gated, plain, experts"):
-        replace(found, mlp="mixture")
+        replace(found, mlp="mixture").program()
 
 
 def test_an_operation_that_no_function_computes_is_an_error(checkpoint):

@@ -20,7 +20,6 @@ from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
 from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
-from prefold.model import config as config_module
 from prefold.model.arrays import array_of, tensor_of
 from prefold.model.config import head_order
 from prefold.model.names import Names
@@ -99,7 +98,7 @@ def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, keep, name
     path.write_text(json.dumps(settings | named), encoding="utf-8")
     example = next(example for example in EXAMPLES if "quokka" in example.lower())
     (tmp_path / "quokkas.py").write_text(example, encoding="utf-8")
-    keep(config_module.MLPS, plugins.loaded)
+    keep(builders.MLPS, plugins.loaded)
     monkeypatch.setenv(environment.PLUGINS, str(tmp_path / "quokkas.py"))
     write_tokenizer(tmp_path / "model")
     prompt, text = [5, 6, 7, 8], [9, 10, 11]

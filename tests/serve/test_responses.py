@@ -6,6 +6,7 @@ import json
 
 import openai
 import pytest
+from generating import slowed
 from serving import serving
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -53,10 +54,11 @@ def test_messages_and_instructions(bare, llm):
     assert found.instructions == "one"
 
 
-def test_events(bare):
+def test_events(bare, llm):
     options = {"model": "tiny", "input": "yes no?", "max_output_tokens": 20, **GREEDY}
     expected = bare.responses.create(**options)
-    events = list(bare.responses.create(stream=True, **options))
+    with slowed(llm.worker):
+        events = list(bare.responses.create(stream=True, **options))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     assert kinds[:4] == [

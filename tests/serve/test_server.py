@@ -11,7 +11,7 @@ from functools import partial
 import httpx
 import pytest
 from books import check_books
-from generating import until_idle
+from generating import slowed, until_idle
 from running import no_steps
 from serving import KEYS, Raw, serving, until
 
@@ -59,7 +59,7 @@ def test_what_is_loaded_is_no_work_for_the_garbage_collector(llm):
 
 
 def test_what_runs_too_long_while_draining_is_answered(llm):
-    with serving(llm, drain_seconds=0.05) as server:
+    with slowed(llm.worker), serving(llm, drain_seconds=0.05) as server:
         raw = Raw(server).send("/v1/completions", LONG | {"stream": True})
         raw.read_until(b"data: ")
         server._loop.call_soon_threadsafe(server._begin_to_drain)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -75,6 +76,22 @@ def before_passes(worker: NativeWorker | LocalWorker, act: Callable[[np.ndarray]
 
     program._call = watched
     return lambda: program.__dict__.pop("_call")
+
+
+@contextmanager
+def slowed(worker: NativeWorker | LocalWorker, seconds: float = 0.002) -> Iterator[None]:
+    """Lets each step of a worker take so much longer: models of tests are through before anybody can stop them."""
+    start = worker.start
+
+    def later(*given, **named):
+        time.sleep(seconds)
+        return start(*given, **named)
+
+    worker.start = later
+    try:
+        yield
+    finally:
+        del worker.start
 
 
 def generate(engine: ModelEngine, requests: list[Request], tokenizer=None, window: int = 1 << 20, **options) -> list:

@@ -188,7 +188,7 @@ def test_llm_calibrates_and_decides(llm):
         assert after["refund"] == before["refund"] and after["refund"].review is None
         assert after["tone"].review == (max(after["tone"].probabilities.values()) < own.threshold)
     assert llm.decide(states, QUESTIONS, calibration=json.loads(json.dumps(made.to_dict()))) == again
-    sure = max(again[0]["refund"].probabilities.values())
+    sure = max(again[0]["refund"].probabilities.values()) - 1e-5  # alone it may differ by rounding
     one, other = (llm.decide(states[0], QUESTIONS, calibration=made, review_below=p) for p in (sure, (1 + sure) / 2))
     assert (one["refund"].review, other["refund"].review) == (False, True)
     assert None not in [answer.review for answer in one.values()]

@@ -8,7 +8,7 @@ from typing import Any
 from ...checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
 from ...checkpoint.settings import Settings
 from ...errors import UnsupportedModelError
-from ...model.config import MlpKind, add_mlp
+from ...model.builders import MlpKind, add_mlp
 from ...model.families import add_families, with_heads
 from ...model.program import Experts, add_operation
 from .families import (

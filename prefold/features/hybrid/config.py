@@ -71,6 +71,7 @@ class HybridConfig(ModelConfig):
     """
 
     model: ClassVar[str] = "prefold.features.hybrid.worker:HybridLM"
+    layer_builder: ClassVar[str] = "prefold.features.hybrid.config:state_layer"
 
     mixers: tuple[str, ...]
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -100,14 +101,6 @@ class HybridConfig(ModelConfig):
     def pass_layers(self) -> Sequence[int]:
         return range(self.layers)
 
-    def build_layer(self, builder: LayerBuilder) -> tuple[Operation, ...]:
-        kind = self.mixer(builder.number)
-        if kind is None:
-            return builder.decoder_layer()
-        h = builder.norm("input_layernorm", X, H)
-        kind.build(builder, h)
-        return builder.after_mixer(h)
-
     @property
     def fixed(self) -> str:
         return "some of its layers have a state that runs along the sequence, so that a row depends on all rows before"
@@ -120,6 +113,18 @@ class HybridConfig(ModelConfig):
         """Returns the shapes of a layer's state; none for a layer with attention."""
         kind = self.mixer(number)
         return () if kind is None else kind.states(self)
+
+
+def state_layer(builder: LayerBuilder) -> tuple[Operation, ...]:
+    """Returns the operations of a layer, which has attention or a mixer."""
+    config = builder.config
+    assert isinstance(config, HybridConfig)
+    kind = config.mixer(builder.number)
+    if kind is None:
+        return builder.decoder_layer()
+    h = builder.norm("input_layernorm", X, H)
+    kind.build(builder, h)
+    return builder.after_mixer(h)
 
 
 def add_mixer(name: str, kind: MixerKind) -> None:

@@ -23,7 +23,7 @@ from ...model.machine import available_memory, check_fits
 from ...model.program import Add, Embed, Experts, Linear, Program, Weight
 from ...model.sources import StoredSource, open_source
 from ...spec.model import ModelSpec
-from ..loading import Loaded
+from ..loaded import Loaded
 from ..parts import native_parts
 from .model import NativeModel, PackedTable, Table
 from .program import COMPILE

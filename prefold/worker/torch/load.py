@@ -14,7 +14,7 @@ from ...model.int8 import probe_tokens
 from ...model.parallel import ALONE, CollectiveError
 from ...spec.model import ModelSpec
 from ...text import Tokenizer
-from ..loading import Loaded
+from ..loaded import Loaded
 from ..local import LocalWorker
 from ..parts import parts_of
 from ..tensor_parallel import TensorParallelWorker

@@ -67,7 +67,7 @@ def test_who_computes_is_chosen_once(backend, monkeypatch):
     attention, plan = case.attention(), case.plan()
     asked = []
     monkeypatch.setattr(kernels, "load", lambda: asked.append("kernels"))
-    monkeypatch.setattr("prefold.worker.attention.plan.runs_triton", lambda device: asked.append("triton"))
+    monkeypatch.setattr("prefold.worker.attention.heads.runs_triton", lambda device: asked.append("triton"))
     out = attention.attend(case.q, case.k, case.v, plan, scale=case.scale)
     torch.testing.assert_close(out.double(), case.expected(), rtol=0, atol=1e-5)
     assert not asked, "a plane of a step does not choose"
