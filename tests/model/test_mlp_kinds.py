@@ -18,6 +18,7 @@ from prefold.model import (
     MlpKind,
     add_mlp,
     add_operation,
+    builders,
     config_from,
     families,
     load_model,

@@ -19,7 +19,7 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
-from prefold.model import ModelConfig, config_from, decoder, families, load_model, register_family
+from prefold.model import ModelConfig, builders, config_from, decoder, families, load_model, register_family
 from prefold.model.arrays import array_of, tensor_of
 from prefold.model.config import head_order
 from prefold.model.names import Names
