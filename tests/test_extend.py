@@ -9,6 +9,7 @@ import sys
 
 from prefold import extend
 from prefold.cluster import backends
+from prefold.model import program
 
 
 def test_each_function_is_listed_with_a_signature_and_a_few_lines():
@@ -33,6 +34,19 @@ def test_a_backend_is_registered(keep):
     own = backends.Backend()
     extend.register_backend("mine", own)
     assert backends.backend_named("mine") is own and "mine" in backends.backend_names()
+
+
+def test_an_operation_is_registered(keep):
+    keep(program.ADDED)
+
+    class Own(program.Operation):
+        pass
+
+    def function(operation, weights, rows):
+        pass
+
+    extend.register_operation(Own, function)
+    assert program.ADDED[Own] is function
 
 
 def test_a_head_is_registered(keep):
