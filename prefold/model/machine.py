@@ -103,7 +103,10 @@ def has_gpu() -> bool:
 
 def has_torch() -> bool:
     """Return whether PyTorch is installed."""
-    return importlib.util.find_spec("torch") is not None
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ImportError:  # of a loader that forbids it
+        return False
 
 
 def choose_device(name: str) -> str:

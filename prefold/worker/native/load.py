@@ -53,7 +53,7 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
-        "a model in parts": ranks == 1,
+        f"{ranks} ranks": ranks == 1,
         "a model that is more than its program": config.is_program,
         "rows of whole words": dtype != "bfloat16" or all(inputs % 2 == 0 for inputs in _inputs(config.program())),
     }

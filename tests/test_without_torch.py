@@ -1,0 +1,91 @@
+"""What runs without PyTorch: a model of each kind, in a process that cannot import it, beside the same with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from adapters import write_adapter
+from tiny import tiny_checkpoint
+
+from prefold import LLM
+
+sys.path.insert(0, str(Path(__file__).parent / "features" / "hybrid"))
+from hybrids import HYBRIDS, hybrid_checkpoint
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Blocked())
+"""
+CALLS = """
+import json
+from prefold import LLM
+folder, adapter = sys.argv[1:]
+llm = LLM(folder, dtype="float32", adapters={"a": adapter} if adapter else None)
+texts = ["the cat sat on a mat", "the cat sat", "one more"]
+generated = llm.generate(texts, max_tokens=6, temperature=0.8, seed=3, top_p=0.9, logprobs=2, ignore_eos=True)
+found = {
+    "generate": [list(one.tokens) for one in generated],
+    "embed": llm.embed(texts).tolist(),
+    "mean": llm.embed(texts, pooling="mean").tolist(),
+    "score": [one.logprob for one in llm.score(texts, [" and more"] * 3)],
+    "classify": [one.label for one in llm.classify(texts, ["yes", "no"])],
+    "adapted": llm.embed(texts, adapter="a").tolist() if adapter else [],
+}
+assert "torch" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def run_blocked(code: str, *arguments: str) -> str:
+    """What a process without PyTorch prints."""
+    done = subprocess.run([sys.executable, "-c", BLOCKED + code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"])
+def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, kind):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    folder = (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
+    adapter = str(write_adapter(tmp_path / "adapter", folder, layers=(0, 1))) if kind == "qwen3" else ""
+    found = json.loads(run_blocked(CALLS, str(folder), adapter))
+    llm = LLM(str(folder), dtype="float32", executor="torch", adapters={"a": adapter} if adapter else None)
+    texts = ["the cat sat on a mat", "the cat sat", "one more"]
+    options = {"max_tokens": 6, "temperature": 0.8, "seed": 3, "top_p": 0.9, "ignore_eos": True}
+    assert found["generate"] == [list(one.tokens) for one in llm.generate(texts, **options)]
+    assert found["classify"] == [one.label for one in llm.classify(texts, ["yes", "no"])]
+    np.testing.assert_allclose(found["embed"], llm.embed(texts), atol=1e-5)
+    np.testing.assert_allclose(found["mean"], llm.embed(texts, pooling="mean"), atol=1e-5)
+    scores = [one.logprob for one in llm.score(texts, [" and more"] * 3)]
+    np.testing.assert_allclose(found["score"], scores, atol=1e-4)
+    if adapter:
+        np.testing.assert_allclose(found["adapted"], llm.embed(texts, adapter="a"), atol=1e-5)
+        assert np.abs(np.array(found["adapted"]) - found["embed"]).max() > 1e-3
+
+
+def test_a_job_of_the_command_line_and_what_needs_pytorch(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    table = tmp_path / "rows.csv"
+    table.write_text("id,body\n1,the cat\n2,\n3,one more\n", encoding="utf-8")
+    command = "from prefold.cli import main; sys.argv[0] = 'prefold'; main()"
+    job = ["embed", str(table), "--prompt", "body", "--id", "id", "--model", str(folder), "-o"]
+    done = [sys.executable, "-c", BLOCKED + command, *job, str(tmp_path / "out.jsonl")]
+    ended = subprocess.run(done, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
+    assert ended.returncode == 3 and "each forward pass is one compiled call" in ended.stderr  # a record has an error
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert sorted((line["id"], "error" in line) for line in lines) == [("1", False), ("2", True), ("3", False)]
+    for option, words in (("--dtype=float16", "the dtype float16"), ("--tensor-parallel=2", "ranks")):
+        done = [sys.executable, "-c", BLOCKED + command, *job, str(tmp_path / "no.jsonl"), option]
+        ended = subprocess.run(done, capture_output=True, text=True)
+        assert ended.returncode and words in ended.stderr and "pip install 'prefold[torch]'" in ended.stderr
