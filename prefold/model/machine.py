@@ -72,6 +72,14 @@ def give_back() -> None:
         _malloc_trim(0)
 
 
+class GivesBack:
+    """Gives memory back when it goes: as the last field of a worker it goes when the model has gone."""
+
+    def __del__(self) -> None:
+        if give_back is not None:  # as names are when Python ends
+            give_back()
+
+
 @cache
 def computes_bf16() -> bool:
     """Return whether this CPU multiplies bfloat16 numbers natively, or with vectors that are wide enough for it."""

@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
-from ..errors import CheckpointError, InputError, not_invariant
+from ..errors import InputError, not_invariant
 from ..spec.plugins import named_class
 from .arrays import array_of
-from .builders import EMBEDDING, LM_HEAD
+from .checks import check_tensors, settled_lm_head
 from .config import ModelConfig
 from .device import check_fits
 from .families import config_from
@@ -80,11 +79,11 @@ def load_model(
     every = list(model.held)
     offsets = {name: weight.offset for weight in every for name, _ in weight.parts}
     source = open_source(checkpoint, config, wanted_shapes(every), seed, offsets)
-    settled = _settle_lm_head(config, source)
+    settled = settled_lm_head(config, source)
     if settled != config:
         model = _shapes(settled, dtype)
     weights = list(model.held)
-    check_tensors(checkpoint, weights, source)
+    check_tensors(checkpoint, wanted_shapes(weights), source)
     if ranks.size > 1:
         if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
             check_memory(checkpoint, weights, device, dtype)
@@ -165,48 +164,6 @@ def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> Ca
 
 def wanted_shapes(weights: Iterable[HeldWeight]) -> dict[str, tuple[int, ...]]:
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
-
-
-def _settle_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
-    """Returns the config with the LM head that the checkpoint has in fact, as transformers sees it.
-
-    A head that should be there and is not (embedding models) is none: `logits` says so. A head that
-    should be tied, but is saved with other values than the embedding, is not tied.
-    """
-    saved = source.shapes.get(LM_HEAD)
-    if not config.lm_head or (saved is None) == config.tie_embeddings:
-        return config
-    if saved is None:
-        return replace(config, lm_head=False)
-    if saved == source.shapes.get(EMBEDDING):
-        head, embedding = source.read(LM_HEAD), source.read(EMBEDDING)
-        if np.array_equal(head.astype(np.float32, copy=False), embedding.astype(np.float32, copy=False)):
-            return config
-    return replace(config, tie_embeddings=False)
-
-
-def check_tensors(checkpoint: Checkpoint, weights: list[HeldWeight], source: TensorSource) -> None:
-    expected = wanted_shapes(weights)
-    # A tied head may be saved beside the embedding it is tied to, and a head that is not asked for beside a classifier.
-    unexpected = sorted(set(source.shapes) - set(expected) - {LM_HEAD})
-    missing = sorted(set(expected) - set(source.shapes))
-    misshapen = [
-        f"{name} is {list(source.shapes[name])}, not {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in source.shapes and source.shapes[name] != shape
-    ]
-    problems = [
-        f"{problem}: {_some(names)}"
-        for problem, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misshapen))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"the tensors of {checkpoint.name} do not fit its config; {'; '.join(problems)}")
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def check_memory(

@@ -17,7 +17,7 @@ from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, not_invariant
 from ..model import Adapter, CausalLM
 from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
-from ..model.machine import give_back, keep_freed
+from ..model.machine import GivesBack, give_back, keep_freed
 from ..model.parallel import Shard
 from ..trie import MEDIA_BASE
 from .attention import KVStore, RowAttention
@@ -138,7 +138,7 @@ class LocalWorker(Worker):
         if model.device.type == "cpu":
             keep_freed()
         self._attention = RowAttention(heads_of(model), model.device)
-        self._last = _Last()
+        self._last = GivesBack()
 
     def _check_invariant(self) -> None:
         """Raise InputError for a model whose rows depend on others in what this worker computes."""
@@ -305,11 +305,3 @@ _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
 def _in_vocabulary(tokens: np.ndarray) -> np.ndarray:
     """Returns the ids of a step's rows with 0 in place of those of media, which the embedding does not have."""
     return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)
-
-
-class _Last:
-    """Gives memory back when it goes: as the last field of a worker it goes when the model has gone."""
-
-    def __del__(self) -> None:
-        if give_back is not None:  # as names are when Python ends
-            give_back()

@@ -16,7 +16,7 @@ from prefold import LLM
 from prefold.engine.schedule.steps import MakeStore, SlotStep
 from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import OutOfMemoryError
-from prefold.model import MediaRows
+from prefold.model import MediaRows, machine
 from prefold.spec.requests import Readout
 from prefold.trie import MEDIA_BASE, Spool
 from prefold.worker import local
@@ -32,16 +32,19 @@ def llm(folder) -> LLM:
     return LLM(folder, dtype="float32", device="cpu", executor="torch")
 
 
-def test_memory_goes_back_with_the_last_reference(folder, monkeypatch):
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_memory_goes_back_with_the_last_reference(folder, monkeypatch, executor):
     """Without the garbage collector's help, and when the model's own memory is free already."""
     left = []
-    llm = LLM(folder, dtype="float32", device="cpu", executor="torch")
+    llm = LLM(folder, dtype="float32", device="cpu", executor=executor)
     llm.embed(["some text"])
     llm.generate("some text", max_tokens=2)
     model = weakref.ref(llm.model)
-    weight = weakref.ref(llm.model.embedding)
+    held = llm.model.embedding if executor == "torch" else next(iter(llm.model.memory.matrices.values()))
+    weight = weakref.ref(held)
+    del held
     gc.collect()  # of other tests, too
-    monkeypatch.setattr(local, "give_back", lambda: left.append((model(), weight())))
+    monkeypatch.setattr(machine, "give_back", lambda: left.append((model(), weight())))
     gc.disable()
     try:
         del llm

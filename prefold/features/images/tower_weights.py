@@ -15,11 +15,12 @@ import torch
 from ...checkpoint import Checkpoint
 from ...checkpoint.gguf import GGUFFile
 from ...errors import CheckpointError, UnsupportedModelError
+from ...model.checks import check_tensors
 from ...model.config import ModelConfig
 from ...model.layers import HeldWeight, Norm, linear_weights
 from ...model.names import Names
 from ...model.sources import RandomSource, SafetensorsSource, TensorSource, put
-from ...model.weights import check_memory, check_tensors, fill_all, wanted_shapes
+from ...model.weights import check_memory, fill_all, wanted_shapes
 from .config import TOWER, TowerConfig
 from .families import tower_of
 from .tower import Tower, TowerLayer
@@ -52,7 +53,7 @@ def load_tower(
         source = _of_gguf(checkpoint.mmproj, settings)
     else:
         source = _of_folder(checkpoint)
-    check_tensors(checkpoint, weights, source)
+    check_tensors(checkpoint, wanted_shapes(weights), source)
     check_memory(checkpoint, weights, device, dtype)
     fill_all(weights, source, device, pack=pack)
     return tower.eval()

@@ -14,7 +14,7 @@ from ...engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
 from ...errors import InputError, OutOfMemoryError, not_invariant
 from ...kernels import BFLOAT16
 from ...model.adapters import AdapterArrays
-from ...model.machine import available_memory, give_back, keep_freed
+from ...model.machine import GivesBack, available_memory, give_back, keep_freed
 from ..parts import WorkerPart
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
@@ -81,6 +81,7 @@ class NativeWorker(Worker):
         self._lock = threading.Lock()
         give_back()  # what loading needed beside the weights
         keep_freed()
+        self._last = GivesBack()
 
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
