@@ -62,8 +62,9 @@ def test_equal_records_of_a_stream_wait_for_one_answer(tmp_path, folder):
     assert len(lines) == 60 and len({line["text"] for line in lines.values()}) == 3
     for i, text in enumerate(repeated):
         assert lines[str(i)]["text"] == lines[str(repeated.index(text))]["text"]
-    # All records are read while the first ones run, 20 steps long.
-    assert stats.requests == 60 and stats.repeats == 57 and stats.generation.generated_tokens == 60
+    # A record that is read while an equal one runs waits for it: 57 of them, and fewer on a busy machine.
+    assert stats.requests == 60 and 30 <= stats.repeats <= 57
+    assert stats.generation.generated_tokens == 20 * (60 - stats.repeats)
 
 
 @pytest.mark.parametrize(
