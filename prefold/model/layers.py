@@ -70,12 +70,6 @@ class Linear(nn.Module):
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool)
 
-    def in_int8(self, compiled: kernels.Kernels, pool: kernels.PanelPool) -> Product:
-        """Returns a product of int8 with the weight."""
-        assert self.panels is not None and self.weight is not None
-        kind = Panels if self.panels is GatePanels and not GatePanels.takes(self.weight) else self.panels
-        return kind.quantised(self.weight, compiled, pool)
-
     def use_stored(
         self, parts: Sequence[kernels.StoredRows], compiled: kernels.Kernels, pool: kernels.PanelPool
     ) -> bool:

@@ -87,16 +87,6 @@ class Panels(Product):
         """Returns stored rows in the order that they are packed in."""
         return parts
 
-    @classmethod
-    def quantised(cls, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool) -> Panels:
-        """Returns a product of int8 with a weight [outputs, inputs]."""
-        return cls(compiled.pack_int8(array_of(in_turn(weight) if cls.has_gate else weight), pool), compiled)
-
-    def in_int8(self) -> Panels:
-        """Returns the product of int8 with the same matrix of blocks, in the same memory."""
-        assert isinstance(self.packed, kernels.Blocks)
-        return type(self)(self._compiled.in_int8(self.packed), self._compiled)
-
     def settle(self) -> bool:
         if isinstance(self.packed, kernels.Blocks):
             self.packed = self._compiled.in_one_form(self.packed)

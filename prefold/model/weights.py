@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from .checks import check_tensors, settled_lm_head
 from .config import ModelConfig
 from .device import check_fits
 from .families import config_from
-from .int8 import fill_in_int8
 from .layers import ActivatedLinear, HeldWeight, Linear
 from .parallel import ALONE, Alone
 from .products import Panels
@@ -38,7 +36,6 @@ def load_model(
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
     keep: str = "dtype",
-    int8: Sequence[int] | None = None,
 ) -> CausalLM:
     """Returns the model of `checkpoint`, in evaluation mode.
 
@@ -49,8 +46,6 @@ def load_model(
     ranks   those the model is split over: this one's share is read, and no more
     config  of the checkpoint, where it is known already
     keep    which linears stay as the checkpoint stores them, as `stored_weights` says, where they are packed
-    int8    linears of layers multiply in int8, where the tokens of a text that this has show little difference; None:
-            none do
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
     and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
@@ -60,9 +55,6 @@ def load_model(
     if config.loading:
         if config.invariant:
             raise not_invariant("the modules of transformers")
-        if int8 is not None:
-            message = "there is no int8 arithmetic for models that other modules than prefold's compute"
-            raise InputError(message, field="arithmetic", remedy="leave --arithmetic out")
         if keep == "file":
             message = "weights of models that other modules than prefold's compute do not stay as they are stored"
             raise InputError(message, field="weights", remedy="leave --weights out")
@@ -89,18 +81,10 @@ def load_model(
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model.held)
-    wish = keep if int8 is None else "file"
-    stored = stored_weights(wish, weights, source, dtype, device, ranks, invariant=config.invariant)
+    stored = stored_weights(keep, weights, source, dtype, device, ranks, invariant=config.invariant)
     check_memory(checkpoint, weights, device, dtype, stored)
-    if int8 is None:
-        fill_all(weights, source, device, pack=pack, stored=stored)
-        words = stored.words
-    else:
-        fill_one = partial(_fill_one, source=source, device=device, stored=stored)
-        with torch.no_grad():
-            report = fill_in_int8(model, list(enumerate(weights)), fill_one, stored, int8)
-        words = "; ".join(filter(None, (report.words(dtype), stored.words)))
-    model.may_pack, model.stored_as = pack, words
+    fill_all(weights, source, device, pack=pack, stored=stored)
+    model.may_pack, model.stored_as = pack, stored.words
     if config.invariant:
         _settle(model)
     return model.eval()

@@ -35,8 +35,6 @@ def _needs_torch(options: ModelSpec, config: ModelConfig, dtype: str, device: st
     """Return what the native executor lacks for a model and its options, in words; None: nothing."""
     if device != "cpu":
         return device
-    if options.arithmetic != "float":
-        return "int8 arithmetic"
     from .native.load import missing
     from .parts import without_native
 
@@ -54,10 +52,18 @@ def load(
 ) -> Loaded:
     """Return the model of a checkpoint, ready to run by the executor that `choose_executor` says. The errors are those
     of `LLM`."""
-    if choose_executor(options, config, dtype, device) == "native":
+    if options.arithmetic == "int8":
+        from .native.int8 import check_options
+
+        check_options(options, checkpoint, config, dtype, device)
+    executor = choose_executor(options, config, dtype, device)
+    if executor == "native":
         from .native.load import load_worker as load_native
 
-        return load_native(checkpoint, config, options, dtype=dtype)
+        return load_native(checkpoint, config, options, tokenizer, dtype=dtype)
+    if options.arithmetic == "int8":
+        message = "there is no int8 arithmetic in PyTorch's executor"
+        raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
     from .torch.load import load_worker as load_torch
 
-    return load_torch(checkpoint, config, options, tokenizer, dtype=dtype, device=device)
+    return load_torch(checkpoint, config, options, dtype=dtype, device=device)

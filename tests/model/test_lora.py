@@ -415,15 +415,6 @@ def test_adapters_on_blocks_of_a_file(tmp_path):
     check_on(kept, plain, base, tmp_path, rtol=1e-4)
 
 
-@pytest.mark.skipif(kernels.load() is None or not kernels.load().has_int8, reason="no kernels for int8")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_on_int8_are_near_those_on_the_dtype(tmp_path, dtype):
-    base = tiny_checkpoint(tmp_path, "qwen3", tokenizer=False)
-    quantised = load(base, int8=TOKENS.tolist(), dtype=dtype)
-    assert "int8 arithmetic in 3 of 3" in quantised.stored_as
-    check_on(quantised, load(base), base, tmp_path, rtol=0.1)
-
-
 def check_on(model, plain, base, folder, *, rtol):
     """Rows of two adapters and of none, as `plain` has them: nearer to it than the adapter's part is large."""
     paths = [write_adapter(folder / name, base, seed=seed, layers=(0, 1)) for seed, name in ((1, "one"), (2, "two"))]

@@ -7,7 +7,7 @@ file has numbers in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,12 +20,14 @@ from ...model.adapters import read_adapter
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
 from ...model.machine import available_memory, check_fits
-from ...model.program import Add, Embed, Experts, Linear, Program, Weight
+from ...model.program import Add, Embed, Experts, Linear, Operation, Program, Weight
 from ...model.sources import StoredSource, open_source
 from ...spec.model import ModelSpec
+from ...text import Tokenizer
 from ..loaded import Loaded
 from ..parts import native_parts
-from .model import NativeModel, PackedTable, Table
+from .int8 import Probe, probe_tokens
+from .model import NativeModel, PackedTable, Table, in_turn
 from .program import COMPILE
 from .worker import NativeWorker
 
@@ -77,12 +79,14 @@ def load_native(
     dtype: str,
     seed: int = 0,
     keep: str = "dtype",
+    int8: np.ndarray | None = None,
 ) -> NativeModel:
     """Return the model of a checkpoint.
 
     dtype   "float32" or "bfloat16", of all weights that are not wide
     seed    of random weights
     keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
+    int8    tokens of a text: the linears of layers multiply in int8 if it changes little of it; None: none does
 
     Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
     unexpected or misshapen.
@@ -99,14 +103,19 @@ def load_native(
     config = settled_lm_head(config, source)
     program = config.program()
     check_tensors(checkpoint, shapes_of(program.weights), source)
-    stored = kept_as_stored(keep, program, source, number, compiled, invariant=config.invariant)
+    wish = keep if int8 is None else "file"
+    stored = kept_as_stored(wish, program, source, number, compiled, invariant=config.invariant)
+    if keep == "file" and not stored:
+        message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
+        raise InputError(message, field="weights", remedy="leave --weights out")
     sizes = [stored.get(weight, weight.size * _itemsize(weight, number)) for weight in program.weights]
     remedy = "use a smaller model, or more memory"
     if dtype == "float32":
         remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
     check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype}", remedy)
     model = NativeModel(config, program, number, compiled)
-    _Loader(model, source, stored).load()
+    probe = None if int8 is None else Probe(model, int8)
+    _Loader(model, source, stored, probe).load()
     return model
 
 
@@ -140,9 +149,6 @@ def kept_as_stored(
         total = sum(weight.size * _itemsize(weight, dtype) for weight in program.weights)
         if total <= COMFORTABLE * available_memory():
             return {}
-    if wish == "file" and not sizes:
-        message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
-        raise InputError(message, field="weights", remedy="leave --weights out")
     return sizes
 
 
@@ -161,10 +167,13 @@ def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled
     return int(total * PACKED)
 
 
-def load_worker(checkpoint: Checkpoint, config: ModelConfig, options: ModelSpec, *, dtype: str) -> Loaded:
+def load_worker(
+    checkpoint: Checkpoint, config: ModelConfig, options: ModelSpec, tokenizer: Tokenizer | None, *, dtype: str
+) -> Loaded:
     """Return the model of a checkpoint, ready to run; the errors are those of `LLM`."""
     settle_threads(options.threads)
-    model = load_native(checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights)
+    int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
+    model = load_native(checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, int8=int8)
     adapters = {
         name: read_adapter(folder, model.config, name=name) for name, folder in (options.adapters or {}).items()
     }
@@ -184,30 +193,71 @@ def settle_threads(threads: int | None) -> None:
 
 
 class _Loader:
-    """Fills the memory of a model."""
+    """Fills the memory of a model. probe: says which layers multiply in int8; None: none does"""
 
-    def __init__(self, model: NativeModel, source: StoredSource, stored: dict[Weight, int]):
-        self._model, self._source, self._stored = model, source, stored
+    def __init__(self, model: NativeModel, source: StoredSource, stored: dict[Weight, int], probe: Probe | None = None):
+        self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = PanelPool(), set[str]()
 
     def load(self) -> None:
         model, program = self._model, self._model.program
-        memory = model.memory
+        words = []
         for weight in dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])]):
-            memory.tables[weight] = self._table(weight)
-        for operation in program.operations:
+            model.memory.tables[weight] = self._table(weight)
+        self._load(model.program.embed.weights)
+        for number, layer in enumerate(program.layers):
+            self._load_layer(number, layer)
+        self._load_operations(program.end)
+        self._load(program.weights)
+        if self._probe is not None:
+            words.append(self._probe.finish().words(str(model.dtype)))
+        if self._types:
+            words.append(f"weights lie in memory as stored ({', '.join(sorted(self._types))})")
+        model.stored_as = "; ".join(words)
+
+    def _load_operations(self, operations: Iterable[Operation]) -> None:
+        memory = self._model.memory
+        for operation in operations:
             if isinstance(operation, Linear):
                 memory.matrices[operation.weight] = self._matrix(operation)
             elif isinstance(operation, Experts):
                 for weight, gated in ((operation.gate_up, True), (operation.down, False)):
                     stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    memory.stacks[weight] = model.kernels.pack_experts(stack, self._pool, gated=gated)
+                    memory.stacks[weight] = self._model.kernels.pack_experts(stack, self._pool, gated=gated)
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
-        for weight in program.weights:
-            if all(weight not in kind for kind in (memory.matrices, memory.stacks, memory.tables)):
+            self._load(operation.weights)
+
+    def _load(self, weights: Iterable[Weight]) -> None:
+        """Load those of some weights that are not in memory yet."""
+        memory = self._model.memory
+        for weight in weights:
+            if all(weight not in kind for kind in (memory.matrices, memory.stacks, memory.tables, memory.arrays)):
                 memory.arrays[weight] = self._array(weight)
-        if self._types:
-            model.stored_as = f"weights lie in memory as stored ({', '.join(sorted(self._types))})"
+
+    def _load_layer(self, number: int, layer: Sequence[Operation]) -> None:
+        """Load the operations of a layer, and ask the probe whether its linears multiply in int8."""
+        if self._probe is None:
+            self._load_operations(layer)
+            return
+        pool, self._pool = self._pool, PanelPool(piece=0)  # most of what is packed in the dtype is soon let go
+        self._load_operations(layer)
+        self._pool = pool
+        linears = [operation for operation in layer if isinstance(operation, Linear)]
+        self._probe.layer(number, {linear.weight: self._in_int8(linear, self._probe) for linear in linears})
+
+    def _in_int8(self, linear: Linear, probe: Probe) -> Blocks:
+        """Return the matrix of a linear that is in memory, to be multiplied with rows of int8."""
+        compiled, held, weight = self._model.kernels, self._model.memory.matrices[linear.weight], linear.weight
+        types = {self._source.stored_type(name)[0] for name, _ in weight.parts}
+        if types <= set(kernels.WHOLE_TYPES):
+            if isinstance(held, Blocks):
+                return compiled.in_int8(held)
+            probe.report.num_requantised += 1
+        values = self._array(weight)
+        if linear.gated:
+            values = in_turn(values)
+        fill = self._model.widths[linear.source] - weight.inputs[0]
+        return compiled.pack_int8(np.pad(values, ((0, 0), (0, fill))) if fill else values, self._pool)
 
     def _blocks(self, weight: Weight, *, gated: bool = False) -> Blocks | None:
         """Return a matrix as it is stored; None: it does not stay so, or a panel would have columns of two types."""

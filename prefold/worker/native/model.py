@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import kernels
 from ...errors import InputError, no_lm_head
-from ...kernels import COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
+from ...kernels import BFLOAT16, COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
 from ...model.adapters import AdapterArrays, LinearAdapter
 from ...model.config import STILL, ModelConfig
 from ...model.program import Linear, Program, Weight
@@ -123,6 +123,17 @@ class NativeModel:
         words, blocks = kernels.matrix_addresses(head)
         return words, blocks, self.config.vocab_size
 
+    @property
+    def stores_pairs(self) -> bool:
+        """Return whether a KV store keeps two bfloat16 numbers that are summed at once side by side."""
+        return self.dtype == BFLOAT16 and self.kernels.stores_bf16_pairs
+
+    def embed(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the residual stream before the first layer, [rows, hidden], in the dtype. tokens, positions: int64"""
+        embed = self.program.embed
+        rows = self._table_rows(embed.table, tokens) * self.dtype.type(embed.scale)
+        return rows if embed.positions is None else rows + self.memory.arrays[embed.positions][positions]
+
     def logits(self, hidden: np.ndarray, ids: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
         """Return float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden [rows, hidden].
 
@@ -163,15 +174,18 @@ class NativeModel:
         if ids not in self._columns:
             head = self.program.head
             assert head is not None
-            table, places = self.memory.tables[head], np.array(ids, np.int64)
-            if isinstance(table, Blocks):
-                rows = self.kernels.block_rows(table, places, self.dtype)
-            else:
-                rows = table.rows(places, self.dtype) if isinstance(table, PackedTable) else table[places]
+            rows = self._table_rows(head, np.array(ids, np.int64))
             while len(self._columns) >= 8:
                 self._columns.pop(next(iter(self._columns)))
             self._columns[ids] = self.kernels.pack_words(rows, dtype=self.dtype)
         return self._columns[ids]
+
+    def _table_rows(self, table: Weight, ids: np.ndarray) -> np.ndarray:
+        """Return rows of a table, [ids, hidden], in the dtype. ids: int64"""
+        held = self.memory.tables[table]
+        if isinstance(held, Blocks):
+            return self.kernels.block_rows(held, ids, self.dtype)
+        return held.rows(ids, self.dtype) if isinstance(held, PackedTable) else held[ids]
 
     def _shaped(self, products: np.ndarray) -> np.ndarray:
         """Return the logits of the products of the LM head, in the same memory."""

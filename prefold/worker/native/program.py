@@ -312,9 +312,15 @@ class NativeProgram:
     """
 
     def __init__(
-        self, model: NativeModel, adapters: Sequence[AdapterArrays] = (), visits: Sequence[Visit] | None = None
+        self,
+        model: NativeModel,
+        adapters: Sequence[AdapterArrays] = (),
+        visits: Sequence[Visit] | None = None,
+        *,
+        ends: bool = False,
     ):
-        """adapters: those that steps number, in their order; visits: of a part of a pass; None: a whole pass"""
+        """adapters: those that steps number, in their order; visits: of a part of a pass; None: a whole pass; ends:
+        whether a part of a pass ends with what comes after the last layer"""
         self.model, self._kernels = model, model.kernels
         config, program = model.config, model.program
         every = visits_of(config) if visits is None else list(visits)
@@ -329,7 +335,7 @@ class NativeProgram:
             compiler.plane, compiler.like, compiler.is_last = plane, like, ends_pass
             self._picks |= ends_pass
             compiler.compile(program.layers[number])
-        if visits is None:
+        if visits is None or ends:
             compiler.compile(program.end)
         compiler.finish()
         self._operations, self._keepalive = compiler.operations, compiler.keepalive
@@ -441,6 +447,11 @@ class NativeProgram:
         step.call.planes = addressof(store.structs) + (first - self._first) * sizeof(SlotPlane)
         self._call(step)
         return x[: step.call.picked] if self._picks else x
+
+    def end_of(self, x: np.ndarray, batch: SlotBatch) -> np.ndarray:
+        """Return what comes after the last layer, [rows, hidden], of the residual stream x [rows, hidden], which is
+        written into; of a program that has no visits."""
+        return self._run(self._prepared(batch, x))
 
     def _over(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None, fields: Mapping[str, Any]

@@ -60,7 +60,7 @@ class NativeWorker(Worker):
             config.head_dim,
             model.dtype,
             BFLOAT16 if config.kv_dtype == "bfloat16" else model.dtype,
-            model.dtype == BFLOAT16 and model.kernels.stores_bf16_pairs,
+            model.stores_pairs,
         )
         self.facts = Facts(
             max_rows=ROWS,

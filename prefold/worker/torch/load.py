@@ -10,10 +10,8 @@ from ... import kernels
 from ...checkpoint import Checkpoint
 from ...model import ModelConfig, load_adapter, load_model
 from ...model.device import DTYPES, settle_threads
-from ...model.int8 import probe_tokens
 from ...model.parallel import ALONE, CollectiveError
 from ...spec.model import ModelSpec
-from ...text import Tokenizer
 from ..loaded import Loaded
 from ..local import LocalWorker
 from ..parts import parts_of
@@ -24,7 +22,6 @@ def load_worker(
     checkpoint: Checkpoint,
     config: ModelConfig,
     options: ModelSpec,
-    tokenizer: Tokenizer | None,
     *,
     dtype: str,
     device: str,
@@ -32,7 +29,6 @@ def load_worker(
     """Return the model of a checkpoint, ready to run; the errors are those of `LLM`."""
     settle_threads(options.threads)
     place, number = torch.device(device), DTYPES[dtype]
-    int8 = probe_tokens(options, checkpoint, config, tokenizer, number, place)
     team = None
     if options.tensor_parallel > 1:
         place = torch.device("cuda", 0) if place.type == "cuda" else place
@@ -40,7 +36,7 @@ def load_worker(
     try:
         ranks = ALONE if team is None else team.ranks
         where: dict[str, Any] = {"dtype": number, "device": place, "ranks": ranks}
-        model = load_model(checkpoint, **where, seed=options.seed, config=config, keep=options.weights, int8=int8)
+        model = load_model(checkpoint, **where, seed=options.seed, config=config, keep=options.weights)
         parts = parts_of(model, checkpoint, options.seed)
         adapters = {
             name: load_adapter(folder, model.config, **where, name=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from adapters import merged, write_adapter
 from generating import ask, generate, tokens_of
 from hybrids import HYBRIDS, QWEN3_5, hidden_states, hybrid_checkpoint
 from invariance import check_invariant
+from machines import kernels_in_use
 from running import as_request, prompts, run
 from tiny import SIZES, randomise, reference, write_tokenizer
 
 from prefold import LLM
+from prefold.checkpoint import resolve
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
 from prefold.features.hybrid import config
@@ -25,6 +28,7 @@ from prefold.features.shifted.options import ShiftedReuse
 from prefold.model import config_from, families
 from prefold.spec import environment, plugins
 from prefold.spec.requests import Namespace, Readout
+from prefold.worker.native.int8 import check_int8
 
 PAGE = Path(__file__).parents[3] / "docs" / "hybrids.md"
 MODULES = {
@@ -181,3 +185,9 @@ def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypa
     results = run(llm, list(map(as_request, texts)), Readout("last"), sharing="full", rows=6)
     for result, states in zip(results, hidden_states(model, texts), strict=True):
         assert np.abs(result.values - states[-1]).max() < 1e-4
+
+
+def test_int8_arithmetic_is_refused(tmp_path):
+    config = config_from(resolve(str(hybrid_checkpoint(tmp_path, "qwen3_5"))).config)
+    with kernels_in_use(SimpleNamespace(has_int8=True)), pytest.raises(InputError, match="layers of another kind"):
+        check_int8(config, "float32", "cpu", weights="auto", ranks=1, is_quantised=False)
