@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -381,7 +381,7 @@ class RepeatedStep:
     next: int = 0
 
     @classmethod
-    def of(cls, step: GenerateStep) -> RepeatedStep | None:
+    def of(cls, step: GenerateStep) -> Self | None:
         """Return the RepeatedStep of a step that was laid out; None if the step has other rows than decode rows."""
         is_decode = step.decode_rows == len(step.computed_rows) == step.num_rows and not step.recomputed_rows
         return cls(step) if is_decode else None

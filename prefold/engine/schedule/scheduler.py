@@ -245,7 +245,7 @@ class Scheduler:
         fit = len(running) == rows <= self._max_rows(limits) and (are_alike or rows <= (limits.batch_rows or 0))
         return fit and (before.message.follows or all([sequence in running for sequence in before.consumers]))
 
-    _repeats = True  # whether a step can be the same again
+    _repeated_of: Callable[[GenerateStep], RepeatedStep | None] = staticmethod(RepeatedStep.of)
     _lay_out: Callable[..., GenerateStep] = staticmethod(lay_out)
 
     def _new_plan(self, limits: StepLimits) -> StepPlan:
@@ -258,7 +258,7 @@ class Scheduler:
         if repeated is not None and step.message.follows:
             repeated.step, repeated.next = step, repeated.next + 1
         else:
-            self._repeated = RepeatedStep.of(step) if self._repeats else None
+            self._repeated = self._repeated_of(step)
         stats = self.stats
         in_use = self.pool.used_slots - (self.cache.rows if self.cache else 0)
         if in_use != self._in_use or not step.message.follows or not stats.steps:

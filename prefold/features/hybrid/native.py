@@ -16,13 +16,17 @@ from ...worker.native.worker import NativeWorker
 from ...worker.parts import WorkerPart
 from .config import HybridConfig, StateShape
 from .states import StateFlow, StateTable
-from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
+from .steps import MakeStates, StateFacts, StateRuns, StateSlotStep, StateStreamStep
 
 
 class StateCall:
-    """A StateCall says to the kernels how states go through the rows of a step: its `fields` are those of the call."""
+    """A StateCall says to the kernels how states go through the rows of a step: its `fields` are those of the call.
 
-    def __init__(self, flow: StateFlow):
+    runs: what the step says of them
+    """
+
+    def __init__(self, flow: StateFlow, runs: StateRuns):
+        self.runs = runs
         table, order = flow.table, flow.order
         layers = [parts for parts in table.tensors if parts]
         kept = sorted({parts[0].shape[1] for parts in layers})
@@ -36,9 +40,9 @@ class StateCall:
             planes[plane] = StatePlane(parts[0].ctypes.data, states)
         self._order = order
         arrays = (order.first, order.stop, order.source, order.to, order.waves)
-        runs = RunLists(*(array.ctypes.data for array in arrays), len(order.waves) - 1, table.rows, order.between)
+        ordered = RunLists(*(array.ctypes.data for array in arrays), len(order.waves) - 1, table.rows, order.between)
         self._to = np.ascontiguousarray(flow.runs.slots, np.int64)
-        step = StateStep(addressof(lists), self._to.ctypes.data, len(self._to), runs)
+        step = StateStep(addressof(lists), self._to.ctypes.data, len(self._to), ordered)
         self._kept: tuple[Any, ...] = (lists, planes, step)
         self.fields = {"states": addressof(planes), "state_step": addressof(step)}
 
@@ -49,6 +53,7 @@ def state_part(model: NativeModel) -> WorkerPart:
     assert isinstance(config, HybridConfig)
     paths: dict[int, StateTable] = {}
     table: StateTable | None = None
+    last: StateCall | None = None  # of the last step over slots, if each state is where it was before
 
     def zeros(rows: int, part: StateShape) -> np.ndarray:
         return np.zeros((rows, *part.shape), np.float32 if part.is_wide else model.dtype)
@@ -64,23 +69,28 @@ def state_part(model: NativeModel) -> WorkerPart:
         if (path := paths.get(step.stream)) is None:
             path = paths[step.stream] = StateTable(config, 1, zeros)
         placed = path.place(step.runs)
-        call = StateCall(StateFlow(path, placed, len(step.end) - step.path))
+        call = StateCall(StateFlow(path, placed, len(step.end) - step.path), step.runs)
         ticket = worker.run_batch(batch, call.fields)
         path.store(step.runs, placed)
         path.keep(np.append(step.kept_states, step.runs.slots))
         return ticket
 
     def run_slots(worker: NativeWorker, step: StateSlotStep) -> Ticket:
+        nonlocal last
         assert table is not None
+        if step.follows and last is not None and last.runs is step.runs:  # states stay where they are
+            return worker.run_slots(step, last.fields)
         placed = table.place(step.runs)
-        call = StateCall(StateFlow(table, placed, step.num_rows))
+        last = None
+        call = StateCall(StateFlow(table, placed, step.num_rows), step.runs)
         ticket = worker.run_slots(step, call.fields)
         table.store(step.runs, placed)
+        last = call if np.array_equal(placed.source, placed.slots) else None
         return ticket
 
     def make_states(worker: NativeWorker, message: MakeStates) -> Ticket:
-        nonlocal table
-        table = StateTable(config, message.slots, zeros)
+        nonlocal table, last
+        table, last = StateTable(config, message.slots, zeros), None
         return DONE
 
     handlers: dict[type, Callable[[Any, Any], Ticket]] = {

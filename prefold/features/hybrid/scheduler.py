@@ -15,14 +15,14 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ...engine.cache import SlotPool
 from ...engine.cache.tree import Node
 from ...engine.schedule.admission import StepLimits
-from ...engine.schedule.generate_step import GenerateStep, SequenceState, StepPlan, lay_out
+from ...engine.schedule.generate_step import GenerateStep, RepeatedStep, SequenceState, StepPlan, lay_out
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.schedule.steps import SlotStep
 from ...spec.requests import Namespace
@@ -50,6 +50,27 @@ class StateStep(GenerateStep):
     evicted_nodes: tuple[Node, ...] = ()
     new_states: Mapping[Node, State] = field(default_factory=dict)
     read_nodes: tuple[Node, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class RepeatedStateStep(RepeatedStep):
+    """A RepeatedStateStep is a RepeatedStep of a StateStep: each state is stored where it was read."""
+
+    @classmethod
+    def of(cls, step: GenerateStep) -> Self | None:
+        runs = step.message.runs  # type: ignore[attr-defined]
+        stays = np.array_equal(runs.source, runs.slots) and np.array_equal(runs.ends, np.arange(len(runs.source)))
+        return super(RepeatedStateStep, cls).of(step) if stays else None
+
+    def again(self) -> GenerateStep | None:
+        step, last = super(RepeatedStateStep, self).again(), self.step
+        if step is None:
+            return None
+        assert isinstance(last, StateStep) and isinstance(last.message, StateSlotStep)
+        message = StateSlotStep(**_fields(step.message, SlotStep), runs=last.message.runs)
+        states = {node: State(state.slot, state.rows + 1) for node, state in last.new_states.items()}
+        own = _fields(step, GenerateStep) | {"message": message}
+        return StateStep(**own, new_states=states, read_nodes=last.read_nodes)
 
 
 @dataclass
@@ -216,7 +237,7 @@ class StateScheduler(Scheduler):
 
     # ------------------------------------------------------------------------------------------------- steps
 
-    _repeats = False  # each step has runs of its own
+    _repeated_of = staticmethod(RepeatedStateStep.of)
 
     def _new_plan(self, limits: StepLimits) -> StatesPlan:
         return StatesPlan(self._max_rows(limits), states=self.states)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import Structure, addressof, c_void_p, sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
 
 MOST_POSITIONS = 1 << 62
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 ACTIVATIONS = {
     "": Activation.LINEARLY,
     "silu": Activation.SILU,
@@ -65,6 +67,7 @@ class PreparedStep:
     keepalive  what the call names by address beside these
     ids        memory for the most likely tokens, where they are wanted
     grows      whether the keys that its rows see can grow in place by a key each, once that was wanted
+    fields     further ones of the call
     """
 
     batch: SlotBatch | StreamBatch
@@ -74,6 +77,7 @@ class PreparedStep:
     keepalive: tuple[Any, ...]
     ids: np.ndarray | None = None
     grows: bool | None = None
+    fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
 
 
 class Compiler:
@@ -354,17 +358,18 @@ class NativeProgram:
         self._last: PreparedStep | None = None  # the last step over slots
 
     def over_slots(
-        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, **fields: Any
+        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray:
         """Return the hidden states of the rows of a step that are read, [rows, hidden]; its K/V is then in the store.
 
         x       what the rows begin with, which is written into; None: their embeddings
-        fields  further ones of the call, for operations that need them
+        fields  further ones of the call, for operations that need them. The mapping of the last step says that they
+                are the same as then
         """
         return self._run(self._over(batch, store, x, fields))
 
     def greedy(
-        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, **fields: Any
+        self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray | None:
         """Return the most likely token of each row that is read, int64, in memory that the next step may write into.
         Return None, and compute nothing, if the head has no compiled form. The arguments are those of `over_slots`."""
@@ -378,11 +383,12 @@ class NativeProgram:
         self._call(step)
         return step.ids
 
-    def follow(self, step: SlotStep) -> SlotBatch | None:
+    def follow(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> SlotBatch | None:
         """Make the last batch over slots the batch of the step that follows (`SlotStep.follows`), and return it. Return
-        None, and change nothing, if the call of the last step is not there any more or cannot grow."""
+        None, and change nothing, if the call of the last step is not there any more, has other fields or cannot
+        grow."""
         last = self._last
-        if last is None:
+        if last is None or last.fields is not fields:
             return None
         batch = last.batch
         assert isinstance(batch, SlotBatch)
@@ -408,7 +414,7 @@ class NativeProgram:
         return last.ids
 
     def over_rows(
-        self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, **fields: Any
+        self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
         the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
@@ -458,9 +464,16 @@ class NativeProgram:
     ) -> PreparedStep:
         """Return a step over slots, ready to run: that of its batch, where it was the last one."""
         step, planes = self._last, addressof(store.structs)
-        if step is None or step.batch is not batch or step.call.planes != planes or x is not None or fields:
+        if (
+            step is None
+            or step.batch is not batch
+            or step.call.planes != planes
+            or step.fields is not fields
+            or x is not None
+        ):
             step = self._prepared(batch, x, slots=batch.slots.ctypes.data, planes=planes, none=NOT_FINITE, **fields)
-            self._last = step if x is None and not fields else None
+            step.fields = fields
+            self._last = step if x is None else None
         return step
 
     def _adds_head(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..parts import WorkerPart
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
 from .model import NativeModel
-from .program import NativeProgram
+from .program import NO_FIELDS, NativeProgram
 from .steps import NativePath, SlotBatch, StreamBatch, prepare_slots, prepare_stream
 from .store import NativeStore, StoreLayout
 
@@ -127,14 +126,14 @@ class NativeWorker(Worker):
         assert batch is not None
         return self.run_batch(batch)
 
-    def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+    def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a prepared step of a row stream, and return its ticket. fields: further ones of the kernels' call"""
         step = batch.step
         path = self.paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        hidden, kv = self.program.over_rows(batch, path, **fields)
+        hidden, kv = self.program.over_rows(batch, path, fields=fields)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
         self.paths[step.stream] = NativePath(kv, states)
         return ticket
@@ -160,22 +159,22 @@ class NativeWorker(Worker):
         ids = program.greedy_again(step)
         return None if ids is None else CompletedTicket(SlotResult(ids))  # each row is read, in order
 
-    def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
+    def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a step over slots, and return its ticket. fields: further ones of the kernels' call"""
         assert self.store is not None
         config, program, last = self.model.config, self.program, self.last_run
         self.last_run = None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
-        batch = None if last is None or fields or not step.follows else last.follow(step)
+        batch = None if last is None or not step.follows else last.follow(step, fields)
         if batch is None:
             batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
             self._check_slots(step, batch)
-        ids = program.greedy(batch, self.store, **fields) if self._is_greedy(step) else None
+        ids = program.greedy(batch, self.store, fields=fields) if self._is_greedy(step) else None
         if ids is not None:
             ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
-            ticket = self._read(step, program.over_slots(batch, self.store, **fields))
-        self.last_run = None if fields else program
+            ticket = self._read(step, program.over_slots(batch, self.store, fields=fields))
+        self.last_run = program
         return ticket
 
     def _check_slots(self, step: SlotStep, batch: SlotBatch) -> None:

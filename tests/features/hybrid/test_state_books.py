@@ -116,3 +116,23 @@ def test_a_tree_is_computed_once(rows):
         check_books(scheduler)
     assert computed == unique and scheduler.stats.recomputed_rows == 0
     assert most <= 2 + 4 + 1
+
+
+def test_a_step_of_the_same_sequences_follows_the_one_before():
+    """The second decode step reads each state where it is stored, and so do those that follow it."""
+    scheduler, worker, follows = (
+        StateScheduler(SlotPool(200), state_slots=8, max_batch_rows=64, max_running=4),
+        Symbols(),
+        [],
+    )
+    for key, prompt in enumerate(([1, 2, 3], [1, 2, 4, 5], [6])):
+        scheduler.submit(key, np.array(prompt, np.int32), limit=9, reserve=True)
+    runs = []
+    while (scheduler.admit(), step := scheduler.plan())[1] is not None:
+        worker.run(step)
+        follows.append(step.message.follows)
+        runs.append(step.message.runs)
+        scheduler.begin(step)
+        scheduler.commit(step, [7] * len(step.consumers), [False] * len(step.consumers))
+        check_books(scheduler)
+    assert follows == [False] * 3 + [True] * 6 and all(one is runs[2] for one in runs[3:])
