@@ -1,0 +1,43 @@
+"""Random configs, for hypothesis: any variants of layers that go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from prefold.features.experts.families import mixture
+from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.spec.plugins import load_plugins
+
+load_plugins()  # mixtures
+booleans = st.booleans()
+
+
+@st.composite
+def configs(draw: Callable) -> ModelConfig:
+    """A config of any variants that go together."""
+    kv_heads, learned = draw(st.integers(1, 2)), draw(st.integers(0, 3)) == 0
+    kind = draw(st.sampled_from(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
+    out_norms = kind not in ("sum_norms", "parallel") and draw(booleans)
+    gated, norm = kind != "row_qk_norm" and draw(booleans), draw(st.sampled_from(["rms", "layer"]))
+    values = {kind: 0.3 if kind == "residual_scale" else True} if kind else {}
+    config = ModelConfig(
+        vocab_size=30, hidden=draw(st.sampled_from([6, 10])), layers=2, heads=kv_heads * draw(st.integers(1, 2)),
+        kv_heads=kv_heads, head_dim=4, intermediate=5, norm_eps=1e-3, rope=None if learned else RopeConfig(),
+        max_positions=20, planes=(Plane(draw(st.sampled_from([None, 3]))), Plane()), norm=norm,
+        norm_bias=draw(booleans), mlp=draw(st.sampled_from(["gated", "plain"])), tie_embeddings=draw(booleans),
+        qkv_bias=draw(booleans), qk_bias=draw(booleans), o_bias=draw(booleans), mlp_bias=draw(booleans),
+        qk_norm=kind != "row_qk_norm" and draw(booleans), in_norms=not out_norms or draw(booleans),
+        out_norms=out_norms, norm_offset=float(norm == "rms" and draw(booleans)), gated=gated,
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        rotated_dim=None if learned else draw(st.sampled_from([None, 2])),
+        embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
+    )  # fmt: skip
+    if draw(booleans):
+        return config
+    shared, experts = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4))
+    return mixture(
+        config, experts=experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans), shared=shared,
+        shared_gate=bool(shared) and draw(booleans), biases=draw(booleans), clamped=draw(booleans),
+    )  # fmt: skip
