@@ -17,7 +17,9 @@ from torch import distributed as dist
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.model import ModelConfig, Plane, RopeConfig, load_model
-from prefold.model.parallel import Ranks, Shard
+from prefold.model.parallel import Ranks
+from prefold.model.shard import Shard
+from prefold.worker.torch.ranks import GroupRanks
 
 CONFIG = ModelConfig(
     vocab_size=307,
@@ -212,7 +214,7 @@ def test_two_sums_a_layer(family, tmp_path, fake_group):
 
     checkpoint = resolve(str(tiny_checkpoint(tmp_path, family, tokenizer=False)))
     with torch.inference_mode():
-        model = load_model(checkpoint, dtype=torch.float32, device="cpu", ranks=Ranks())
+        model = load_model(checkpoint, dtype=torch.float32, device="cpu", ranks=GroupRanks())
         for rows, reads in ((1, None), (40, None), (40, torch.tensor([9, 39]))):
             attend = DenseAttend(model.local, reads)
             with CommDebugMode() as comms:
