@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from .. import kernels
 from ..checkpoint import Checkpoint
@@ -14,8 +15,10 @@ from ..model.machine import has_torch, missing_torch
 from ..model.shard import SomeRank
 from ..spec.model import ModelSpec
 from ..text import Tokenizer
-from .loaded import Loaded
-from .tensor_parallel import Meeting, MemoryMeeting, Start, TensorParallelWorker
+from .loaded import Load, Loaded
+
+if TYPE_CHECKING:
+    from .tensor_parallel import Meeting
 
 
 def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str:
@@ -62,50 +65,60 @@ def load(
     """Return the model of a checkpoint, ready to run by the executor that `choose_executor` says. The errors are those
     of `LLM`."""
     executor = choose_executor(options, config, dtype, device)
-    start = Start(checkpoint, config, options, executor, dtype, device)
-    if options.tensor_parallel == 1:
-        return load_part(start, None, tokenizer)
-    return _load_split(start)
+    wanted = Load(checkpoint, config, options, executor, dtype, device)
+    return load_part(wanted, None, tokenizer) if options.tensor_parallel == 1 else _load_split(wanted)
 
 
-def load_part(start: Start, ranks: SomeRank | None, tokenizer: Tokenizer | None = None) -> Loaded:
+def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None = None) -> Loaded:
     """Return what this process holds of a model. ranks: this process among those that the model is split over; None:
     it holds all"""
-    checkpoint, config, options, dtype = start.checkpoint, start.config, start.options, start.dtype
-    if start.executor == "native":
+    checkpoint, config, options, dtype = wanted.checkpoint, wanted.config, wanted.options, wanted.dtype
+    if wanted.executor == "native":
         from .native.load import load_worker as load_native
 
         return load_native(checkpoint, config, options, dtype=dtype, ranks=ranks)
     from .torch.load import load_worker as load_torch
 
-    return load_torch(checkpoint, config, options, tokenizer, dtype=dtype, device=start.device, ranks=ranks)
+    return load_torch(checkpoint, config, options, tokenizer, dtype=dtype, device=wanted.device, ranks=ranks)
 
 
-def _load_split(start: Start) -> Loaded:
+def _load_split(wanted: Load) -> Loaded:
     """Return a model that is split over this process and others, which are started."""
-    from .native.load import settle_threads
+    from .tensor_parallel import TensorParallelWorker
 
-    meet: Callable[[int], Meeting] = MemoryMeeting
-    if start.executor == "torch":
-        from .torch.ranks import meeting_of
-
-        meet = meeting_of(start)
-    options = start.options
-    settle_threads(options.threads)
-    sharing = options.tensor_parallel if start.device == "cpu" else 1
-    threads = options.threads or max(1, kernels.threads() // sharing)
-    adapters = None if options.adapters is None else dict(options.adapters)
-    # The cache is the engine's, which rank 0 has.
-    options = replace(options, threads=threads, adapters=adapters, cache=None)
-    team = TensorParallelWorker(replace(start, options=options), meet)
+    wanted = replace(wanted, options=_of_each_rank(wanted))
+    team = TensorParallelWorker(wanted, _meeting_of(wanted))
     try:
-        loaded = load_part(replace(start, options=options), team.ranks)
+        loaded = load_part(wanted, team.ranks)
         team.join(loaded.worker)
     except CollectiveError as error:
         team.fail(error)  # with what kept a rank from it
     except BaseException:
         team.close()
         raise
-    ranks = options.tensor_parallel
+    ranks = wanted.options.tensor_parallel
     passes = "; ".join(filter(None, (loaded.passes, f"the model is split over {ranks} ranks")))
     return replace(loaded, worker=team, passes=passes, ranks=ranks)
+
+
+def _of_each_rank(wanted: Load) -> ModelSpec:
+    """Return the options of each rank: its share of the threads, and no cache, which the engine of rank 0 has."""
+    from .native.load import settle_threads
+
+    options = wanted.options
+    settle_threads(options.threads)
+    sharing = options.tensor_parallel if wanted.device == "cpu" else 1
+    threads = options.threads or max(1, kernels.threads() // sharing)
+    adapters = None if options.adapters is None else dict(options.adapters)
+    return replace(options, threads=threads, adapters=adapters, cache=None)
+
+
+def _meeting_of(wanted: Load) -> Callable[[int], Meeting]:
+    """Return what makes the meeting of so many ranks, for the executor of a model."""
+    if wanted.executor == "native":
+        from .tensor_parallel import MemoryMeeting
+
+        return MemoryMeeting
+    from .torch.ranks import meeting_of
+
+    return meeting_of(wanted)

@@ -37,7 +37,7 @@ def main(pipe: Connection) -> None:
 
 def _follow(pipe: Connection, start: Start) -> None:
     load_plugins()  # the config names classes that features and plugins add
-    worker = load_part(start, start.join([pipe])).worker
+    worker = load_part(start.load, start.join([pipe])).worker
     pipe.send("ready")
     while True:
         worker.start(pipe.recv())

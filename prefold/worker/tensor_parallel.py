@@ -34,15 +34,13 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from .. import kernels
-from ..checkpoint import Checkpoint
 from ..engine.schedule.steps import EndStream, Message
 from ..engine.worker import Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, RankError
 from ..kernels import CollectiveError, RanksView
 from ..kernels.program import parts_begin
-from ..model import ModelConfig
 from ..model.shard import OneRank, Shard, SomeRank, columns_of, piece_width
-from ..spec.model import ModelSpec
+from .loaded import Load
 
 # Bytes that a rank gives at once. No more memory is taken than the largest exchange needs, and that twice.
 PART = 8 << 20
@@ -151,28 +149,15 @@ class MemoryMeeting(Meeting):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A Start is the first message to a rank: what to load, and where the other ranks are.
+    """A Start is the first message to a rank: what to load, and where the other ranks are."""
 
-    rank      of the process
-    meeting   where it meets the others; None: not yet known
-    config    as rank 0 reads the checkpoint, for families may be the caller's own
-    options   with the number of threads of each rank
-    executor  that runs the model: "native" or "torch"
-    """
-
-    checkpoint: Checkpoint
-    config: ModelConfig
-    options: ModelSpec
-    executor: str
-    dtype: str
-    device: str
-    rank: int = 0
-    meeting: Meeting | None = None
+    load: Load
+    rank: int
+    meeting: Meeting
 
     def join(self, pipes: Sequence[Connection]) -> SomeRank:
         """Meet the other ranks, and return this rank's view of them. pipes: to other ranks"""
-        assert self.meeting is not None
-        return self.meeting.join(self.rank, self.options.tensor_parallel, [pipe.fileno() for pipe in pipes])
+        return self.meeting.join(self.rank, self.load.options.tensor_parallel, [pipe.fileno() for pipe in pipes])
 
 
 class TensorParallelWorker(Worker):
@@ -186,24 +171,24 @@ class TensorParallelWorker(Worker):
     last_word_seconds  what a failed rank says is waited for so long
     """
 
-    def __init__(self, start: Start, meet: Callable[[int], Meeting]):
-        """start: of every rank, but for its number and the meeting, which `meet` makes for so many ranks.
+    def __init__(self, load: Load, meet: Callable[[int], Meeting]):
+        """load: with the options of each rank; meet: makes the meeting of so many ranks.
 
         Raise InputError for a size that does not fit the model, RankError when a rank does not come up.
         """
-        size = start.options.tensor_parallel
+        size = load.options.tensor_parallel
         for rank in range(size):
-            Shard.of(start.config, rank, size)
+            Shard.of(load.config, rank, size)
         _check_system()
         self.patience, self.last_word_seconds = TIMEOUT_SECONDS, LAST_WORD_SECONDS
         self._turn = threading.RLock()
         self._ended_streams: deque[int] = deque()
         self._failure: BaseException | None = None
-        start = replace(start, checkpoint=replace(start.checkpoint), meeting=meet(size))
-        assert start.meeting is not None
+        meeting = meet(size)
+        start = Start(replace(load, checkpoint=replace(load.checkpoint)), 0, meeting)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self.processes, self.pipes, start.meeting)
+        self._end = weakref.finalize(self, _end, self.processes, self.pipes, meeting)
         try:
             for rank in range(1, size):
                 self._launch(replace(start, rank=rank))
@@ -271,7 +256,6 @@ class TensorParallelWorker(Worker):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(rank_end.fileno())]
-        assert start.meeting is not None
         descriptors = [rank_end.fileno(), *start.meeting.descriptors]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with rank_end:

@@ -30,11 +30,12 @@ from prefold.spec.model import ModelSpec
 from prefold.spec.requests import Namespace, Readout
 from prefold.trie import Spool
 from prefold.worker import tensor_parallel
+from prefold.worker.loaded import Load
 from prefold.worker.loading import load_part
 from prefold.worker.program import Program, missing
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
-from prefold.worker.tensor_parallel import MemoryRanks, Start, memory_file
+from prefold.worker.tensor_parallel import MemoryRanks, memory_file
 from prefold.worker.torch.ranks import MemoryTensors
 
 EVERY = (*FAMILIES, *MORE)
@@ -148,7 +149,7 @@ def worker_of(folder, executor, dtype, ranks, adapters=(), **options) -> Worker:
     checkpoint = resolve(str(folder))
     config = replace(config_from(checkpoint.config), invariant=options.get("invariant", False))
     spec = ModelSpec(adapters={path.name: str(path) for path in adapters}, **options)
-    return load_part(Start(checkpoint, config, spec, executor, dtype, "cpu"), ranks).worker
+    return load_part(Load(checkpoint, config, spec, executor, dtype, "cpu"), ranks).worker
 
 
 def engines(
@@ -276,8 +277,8 @@ def test_hidden_states_are_near_those_of_the_other_executor(tmp_path, family):
     requests = [as_request(tokens) for tokens in prompts(1)]
     native = read(engines(folder, 3)[1], requests, Readout("last"))
     checkpoint = resolve(str(folder))
-    start = Start(checkpoint, config_from(checkpoint.config), ModelSpec(), "torch", "float32", "cpu")
-    workers = each(with_tensors(ranks_of(3)), lambda ranks: load_part(start, ranks).worker)
+    wanted = Load(checkpoint, config_from(checkpoint.config), ModelSpec(), "torch", "float32", "cpu")
+    workers = each(with_tensors(ranks_of(3)), lambda ranks: load_part(wanted, ranks).worker)
     tensors = read(ModelEngine(Team(workers), EngineOptions(sharing="full")), requests, Readout("last"))
     for one, other in zip(native, tensors, strict=True):
         np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-5)

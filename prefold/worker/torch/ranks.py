@@ -22,7 +22,8 @@ from ...model.device import DTYPES
 from ...model.int8 import probe_tokens
 from ...model.parallel import Ranks
 from .. import tensor_parallel
-from ..tensor_parallel import Meeting, MemoryMeeting, MemoryRanks, Start
+from ..loaded import Load
+from ..tensor_parallel import Meeting, MemoryMeeting, MemoryRanks
 
 _HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
 
@@ -129,10 +130,10 @@ class GroupMeeting(Meeting):
             dist.destroy_process_group()
 
 
-def meeting_of(start: Start) -> Callable[[int], Meeting]:
+def meeting_of(wanted: Load) -> Callable[[int], Meeting]:
     """Return what makes the meeting of so many ranks. Raise InputError for int8 arithmetic, before any rank starts."""
-    dtype, device = DTYPES[start.dtype], torch.device(start.device)
-    probe_tokens(start.options, start.checkpoint, start.config, None, dtype, device)
+    dtype, device = DTYPES[wanted.dtype], torch.device(wanted.device)
+    probe_tokens(wanted.options, wanted.checkpoint, wanted.config, None, dtype, device)
     if device.type == "cpu" and kernels.load() is not None:
         return TensorMeeting
-    return lambda size: GroupMeeting(size, start.device)
+    return lambda size: GroupMeeting(size, wanted.device)
