@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
+from blocks import write_model
 from generating import ask, generate, tokens_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -307,6 +308,14 @@ def test_each_rank_reads_its_share_only(tmp_path):
     assert max(taken) < 0.6 * whole
     # Panels of 32 columns are filled up with zeros on each rank: at most as much as a whole has.
     assert whole + norms <= sum(taken) < 1.2 * whole
+
+
+def test_each_rank_widens_its_part_of_a_file_in_blocks(tmp_path):
+    path = write_model(tmp_path / "m.gguf", lambda name: "Q6_K" if name.endswith("ffn_down") else "Q4_K")
+    check_equal(*engines(path, 2, weights="dtype"))
+    workers = each(ranks_of(2), lambda ranks: worker_of(path, "native", "float32", ranks, weights="auto"))
+    assert worker_of(path, "native", "float32", None, weights="auto").model.stored_as
+    assert not any(worker.model.stored_as for worker in workers)
 
 
 def test_blocks_of_a_file_are_refused(tmp_path):
