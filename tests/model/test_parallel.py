@@ -208,8 +208,8 @@ def fake_group():
 
 @pytest.mark.parametrize("family", EVERY)
 def test_two_sums_a_layer(family, tmp_path, fake_group):
-    """Counted by torch's own debug mode: two a layer and one for norms over all heads, one for the embedding, whatever
-    the rows are."""
+    """Counted by torch's own debug mode: two a layer and one for each of two norms over all heads, one for the
+    embedding, whatever the rows are."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     checkpoint = resolve(str(tiny_checkpoint(tmp_path, family, tokenizer=False)))
@@ -220,7 +220,7 @@ def test_two_sums_a_layer(family, tmp_path, fake_group):
             with CommDebugMode() as comms:
                 hidden = model(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), attend, reads)
             counts = {str(op): count for op, count in comms.get_comm_counts().items()}
-            assert counts == {"c10d.allreduce_": (2 + model.config.row_qk_norm) * model.config.layers + 1}
+            assert counts == {"c10d.allreduce_": (2 + 2 * model.config.row_qk_norm) * model.config.layers + 1}
             with CommDebugMode() as comms:
                 model.logits(hidden)
             assert {str(op): n for op, n in comms.get_comm_counts().items()} == {"c10d.gather_": 1}
