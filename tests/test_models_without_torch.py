@@ -18,19 +18,22 @@ from prefold import LLM
 sys.path.insert(0, str(Path(__file__).parent / "features" / "hybrid"))
 from hybrids import HYBRIDS, hybrid_checkpoint
 
+# As Python imports it when it starts, in every process.
 BLOCKED = """
-import sys
+import os, sys
+from pathlib import Path
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "transformers"):
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Blocked())
+Path(__file__).with_name(f"{os.getpid()}.process").touch()
 """
 CALLS = """
-import json
+import json, sys
 from prefold import LLM
-folder, adapter = sys.argv[1:]
-llm = LLM(folder, dtype="float32", adapters={"a": adapter} if adapter else None)
+folder, adapter, ranks = sys.argv[1:]
+llm = LLM(folder, dtype="float32", adapters={"a": adapter} if adapter else None, tensor_parallel=int(ranks))
 texts = ["the cat sat on a mat", "the cat sat", "one more"]
 generated = llm.generate(texts, max_tokens=6, temperature=0.8, seed=3, top_p=0.9, logprobs=2, ignore_eos=True)
 found = {
@@ -41,25 +44,39 @@ found = {
     "classify": [one.label for one in llm.classify(texts, ["yes", "no"])],
     "adapted": llm.embed(texts, adapter="a").tolist() if adapter else [],
 }
+llm.close()
 assert "torch" not in sys.modules
 print(json.dumps(found))
 """
 
 
-def run_blocked(code: str, *arguments: str) -> str:
-    """What a process without PyTorch prints."""
-    done = subprocess.run([sys.executable, "-c", BLOCKED + code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def blocked(tmp_path):
+    """The environment of processes that cannot import PyTorch, and the folder where each leaves a file."""
+    folder = tmp_path / "blocked"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(BLOCKED, encoding="utf-8")
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}, folder
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"])
-def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, kind):
+KINDS = ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [*((kind, 1) for kind in KINDS), ("qwen3", 2), ("gpt-oss", 2), ("olmo2", 3)]
+)
+def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, blocked, kind, ranks):
     folder = tmp_path / "model"
     folder.mkdir()
     folder = (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
     adapter = str(write_adapter(tmp_path / "adapter", folder, layers=(0, 1))) if kind == "qwen3" else ""
-    found = json.loads(run_blocked(CALLS, str(folder), adapter))
+    environment, processes = blocked
+    calls = [sys.executable, "-c", CALLS, str(folder), adapter, str(ranks)]
+    done = subprocess.run(calls, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len([*processes.glob("*.process")]) == ranks
+    found = json.loads(done.stdout)
     llm = LLM(str(folder), dtype="float32", executor="torch", adapters={"a": adapter} if adapter else None)
     texts = ["the cat sat on a mat", "the cat sat", "one more"]
     options = {"max_tokens": 6, "temperature": 0.8, "seed": 3, "top_p": 0.9, "ignore_eos": True}
@@ -74,18 +91,23 @@ def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, kind):
         assert np.abs(np.array(found["adapted"]) - found["embed"]).max() > 1e-3
 
 
-def test_a_job_of_the_command_line_and_what_needs_pytorch(tmp_path):
+def test_a_job_of_the_command_line_and_what_needs_pytorch(tmp_path, blocked):
     folder = tiny_checkpoint(tmp_path, "llama")
     table = tmp_path / "rows.csv"
     table.write_text("id,body\n1,the cat\n2,\n3,one more\n", encoding="utf-8")
-    command = "from prefold.cli import main; sys.argv[0] = 'prefold'; main()"
+    command = "import sys; from prefold.cli import main; sys.argv[0] = 'prefold'; main()"
     job = ["embed", str(table), "--prompt", "body", "--id", "id", "--model", str(folder), "-o"]
-    done = [sys.executable, "-c", BLOCKED + command, *job, str(tmp_path / "out.jsonl")]
-    ended = subprocess.run(done, capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"})
-    assert ended.returncode == 3 and "each forward pass is one compiled call" in ended.stderr  # a record has an error
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert sorted((line["id"], "error" in line) for line in lines) == [("1", False), ("2", True), ("3", False)]
-    for option, words in (("--dtype=float16", "the dtype float16"), ("--tensor-parallel=2", "ranks")):
-        done = [sys.executable, "-c", BLOCKED + command, *job, str(tmp_path / "no.jsonl"), option]
-        ended = subprocess.run(done, capture_output=True, text=True)
-        assert ended.returncode and words in ended.stderr and "pip install 'prefold[torch]'" in ended.stderr
+    run = [sys.executable, "-c", command, *job]
+    for ranks in (1, 2):
+        out, options = tmp_path / f"{ranks}.jsonl", ["--tensor-parallel", str(ranks)]
+        ended = subprocess.run([*run, str(out), *options], capture_output=True, text=True, env=blocked[0])
+        assert ended.returncode == 3  # a record has an error
+        assert "each forward pass is one compiled call" in ended.stderr
+        assert ("; the model is split over 2 ranks" in ended.stderr) == (ranks == 2)
+        lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        assert sorted((line["id"], "error" in line) for line in lines) == [("1", False), ("2", True), ("3", False)]
+    ended = subprocess.run(
+        [*run, str(tmp_path / "no.jsonl"), "--dtype=float16"], capture_output=True, text=True, env=blocked[0]
+    )
+    assert ended.returncode and "the dtype float16" in ended.stderr
+    assert "pip install 'prefold[torch]'" in ended.stderr

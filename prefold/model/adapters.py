@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +15,8 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .adapter_config import AdapterConfig, read_adapter_config
 from .config import ModelConfig
 from .program import Program
+from .shard import Shard
 from .sources import in_order
-
-if TYPE_CHECKING:
-    from .parallel import Shard
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
 MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # by its name here

@@ -246,6 +246,11 @@ class ModelConfig:
         return None
 
     @property
+    def unsplit(self) -> str | None:
+        """Returns why the model is not split over ranks, in words; None: it may be."""
+        return None
+
+    @property
     def scale(self) -> float:
         """Returns the factor of the products of queries and keys in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5

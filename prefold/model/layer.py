@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,11 +12,8 @@ from .layers import HeldWeight
 from .lora import NO_ADAPTERS, RowAdapters
 from .operations import Execution, Place, Rows, execution_of, keys_values
 from .ops import Ops
-from .program import Attend, Buffer, Linear, Norm, Operation, Rope, Weight, X
-
-# By the name of a tensor, its whole shape; and what of a module's tensors a rank holds.
-Shapes = Mapping[str, tuple[int, ...]]
-Places = Mapping[str, tuple[slice, ...]]
+from .program import Attend, Buffer, Linear, Norm, Operation, Rope, X
+from .shard import WHOLE, Split
 
 
 class Layer(nn.Module):
@@ -37,10 +33,9 @@ class Layer(nn.Module):
         place: Place,
         *,
         invariant: bool = False,
-        places: Places = MappingProxyType({}),
-        whole: Shapes = MappingProxyType({}),
+        split: Split = WHOLE,
     ):
-        """Make the parameters. places, whole: as of `held_weights`"""
+        """Make the parameters. split: as of `held_weights`"""
         super().__init__()
         self.operations, self.ranks, self.invariant = tuple(operations), place.ranks, invariant
         self.held: list[HeldWeight] = []
@@ -52,7 +47,7 @@ class Layer(nn.Module):
             weights = execution.hold(operation, place)
             if operation.weights:
                 self.add_module(name_of(operation, self._modules), weights)
-                self.held += held_weights(operation, weights, execution, places, whole)
+                self.held += held_weights(operation, weights, execution, split)
             if isinstance(operation, Linear) and operation.name:
                 assert isinstance(weights, layers.Linear)
                 self.linears[operation.name] = weights
@@ -140,30 +135,16 @@ def held_weights(
     operation: Operation,
     module: nn.Module,
     execution: Execution,
-    places: Places = MappingProxyType({}),
-    whole: Shapes = MappingProxyType({}),
+    split: Split = WHOLE,
 ) -> Iterator[HeldWeight]:
-    """Yield the weights of an operation that this rank has, with their parameters.
-
-    places  as of `Shard.parts`; empty: all of all
-    whole   the shapes of the whole model's tensors
-    """
+    """Yield the weights of an operation that this rank has, with their parameters. split: which part of each tensor
+    these are"""
     for name, weight in operation.named_weights:
         path, _, attribute = execution.names.get(name, name).rpartition(".")
         owner = module.get_submodule(path)
         if getattr(owner, attribute) is not None:
-            own = tuple(place_of(tensor, shape, places, whole) for tensor, shape in weight.shapes.items())
+            own = split.of(weight)
             yield HeldWeight(owner, attribute, weight.parts, weight.offset, own if any(own) else ())
-
-
-def place_of(tensor: str, shape: tuple[int, ...], places: Places, whole: Shapes) -> tuple[slice, ...]:
-    """Return which part of a tensor this rank holds; (): all."""
-    if not places or whole[tensor] == shape:
-        return ()
-    path, _, kind = tensor.rpartition(".")
-    parts = (path if kind in ("weight", "bias") else tensor).split(".")
-    place = places.get(".".join(parts[-2:])) or places[parts[-1]]
-    return place[: len(shape)]
 
 
 def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
@@ -178,8 +159,3 @@ def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
             names.remove(filled)
         read_later |= {*names}
     return dead[::-1]
-
-
-def weight_shapes(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors by their names."""
-    return {name: shape for weight in weights for name, shape in weight.shapes.items()}

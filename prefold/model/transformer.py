@@ -7,7 +7,7 @@ caller's concern.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
@@ -19,7 +19,7 @@ from ..engine.schedule.steps import StreamStep
 from ..errors import InputError, no_lm_head
 from . import layers
 from .config import ModelConfig
-from .layer import Layer, held_weights, weight_shapes
+from .layer import Layer, held_weights
 from .layers import HeldWeight, recomputed
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
@@ -27,7 +27,7 @@ from .operations import EXECUTE, Place, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Panels, Product, pack_head, row_by_row, wide_product
-from .program import OUT, Linear, Weight
+from .program import OUT, Linear
 from .rotary_tables import RotaryTables
 
 
@@ -107,22 +107,18 @@ class CausalLM(nn.Module):
         self.config, self.ranks = config, ranks
         self.shard = ranks.shard(config)
         self.local = self.shard.local(config)
-        self.program = program = self.local.program(self.shard.copies)
-        whole, places = {}, {}
-        if ranks.size > 1:
-            whole, places = weight_shapes(config.program().weights), self.shard.parts(config)
-        self.embedding = self._table(program.embed.table, place)
-        learned = program.embed.positions
+        self.program = program = self.shard.program(config)
+        self._split = self.shard.split(config)
+        self.embedding = place.empty(program.embed.table)
+        head, learned = program.head, program.embed.positions
         self.position_embedding = None if learned is None else place.empty(learned)
         self.layers = nn.ModuleList(
-            Layer(operations, place, invariant=config.invariant, places=places, whole=whole)
-            for operations in program.layers
+            Layer(operations, place, invariant=config.invariant, split=self._split) for operations in program.layers
         )
         self.end = Layer(program.end, place)
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
-        untied = program.head is not None and program.head != program.embed.table
-        self.lm_head = self._table(program.head, place) if untied else None
+        self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
         self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
@@ -138,12 +134,6 @@ class CausalLM(nn.Module):
             self._planes.append(plane if attends else None)
             plane += attends
 
-    def _table(self, weight: Weight | None, place: Place) -> nn.Parameter:
-        """Return this rank's rows of a table of the whole vocabulary."""
-        assert weight is not None
-        vocab = self.shard.vocab
-        return place.empty(replace(weight, parts=((weight.parts[0][0], vocab.stop - vocab.start),)))
-
     @staticmethod
     def _score_head(linears: Sequence[Linear], place: Place) -> nn.Module | None:
         """Return the classification head; None: there is none."""
@@ -157,11 +147,12 @@ class CausalLM(nn.Module):
     def held(self) -> Iterator[HeldWeight]:
         """Yield every parameter of the model with the names of its tensors; embedding and head first, then layer by
         layer."""
-        program, vocab = self.program, ((self.shard.vocab,),) if self.ranks.size > 1 else ()
+        program = self.program
         tables = (("embedding", program.embed.table), ("lm_head", program.head))
         for name, weight in tables:
             if weight is not None and getattr(self, name) is not None:
-                yield HeldWeight(self, name, ((weight.parts[0][0], len(getattr(self, name))),), places=vocab)
+                own = self._split.of(weight)
+                yield HeldWeight(self, name, weight.parts, places=own if any(own) else ())
         if program.embed.positions is not None:
             yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
         yield from self.end.held

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .. import kernels
 from ..checkpoint import Checkpoint
 from ..errors import InputError
+from ..kernels import CollectiveError
 from ..model import ModelConfig
 from ..model.machine import has_torch, missing_torch
+from ..model.shard import SomeRank
 from ..spec.model import ModelSpec
 from ..text import Tokenizer
-from .loaded import Loaded
+from .loaded import Load, Loaded
+
+if TYPE_CHECKING:
+    from .tensor_parallel import Meeting
 
 
 def choose_executor(options: ModelSpec, config: ModelConfig, dtype: str, device: str) -> str:
@@ -57,13 +67,63 @@ def load(
 
         check_options(options, checkpoint, config, dtype, device)
     executor = choose_executor(options, config, dtype, device)
-    if executor == "native":
+    wanted = Load(checkpoint, config, options, executor, dtype, device)
+    return load_part(wanted, None, tokenizer) if options.tensor_parallel == 1 else _load_split(wanted)
+
+
+def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None = None) -> Loaded:
+    """Return what this process holds of a model. ranks: this process among those that the model is split over; None:
+    it holds all"""
+    checkpoint, config, options, dtype = wanted.checkpoint, wanted.config, wanted.options, wanted.dtype
+    if wanted.executor == "native":
         from .native.load import load_worker as load_native
 
-        return load_native(checkpoint, config, options, tokenizer, dtype=dtype)
+        return load_native(checkpoint, config, options, tokenizer, dtype=dtype, ranks=ranks)
     if options.arithmetic == "int8":
         message = "there is no int8 arithmetic in PyTorch's executor"
         raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
     from .torch.load import load_worker as load_torch
 
-    return load_torch(checkpoint, config, options, dtype=dtype, device=device)
+    return load_torch(checkpoint, config, options, dtype=dtype, device=wanted.device, ranks=ranks)
+
+
+def _load_split(wanted: Load) -> Loaded:
+    """Return a model that is split over this process and others, which are started."""
+    from .tensor_parallel import TensorParallelWorker
+
+    wanted = replace(wanted, options=_of_each_rank(wanted))
+    team = TensorParallelWorker(wanted, _meeting_of(wanted))
+    try:
+        loaded = load_part(wanted, team.ranks)
+        team.join(loaded.worker)
+    except CollectiveError as error:
+        team.fail(error)  # with what kept a rank from it
+    except BaseException:
+        team.close()
+        raise
+    ranks = wanted.options.tensor_parallel
+    passes = "; ".join(filter(None, (loaded.passes, f"the model is split over {ranks} ranks")))
+    return replace(loaded, worker=team, passes=passes, ranks=ranks)
+
+
+def _of_each_rank(wanted: Load) -> ModelSpec:
+    """Return the options of each rank: its share of the threads, and no cache, which the engine of rank 0 has."""
+    from .native.load import settle_threads
+
+    options = wanted.options
+    settle_threads(options.threads)
+    sharing = options.tensor_parallel if wanted.device == "cpu" else 1
+    threads = options.threads or max(1, kernels.threads() // sharing)
+    adapters = None if options.adapters is None else dict(options.adapters)
+    return replace(options, threads=threads, adapters=adapters, cache=None)
+
+
+def _meeting_of(wanted: Load) -> Callable[[int], Meeting]:
+    """Return what makes the meeting of so many ranks, for the executor of a model."""
+    if wanted.executor == "native":
+        from .tensor_parallel import MemoryMeeting
+
+        return MemoryMeeting
+    from .torch.ranks import meeting_of
+
+    return meeting_of(wanted)

@@ -18,7 +18,7 @@ from ..errors import InputError, OutOfMemoryError, not_invariant
 from ..model import Adapter, CausalLM
 from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
 from ..model.machine import GivesBack, give_back, keep_freed
-from ..model.parallel import Shard
+from ..model.shard import Shard
 from ..trie import MEDIA_BASE
 from .attention import KVStore, RowAttention
 from .parts import WorkerPart, parts_of

@@ -1,6 +1,6 @@
 """A rank other than 0, in a process of its own: `python -m prefold.worker.rank FD`, started by `tensor_parallel`.
 
-It gets the messages that rank 0 gets and starts each; what they give is rank 0's.
+It gets the messages that rank 0 gets and starts each; what they give is rank 0's. No torch, unless the executor is.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-import torch
-
 from ..errors import PrefoldError
-from ..model import load_adapter, load_model
-from ..model.device import settle_threads
-from ..model.parallel import CollectiveError
+from ..kernels import CollectiveError
 from ..spec.plugins import load_plugins
-from .local import LocalWorker
-from .parts import parts_of
+from .loading import load_part
 from .tensor_parallel import LEFT_ALONE, Start
 
 
 def main(pipe: Connection) -> None:
-    """Runs a rank until rank 0 closes the pipe; what goes wrong it says there, and ends the process."""
+    """Run a rank until rank 0 closes the pipe; what goes wrong it says there, and ends the process."""
     # Ctrl-C reaches every process of a terminal: rank 0 says what is to be done about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     start: Start = pipe.recv()
@@ -41,20 +36,8 @@ def main(pipe: Connection) -> None:
 
 
 def _follow(pipe: Connection, start: Start) -> None:
-    if start.device.type == "cuda":
-        torch.cuda.set_device(start.device)
     load_plugins()  # the config names classes that features and plugins add
-    ranks = start.join([pipe])
-    if start.memory is not None:
-        os.close(start.memory)
-    settle_threads(start.threads)
-    place = {"dtype": start.dtype, "device": start.device}
-    model = load_model(start.checkpoint, **place, seed=start.seed, config=start.config, ranks=ranks)
-    adapters = {
-        name: load_adapter(folder, start.config, **place, name=name, ranks=ranks)
-        for name, folder in start.adapters.items()
-    }
-    worker = LocalWorker(model, adapters, parts=parts_of(model, start.checkpoint, start.seed))
+    worker = load_part(start.load, start.join([pipe])).worker
     pipe.send("ready")
     while True:
         worker.start(pipe.recv())

@@ -1,8 +1,9 @@
-"""The ranks of a model that is split over processes, as one worker: rank 0 is this process.
+"""The ranks of a model that is split over processes, as one worker: rank 0 is this process. No torch.
 
-Every rank has a LocalWorker, makes its tensors from the same messages and makes the same collective calls in the same
-order, so nothing but messages has to be sent. Whatever goes wrong on a rank ends all of them with one error that says
-on which. Ranks of one machine exchange through memory that all of them map.
+Every rank has a worker of its own, makes its arrays from the same messages and makes the same collective calls in the
+same order, so nothing but messages has to be sent. Whatever goes wrong on a rank ends all of them with one error that
+says on which. Ranks of one machine exchange through memory that all of them map; `worker.torch.ranks` adds PyTorch's
+process groups.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char, c_int32
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from mmap import mmap
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,28 +31,23 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import torch
-from torch import Tensor
-from torch import distributed as dist
+import numpy as np
 
 from .. import kernels
-from ..checkpoint import Checkpoint
 from ..engine.schedule.steps import EndStream, Message
 from ..engine.worker import Ticket, Worker
 from ..errors import InputError, OutOfMemoryError, RankError
-from ..kernels import RanksView
+from ..kernels import CollectiveError, RanksView
 from ..kernels.program import parts_begin
-from ..model import ModelConfig
-from ..model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ..model.parallel import CollectiveError, Ranks, Shard
-from .local import LocalWorker
+from ..model.shard import OneRank, Shard, SomeRank, columns_of, piece_width
+from .loaded import Load
 
 # Bytes that a rank gives at once. No more memory is taken than the largest exchange needs, and that twice.
 PART = 8 << 20
 
 
 def memory_file(size: int, part: int = PART) -> int:
-    """Returns the descriptor of a file in memory for `size` ranks, which has no name and goes with its last user.
+    """Return the descriptor of a file in memory for `size` ranks, which has no name and goes with its last user.
     part: bytes that a rank gives at once"""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("prefold-ranks")
@@ -62,7 +58,7 @@ def memory_file(size: int, part: int = PART) -> int:
     return file
 
 
-class MemoryRanks(Ranks):
+class MemoryRanks(OneRank[np.ndarray]):
     """A MemoryRanks is this process's rank of a model that is split over processes of one machine.
 
     file      of `memory_file`, which may be closed afterwards
@@ -71,6 +67,8 @@ class MemoryRanks(Ranks):
     part      of `memory_file`
     """
 
+    view: RanksView
+
     def __init__(self, rank: int, size: int, file: int, pipes: Sequence[int], patience: float, part: int = PART):
         self.rank, self.size = rank, size
         compiled = kernels.load()
@@ -78,27 +76,30 @@ class MemoryRanks(Ranks):
         self._kernels, memory = compiled, mmap(file, 0)
         # These hold the memory.
         self._buffers = (c_char * len(memory)).from_buffer(memory), (c_int32 * len(pipes))(*pipes)
-        self.view: RanksView = RanksView(
+        self.view = RanksView(
             memory=addressof(self._buffers[0]), first=parts_begin(size), part=part, rank=rank, size=size,
             pipes=addressof(self._buffers[1]), num_pipes=len(pipes), patience=patience,
         )  # fmt: skip
 
-    def sum(self, x: Tensor) -> Tensor:
-        summed = x.contiguous() if x.dtype in ARRAY_DTYPES else x.float().contiguous()
-        self._kernels.sum_ranks(self.view, array_of(summed))
-        return summed.to(x.dtype)
+    def sum(self, x: np.ndarray) -> np.ndarray:
+        summed = np.ascontiguousarray(x)
+        self._kernels.sum_ranks(self.view, summed)
+        return summed
 
-    def agree(self, own: bool) -> bool:
-        return bool(self.sum(torch.tensor([float(own)])) == self.size)
+    def collect(self, piece: np.ndarray) -> np.ndarray | None:
+        """Return every rank's piece, [ranks, *shape of a piece], on rank 0; all are of one shape."""
+        return self._kernels.gather_ranks(self.view, np.ascontiguousarray(piece))
 
-    def collect(self, piece: Tensor) -> list[Tensor] | None:
-        pieces = self._kernels.gather_ranks(self.view, array_of(piece))
-        return None if pieces is None else list(tensor_of(pieces))
+    def gather(self, logits: np.ndarray, vocab_size: int) -> np.ndarray:
+        width = piece_width(vocab_size, self.size)
+        pieces = self.collect(np.pad(logits, ((0, 0), (0, width - logits.shape[1]))))
+        if pieces is None:
+            return np.empty((0, vocab_size), logits.dtype)
+        return np.concatenate(columns_of(list(pieces), vocab_size), 1)
 
 
 # The status with which a rank ends that another one has left alone in a collective.
 LEFT_ALONE = 75
-_HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
 
 # A rank that has not answered for so long, within a step or between two, is taken for dead.
 TIMEOUT_SECONDS = 300
@@ -108,45 +109,55 @@ START_SECONDS = 300
 LAST_WORD_SECONDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A Start is the first message to a rank: what to load, and where the other ranks are.
+class Meeting(ABC):
+    """A Meeting is where ranks find each other. Rank 0 makes it, and the other ranks get a copy.
 
-    memory  the descriptor of the file by which ranks exchange on a CPU; None: they do by torch.distributed
-    port    of rank 0's store, by which ranks find each other there
-    config  as rank 0 reads the checkpoint, for families may be the caller's own
+    descriptors: of files that the other ranks inherit
     """
 
-    rank: int
-    size: int
-    memory: int | None
-    port: int
-    timeout: float
-    checkpoint: Checkpoint
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    threads: int
-    seed: int
-    adapters: dict[str, str]
+    descriptors: tuple[int, ...] = ()
 
-    def join(self, pipes: Sequence[Connection], store: dist.Store | None = None) -> Ranks:
-        """Meets the other ranks in shared memory, or in the default process group of torch.distributed, and returns
-        this rank's view of them. pipes: to other ranks; store: rank 0's own."""
-        if self.memory is not None:
-            return MemoryRanks(self.rank, self.size, self.memory, [pipe.fileno() for pipe in pipes], self.timeout)
-        for name in ("lo", "lo0"):
-            if name in (interface for _, interface in socket.if_nameindex()):
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        limit = timedelta(seconds=self.timeout)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            store=store or dist.TCPStore(_HERE, self.port, self.size, timeout=limit),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=limit,
-        )
-        return Ranks()
+    @abstractmethod
+    def join(self, rank: int, size: int, pipes: Sequence[int]) -> SomeRank:
+        """Meet the other ranks, and return this rank's view of them. pipes: descriptors of those to other ranks"""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Free what this process has of it."""
+
+
+class MemoryMeeting(Meeting):
+    """A MemoryMeeting is memory that the ranks of one machine map.
+
+    patience: seconds after which a silent rank is an error
+    """
+
+    def __init__(self, size: int):
+        self.patience, self._file = TIMEOUT_SECONDS, memory_file(size)
+        self.descriptors = (self._file,)
+
+    def join(self, rank: int, size: int, pipes: Sequence[int]) -> SomeRank:
+        ranks = MemoryRanks(rank, size, self._file, pipes, self.patience)
+        self.end()
+        return ranks
+
+    def end(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A Start is the first message to a rank: what to load, and where the other ranks are."""
+
+    load: Load
+    rank: int
+    meeting: Meeting
+
+    def join(self, pipes: Sequence[Connection]) -> SomeRank:
+        """Meet the other ranks, and return this rank's view of them. pipes: to other ranks"""
+        return self.meeting.join(self.rank, self.load.options.tensor_parallel, [pipe.fileno() for pipe in pipes])
 
 
 class TensorParallelWorker(Worker):
@@ -155,68 +166,39 @@ class TensorParallelWorker(Worker):
 
     It is made before the model is loaded, so that all load at once; then `join` is called with this rank's worker.
 
-    threads            of each rank, on a CPU
+    ranks              this process among them
     patience           seconds after which a silent rank is an error
     last_word_seconds  what a failed rank says is waited for so long
-    Raises InputError for a size that does not fit the model, RankError when a rank does not come up.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: ModelConfig,
-        *,
-        size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        threads: int,
-        seed: int,
-        adapters: Mapping[str, str],
-    ):
+    def __init__(self, load: Load, meet: Callable[[int], Meeting]):
+        """load: with the options of each rank; meet: makes the meeting of so many ranks.
+
+        Raise InputError for a size that does not fit the model, RankError when a rank does not come up.
+        """
+        size = load.options.tensor_parallel
         for rank in range(size):
-            Shard.of(config, rank, size)
-        _check_devices(device, size)
-        memory, port, store = None, 0, None
-        if device.type == "cpu" and kernels.load() is not None:
-            memory = memory_file(size)
-        elif dist.is_initialized():
-            raise InputError(
-                "torch.distributed is in use in this process",
-                field="tensor_parallel",
-                remedy="end what uses it (close() of another LLM), or use a process of its own",
-            )
-        else:
-            listener = socket.create_server((_HERE, 0))
-            port = listener.getsockname()[1]
-            options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-            store = dist.TCPStore(_HERE, port, size, timeout=timedelta(seconds=TIMEOUT_SECONDS), **options)
+            Shard.of(load.config, rank, size)
+        _check_system()
         self.patience, self.last_word_seconds = TIMEOUT_SECONDS, LAST_WORD_SECONDS
         self._turn = threading.RLock()
         self._ended_streams: deque[int] = deque()
         self._failure: BaseException | None = None
-        starts = [
-            Start(
-                rank, size, memory, port, TIMEOUT_SECONDS, replace(checkpoint), config,
-                dtype, torch.device("cuda", rank) if device.type == "cuda" else device, threads, seed, dict(adapters),
-            )
-            for rank in range(size)
-        ]  # fmt: skip
+        meeting = meet(size)
+        start = Start(replace(load, checkpoint=replace(load.checkpoint)), 0, meeting)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self.processes, self.pipes, memory is None)
+        self._end = weakref.finalize(self, _end, self.processes, self.pipes, meeting)
         try:
-            for start in starts[1:]:
-                self._launch(start)
+            for rank in range(1, size):
+                self._launch(replace(start, rank=rank))
             self._hear("up")
-            self.ranks = starts[0].join(self.pipes, store)
+            self.ranks = start.join(self.pipes)
         except BaseException as error:
             self.fail(error)
-        finally:
-            if memory is not None:
-                os.close(memory)
 
-    def join(self, worker: LocalWorker) -> None:
-        """Takes this rank's worker, and waits until every rank has one. Raises RankError with what kept a rank from
+    def join(self, worker: Worker) -> None:
+        """Take this rank's worker, and wait until every rank has one. Raise RankError with what kept a rank from
         it."""
         self.local, self.facts = worker, worker.facts
         try:
@@ -274,7 +256,7 @@ class TensorParallelWorker(Worker):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         root = str(Path(__file__).parents[2])
         command = [sys.executable, "-P", "-m", "prefold.worker.rank", str(rank_end.fileno())]
-        descriptors = [rank_end.fileno()] if start.memory is None else [rank_end.fileno(), start.memory]
+        descriptors = [rank_end.fileno(), *start.meeting.descriptors]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         with rank_end:
             # Results may go to standard output: no rank writes there.
@@ -345,29 +327,21 @@ def _ending(code: int) -> str:
     return f"was ended by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
 
 
-def _check_devices(device: torch.device, size: int) -> None:
+def _check_system() -> None:
     if sys.platform == "win32":
         raise InputError(
             "a model is not split over processes on Windows",
             field="tensor_parallel",
             remedy="leave it out, or use WSL 2",
         )
-    if device.type == "cuda" and torch.cuda.device_count() < size:
-        raise InputError(
-            f"tensor_parallel is {size}, and torch sees {torch.cuda.device_count()} GPUs",
-            field="tensor_parallel",
-            remedy="use as many as there are, or --device cpu",
-        )
 
 
-def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], in_group: bool) -> None:
-    """Closes the pipes, at which ranks end; those that do not are made to. in_group: whether ranks met in the default
-    process group."""
+def _end(processes: list[subprocess.Popen[bytes]], pipes: list[Connection], meeting: Meeting) -> None:
+    """Close the pipes, at which ranks end; those that do not are made to."""
     for pipe in pipes:
         pipe.close()
     with contextlib.suppress(Exception):
-        if in_group and dist.is_initialized():
-            dist.destroy_process_group()
+        meeting.end()
     for process in processes:
         try:
             process.wait(LAST_WORD_SECONDS)

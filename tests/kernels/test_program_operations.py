@@ -297,11 +297,45 @@ def test_queries_that_lie_apart_attend_as_those_side_by_side(dtype, folded, pick
     check(found, wanted[reads] if picked else wanted, 1e-5 if dtype == FLOAT32 else 2e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_experts_and_sums_are_added_up_over_ranks(dtype):
+def two_ranks() -> list[MemoryRanks]:
     file = memory_file(2, PART)
     ranks = [MemoryRanks(rank, 2, file, [], 60.0, PART) for rank in range(2)]
     os.close(file)
+    return ranks
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("columns", "copies"), [((40, 23), 1), ((17, 17), 2)])
+def test_a_norm_of_numbers_of_several_ranks(dtype, wide, columns, copies):
+    """Each rank has other numbers; or with copies both have the same."""
+    ranks, rng, rows, at, eps = two_ranks(), np.random.default_rng(0), 6, 3, 1e-5
+    whole = sum(columns) // copies
+    x, weight = normal(rng, rows, whole, dtype=dtype), normal(rng, whole, dtype=FLOAT32 if wide else dtype)
+    wanted = rms_norm(x.astype(float), weight.astype(float), eps)
+    starts = (0, 0) if copies == 2 else (0, columns[0])
+    parts = [slice(start, start + count) for start, count in zip(starts, columns, strict=True)]
+
+    def run(rank: int) -> np.ndarray:
+        machine, part = Machine(dtype), parts[rank]
+        buffer = machine.buffer(np.pad(x[:, part], ((0, 0), (at, 2))))
+        machine.add(
+            Kind.NORM, source=buffer, out=buffer, beside=-1, at=at, columns=columns[rank], wide=wide, eps=eps,
+            weight=np.ascontiguousarray(weight[part]), summed=1, heads=whole, kv_heads=copies,
+        )  # fmt: skip
+        machine.run(rows, ranks=addressof(ranks[rank].view))
+        found = machine.buffers[buffer].astype(float)
+        assert not found[:, :at].any() and not found[:, -2:].any()
+        return found[:, at:-2]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, part in zip(pool.map(run, range(2)), parts, strict=True):
+            np.testing.assert_allclose(found, wanted[:, part], rtol=1e-5 if dtype == FLOAT32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_and_sums_are_added_up_over_ranks(dtype):
+    ranks = two_ranks()
     rng, hidden, rows = np.random.default_rng(0), 32, 7
     machines = [Machine(dtype) for _ in ranks]
     x, apart = normal(rng, rows, hidden, dtype=dtype), []

@@ -17,7 +17,9 @@ from torch import distributed as dist
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.model import ModelConfig, Plane, RopeConfig, load_model
-from prefold.model.parallel import Ranks, Shard
+from prefold.model.parallel import Ranks
+from prefold.model.shard import Shard
+from prefold.worker.torch.ranks import GroupRanks
 
 CONFIG = ModelConfig(
     vocab_size=307,
@@ -206,19 +208,19 @@ def fake_group():
 
 @pytest.mark.parametrize("family", EVERY)
 def test_two_sums_a_layer(family, tmp_path, fake_group):
-    """Counted by torch's own debug mode: two a layer and one for norms over all heads, one for the embedding, whatever
-    the rows are."""
+    """Counted by torch's own debug mode: two a layer and one for each of two norms over all heads, one for the
+    embedding, whatever the rows are."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     checkpoint = resolve(str(tiny_checkpoint(tmp_path, family, tokenizer=False)))
     with torch.inference_mode():
-        model = load_model(checkpoint, dtype=torch.float32, device="cpu", ranks=Ranks())
+        model = load_model(checkpoint, dtype=torch.float32, device="cpu", ranks=GroupRanks())
         for rows, reads in ((1, None), (40, None), (40, torch.tensor([9, 39]))):
             attend = DenseAttend(model.local, reads)
             with CommDebugMode() as comms:
                 hidden = model(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), attend, reads)
             counts = {str(op): count for op, count in comms.get_comm_counts().items()}
-            assert counts == {"c10d.allreduce_": (2 + model.config.row_qk_norm) * model.config.layers + 1}
+            assert counts == {"c10d.allreduce_": (2 + 2 * model.config.row_qk_norm) * model.config.layers + 1}
             with CommDebugMode() as comms:
                 model.logits(hidden)
             assert {str(op): n for op, n in comms.get_comm_counts().items()} == {"c10d.gather_": 1}

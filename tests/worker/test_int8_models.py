@@ -27,7 +27,8 @@ from prefold.worker.native import int8
 from prefold.worker.native.load import DTYPES, load_native
 from prefold.worker.native.program import NativeProgram
 from prefold.worker.native.steps import prepare_slots
-from prefold.worker.native.store import NativeStore, StoreLayout
+from prefold.worker.native.store import NativeStore
+from prefold.worker.native.worker import layout_of
 
 compiled = kernels.load()
 needs_int8 = pytest.mark.skipif(compiled is None or not compiled.has_int8, reason="no kernels for int8")
@@ -45,13 +46,12 @@ def load(folder, *, dtype="float32", **options):
 def hidden(model, adapters=(), numbers=None):
     """Final hidden states of one sequence, float32 [rows, hidden]. numbers: of the adapter of each row"""
     config, rows, one = model.config, np.arange(len(TOKENS)), np.zeros(1, np.int64)
-    layout = StoreLayout(config.kv_heads, config.head_dim, model.dtype, model.dtype, model.stores_pairs)
     step = SlotStep(
         TOKENS, rows, rows + 1, run_start=one + 1, run_count=one + len(rows), run_position=one, run_first=one,
         run_last=one + len(rows), read_rows=rows, adapters=numbers,
     )  # fmt: skip
     batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, False)
-    store = NativeStore(len(config.planes), layout, len(rows) + 1, model.kernels)
+    store = NativeStore(len(config.planes), layout_of(model, config.kv_heads), len(rows) + 1, model.kernels)
     return NativeProgram(model, adapters).over_slots(batch, store).astype(np.float32)
 
 

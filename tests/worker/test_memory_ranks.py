@@ -1,5 +1,5 @@
-"""Ranks that exchange through memory, as threads of this process: what is exchanged, and the program of a split
-model."""
+"""Ranks that exchange through memory, as threads of this process: what is exchanged, and a split model in both
+executors."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
+from blocks import write_model
 from generating import ask, generate, tokens_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from running import as_request
-from tiny import FAMILIES, MIXTURES, MORE, tiny_checkpoint
+from tiny import FAMILIES, MORE, tiny_checkpoint
 
 from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.worker import Worker
-from prefold.model import load_adapter, load_model
-from prefold.model.parallel import ALONE, CollectiveError
+from prefold.errors import InputError
+from prefold.kernels import CollectiveError
+from prefold.model.families import config_from
+from prefold.model.shard import share
+from prefold.spec.model import ModelSpec
 from prefold.spec.requests import Namespace, Readout
 from prefold.trie import Spool
 from prefold.worker import tensor_parallel
-from prefold.worker.local import LocalWorker
+from prefold.worker.loaded import Load
+from prefold.worker.loading import load_part
 from prefold.worker.program import Program, missing
 from prefold.worker.rows import forward_stream
 from prefold.worker.slots import forward, make_store
 from prefold.worker.tensor_parallel import MemoryRanks, memory_file
+from prefold.worker.torch.ranks import MemoryTensors
 
-EVERY = (*FAMILIES, *(family for family in MORE if family not in MIXTURES))
+EVERY = (*FAMILIES, *MORE)
 WIDTH = {"intermediate_size": 80, "n_inner": 80, "shared_intermediate_size": 80}
-CPU = torch.device("cpu")
 SMALL = 4096  # bytes that a rank gives at once
 
 
@@ -47,6 +52,10 @@ def ranks_of(size: int, patience: float = 60.0, part: int = tensor_parallel.PART
     ranks = [MemoryRanks(rank, size, file, [], patience, part) for rank in range(size)]
     os.close(file)
     return ranks
+
+
+def with_tensors(ranks: list[MemoryRanks]) -> list[MemoryTensors]:
+    return [MemoryTensors(rank) for rank in ranks]
 
 
 def each(ranks: list, work) -> list:
@@ -69,7 +78,7 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
     def work(ranks):
         return [(ranks.sum(parts[ranks.rank].clone()), ranks.collect(parts[ranks.rank])) for parts in given_]
 
-    found = each(ranks_of(size, part=SMALL), work)
+    found = each(with_tensors(ranks_of(size, part=SMALL)), work)
     for number, parts in enumerate(given_):
         total = parts[0].float()
         for part in parts[1:]:
@@ -80,20 +89,35 @@ def test_every_rank_has_the_same_bits_of_a_sum_and_rank_0_all_pieces(size, count
         assert all(torch.equal(*pair) for pair in zip(found[0][number][1], parts, strict=True))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_logits_of_the_whole_vocabulary_and_sums_of_arrays(size):
+    """Rank 0 gets every rank's columns in their order, also if ranks have different numbers of them."""
+    whole = np.arange(5 * 31, dtype=np.float32).reshape(5, 31)
+
+    def work(rank):
+        own = whole[:, share(31, rank.rank, size)]
+        return rank.gather(own, 31), rank.sum(whole[:, ::2])
+
+    (first, total), *others = each(ranks_of(size, part=SMALL), work)
+    assert np.array_equal(first, whole) and np.array_equal(total, size * whole[:, ::2])
+    assert all(one.shape == (0, 31) and np.array_equal(other, total) for one, other in others)
+
+
 def test_what_all_ranks_agree_on():
-    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(True)) == [True] * 3
-    assert each(ranks_of(3, part=SMALL), lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
+    ranks = with_tensors(ranks_of(3, part=SMALL))
+    assert each(ranks, lambda ranks: ranks.agree(True)) == [True] * 3
+    assert each(ranks, lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
 
 
 def test_a_rank_that_does_not_come_and_one_that_does_something_else():
     alone, *_ = ranks_of(2, patience=0.05, part=SMALL)
     with pytest.raises(CollectiveError, match="timed out"):
-        alone.sum(torch.ones(3))
+        alone.sum(np.ones(3, np.float32))
     ranks = ranks_of(2, part=SMALL)
 
     def differs(rank):
         with pytest.raises(CollectiveError, match="at different steps"):
-            rank.sum(torch.ones(3 + rank.rank))
+            rank.sum(np.ones(3 + rank.rank, np.float32))
 
     each(ranks, differs)
 
@@ -105,14 +129,14 @@ def test_a_rank_that_ends_is_not_waited_for():
     os.close(file)
     threading.Timer(0.1, os.close, (theirs,)).start()
     with pytest.raises(CollectiveError, match="a rank has ended"):
-        rank.sum(torch.ones(3))
+        rank.sum(np.ones(3, np.float32))
     os.close(ours)
 
 
 class Team(Worker):
     """A Team gives each message to the workers of all ranks, in threads, and returns the ticket of rank 0."""
 
-    def __init__(self, workers: list[LocalWorker]):
+    def __init__(self, workers: list[Worker]):
         self.workers, self.facts = workers, workers[0].facts
 
     def start(self, message, prepared=None):
@@ -122,18 +146,21 @@ class Team(Worker):
         return self.workers[0].kv_slots(kv_memory, slot_bytes)
 
 
-def worker_of(folder, dtype, ranks, adapters=()) -> LocalWorker:
+def worker_of(folder, executor, dtype, ranks, adapters=(), **options) -> Worker:
     checkpoint = resolve(str(folder))
-    place = {"dtype": dtype, "device": CPU, "ranks": ranks}
-    model = load_model(checkpoint, **place)
-    loaded = {path.name: load_adapter(path, model.config, **place, name=path.name) for path in adapters}
-    return LocalWorker(model, loaded)
+    config = replace(config_from(checkpoint.config), invariant=options.get("invariant", False))
+    spec = ModelSpec(adapters={path.name: str(path) for path in adapters}, **options)
+    return load_part(Load(checkpoint, config, spec, executor, dtype, "cpu"), ranks).worker
 
 
-def engines(folder, size: int, dtype=torch.float32, adapters=(), rows=7, slots=400) -> list[ModelEngine]:
+def engines(
+    folder, size: int, executor="native", dtype="float32", adapters=(), rows=7, slots=400, **options
+) -> list[ModelEngine]:
     """Engines over one rank, and over `size`."""
-    alone = worker_of(folder, dtype, ALONE, adapters)
-    team = Team(each(ranks_of(size), lambda ranks: worker_of(folder, dtype, ranks, adapters)))
+    given = (folder, executor, dtype)
+    ranks = ranks_of(size) if executor == "native" else with_tensors(ranks_of(size))
+    alone = worker_of(*given, None, adapters, **options)
+    team = Team(each(ranks, lambda one: worker_of(*given, one, adapters, **options)))
     assert all(worker.program is not None for worker in team.workers)
     found = []
     for worker in (alone, team):
@@ -175,9 +202,14 @@ def check_equal(alone: ModelEngine, split: ModelEngine, seed: int = 0, adapters=
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", [family for family in EVERY if family not in ("olmo2", "olmo3")])
+@pytest.mark.parametrize("family", EVERY)
 def test_a_split_model_gives_what_one_rank_gives(tmp_path, family, size):
-    check_equal(*engines(tiny_checkpoint(tmp_path, family, **WIDTH), size))
+    check_equal(*engines(tiny_checkpoint(tmp_path, family), size))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2"])
+def test_a_split_model_with_tensors_gives_what_one_rank_gives(tmp_path, family):
+    check_equal(*engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, "torch"))
 
 
 @settings(max_examples=12, deadline=None)
@@ -193,25 +225,25 @@ def test_odd_shapes(data, tmp_path_factory):
         num_key_value_heads=kv_heads,
         head_dim=2 * data.draw(st.integers(1, 5)),
         hidden_size=data.draw(st.integers(2, 20)) * kv_heads * group,
-        intermediate_size=16 * data.draw(st.integers(size, 9)),
+        intermediate_size=data.draw(st.integers(size, 150)),
         vocab_size=data.draw(st.integers(30, 80)),
         tie_word_embeddings=data.draw(st.booleans()),
     )
     check_equal(*engines(folder, size, rows=data.draw(st.integers(2, 60))), seed=data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_adapters(tmp_path, size):
+@pytest.mark.parametrize(("executor", "size"), [("native", 2), ("native", 3), ("torch", 2)])
+def test_adapters(tmp_path, executor, size):
     folder = tiny_checkpoint(tmp_path, "qwen3", **WIDTH)
     paths = [write_adapter(tmp_path / name, folder, seed=ord(name)) for name in "ab"]
-    check_equal(*engines(folder, size, adapters=paths, slots=900), adapters=("", "a", "b"))
+    check_equal(*engines(folder, size, executor, adapters=paths, slots=900), adapters=("", "a", "b"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
 def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, family, dtype):
     """To the last bit: both add up the same parts in the same order."""
-    _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, dtype)
+    _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, "torch", dtype)
     stores, seen = {}, []
 
     class Compared(Program):
@@ -239,10 +271,71 @@ def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, family, d
     assert seen.count("slots") > 8 and seen.count("rows") > 4
 
 
-def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, rows_of_logits):
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gpt-oss"])
+def test_hidden_states_are_near_those_of_the_other_executor(tmp_path, family):
+    """With the same parts on each rank."""
+    folder = tiny_checkpoint(tmp_path, family, **WIDTH)
+    requests = [as_request(tokens) for tokens in prompts(1)]
+    native = read(engines(folder, 3)[1], requests, Readout("last"))
+    checkpoint = resolve(str(folder))
+    wanted = Load(checkpoint, config_from(checkpoint.config), ModelSpec(), "torch", "float32", "cpu")
+    workers = each(with_tensors(ranks_of(3)), lambda ranks: load_part(wanted, ranks).worker)
+    tensors = read(ModelEngine(Team(workers), EngineOptions(sharing="full")), requests, Readout("last"))
+    for one, other in zip(native, tensors, strict=True):
+        np.testing.assert_allclose(one.values, other.values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_an_invariant_split_model_gives_the_same_bits_in_every_batch(tmp_path, family, dtype):
+    folder, requests = tiny_checkpoint(tmp_path, family), [as_request(tokens) for tokens in prompts(1)]
+    few, many = (engines(folder, 2, dtype=dtype, rows=rows, invariant=True)[1] for rows in (3, 1000))
+    for kind, ids in (("last", ()), ("logits", (3, 200, 17))):
+        found, expected = (read(engine, requests, Readout(kind, ids)) for engine in (few, many))
+        assert all(one.values.tobytes() == other.values.tobytes() for one, other in zip(found, expected, strict=True))
+
+
+def test_each_rank_reads_its_share_only(tmp_path):
+    """Of all tensors but norms."""
+    folder = tiny_checkpoint(tmp_path, "llama", tie_word_embeddings=False, intermediate_size=80)
+
+    def num_bytes(ranks) -> int:
+        return worker_of(folder, "native", "float32", ranks).model.memory.num_bytes
+
+    whole = num_bytes(None)
+    taken = each(ranks_of(2), num_bytes)
+    norms = (2 * 3 + 1) * 36 * 4
+    assert max(taken) < 0.6 * whole
+    # Panels of 32 columns are filled up with zeros on each rank: at most as much as a whole has.
+    assert whole + norms <= sum(taken) < 1.2 * whole
+
+
+def test_each_rank_widens_its_part_of_a_file_in_blocks(tmp_path):
+    path = write_model(tmp_path / "m.gguf", lambda name: "Q6_K" if name.endswith("ffn_down") else "Q4_K")
+    check_equal(*engines(path, 2, weights="dtype"))
+    workers = each(ranks_of(2), lambda ranks: worker_of(path, "native", "float32", ranks, weights="auto"))
+    assert worker_of(path, "native", "float32", None, weights="auto").model.stored_as
+    assert not any(worker.model.stored_as for worker in workers)
+
+
+def test_blocks_of_a_file_are_refused(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    with pytest.raises(InputError, match="no code for that on several ranks; leave --weights out"):
+        worker_of(folder, "native", "float32", ranks_of(2)[0], weights="file")
+
+
+def test_greedy_steps_make_no_logits(tmp_path, rows_of_logits):
+    alone, split = engines(tiny_checkpoint(tmp_path, "llama"), 3)
+    calls = rows_of_logits(split.worker.workers[0].model)
+    asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
+    assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
+    assert not calls
+
+
+def test_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, rows_of_logits):
     folder = tiny_checkpoint(tmp_path, "llama", **WIDTH)
     for packs in (True, False):
-        alone, split = engines(folder, 3)
+        alone, split = engines(folder, 3, "torch")
         split.worker.workers[1].model.may_pack = packs
         calls = rows_of_logits(split.worker.workers[0].model)
         asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
@@ -253,18 +346,19 @@ def test_greedy_steps_make_no_logits_and_a_rank_without_a_packed_head_keeps_all_
 def test_a_rank_without_a_program_keeps_all_from_it(tmp_path):
     """Of three ranks one has a width that no vector fills."""
     folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=50)
-    workers = each(ranks_of(3), lambda ranks: worker_of(folder, torch.float32, ranks))
+    workers = each(with_tensors(ranks_of(3)), lambda ranks: worker_of(folder, "torch", "float32", ranks))
     assert all(worker.program is None for worker in workers)
     assert [missing(worker.model) for worker in workers] == [None, None, "an MLP's width"]
     assert all("PyTorch's modules" in worker.passes for worker in workers)
 
 
+@pytest.mark.parametrize("executor", ["native", "torch"])
 @pytest.mark.parametrize("rows", [3, 1000])
-def test_two_sums_a_layer(tmp_path, rows):
+def test_two_sums_a_layer(tmp_path, rows, executor):
     """And one for the embedding, whatever the rows are; of a step without a row that is read the last layer computes
     keys and values alone."""
     folder, steps = tiny_checkpoint(tmp_path, "llama", **WIDTH), []
-    _, split = engines(folder, 2, rows=rows)
+    _, split = engines(folder, 2, executor, rows=rows)
     view, start = split.worker.workers[0].model.ranks.view, split.worker.start
 
     def counted(message, prepared=None):

@@ -37,8 +37,9 @@ def folder(tmp_path_factory):
 
 
 def check_same(folder: str, ranks: int, **options):
-    alone, split = LLM(folder, **PLACE), LLM(folder, **PLACE, tensor_parallel=ranks, **options)
-    assert split.passes == alone.passes
+    place = PLACE | {"executor": options.pop("executor", "native")}
+    alone, split = LLM(folder, **place), LLM(folder, **place, tensor_parallel=ranks, **options)
+    assert {*split.passes.split("; ")} - {*alone.passes.split("; ")} == {f"the model is split over {ranks} ranks"}
     token_lists = prompts(7)
     rng = np.random.default_rng(0)
     try:
@@ -66,8 +67,9 @@ def check_same(folder: str, ranks: int, **options):
     assert all(process.returncode is not None for process in split.engine.worker.processes)
 
 
-def test_two_processes_are_one_model(folder):
-    check_same(folder, 2, kv_memory=200_000)
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_two_processes_are_one_model(folder, executor):
+    check_same(folder, 2, kv_memory=200_000, executor=executor)
 
 
 def test_ranks_that_share_no_memory(folder, monkeypatch):

@@ -105,6 +105,10 @@ class HybridConfig(ModelConfig):
     def fixed(self) -> str:
         return "some of its layers have a state that runs along the sequence, so that a row depends on all rows before"
 
+    @property
+    def unsplit(self) -> str:
+        return "a model with layers of states is not split over ranks"
+
     def mixer(self, number: int) -> MixerKind | None:
         """Returns the kind of a layer's mixer; None for attention."""
         return MIXERS.get(self.mixers[number])

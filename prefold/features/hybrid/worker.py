@@ -6,11 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...engine.worker import DONE, Ticket
-from ...errors import UnsupportedModelError
-from ...model.parallel import ALONE, Alone
 from ...model.transformer import CausalLM
 from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
@@ -25,11 +22,6 @@ class HybridLM(CausalLM):
     """A HybridLM is a CausalLM some of whose layers have a state in place of attention. Its `states` are a Carry."""
 
     config: HybridConfig
-
-    def __init__(self, config: HybridConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
-        if ranks.size > 1:
-            raise UnsupportedModelError("a model with layers of states is not split over ranks; use tensor_parallel 1")
-        super().__init__(config, dtype=dtype, device=device, ranks=ranks)
 
 
 def state_part(model: HybridLM) -> WorkerPart:

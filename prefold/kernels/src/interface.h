@@ -435,6 +435,8 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // The operations of a program. Rows lie in buffers, [rows, width] each.
 //
 // kNorm     out = the norm of `source` plus `beside` (-1: nothing), `columns` numbers from `at` on. With a bias it is a
+//           LayerNorm, otherwise an RMS norm. If `summed`, of `heads` numbers that all ranks have together; each of
+//           this rank's is on `kv_heads` ranks, and nothing is added
 // kLinear   out = source times the matrix, plus bias, activated
 // kGated    out = activation(gate) * up of source
 // kRope     rotate the first ProgramCall.dim numbers of `heads` heads of `dim` from `at` on by table `plane` (-1: none);
@@ -465,7 +467,7 @@ struct Operation {
   int32_t wide, plane, window;
   int32_t activation;             // kLinear, kGated, kExperts
   int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
-  int32_t summed;                 // kLinear, kEmbed, kAdd, kExperts: whether the result is the sum over all ranks
+  int32_t summed;                 // whether the result, or the squares of a kNorm, are summed over all ranks
   float eps;
   int64_t at, keys, heads, dim, kv_heads, columns, positions;
   const void *weight, *bias;

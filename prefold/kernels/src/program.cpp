@@ -3,6 +3,7 @@
 //
 // Rows lie in buffers, [rows, width] each. An operation names the buffers it reads and writes; where nothing is said,
 // it takes all rows. After kPick only the rows that are read go on.
+#include <cmath>
 #include <cstring>
 
 #include "activations.h"
@@ -49,6 +50,44 @@ struct Pass {
       if (op.wide) return scaled(prefold_add_rms_norm_bfloat16_float32, static_cast<const float*>(op.weight));
     }
     scaled(pick_of<E>(prefold_add_rms_norm_float32, prefold_add_rms_norm_bfloat16), static_cast<const E*>(op.weight));
+  }
+
+  // The RMS norm of numbers of which each rank has some: the squares are added up over the ranks.
+  int32_t split_norm(const Operation& op) const {
+    if constexpr (kBf16) {
+      if (op.wide) return split_norm(op, static_cast<const float*>(op.weight));
+    }
+    return split_norm(op, static_cast<const E*>(op.weight));
+  }
+
+  template <class W>
+  int32_t split_norm(const Operation& op, const W* weight) const {
+    static thread_local Workspace workspace;
+    auto* squares = static_cast<float*>(workspace.reserve(rows * sizeof(float)));
+    const int64_t width = op.columns, x_row = call.widths[op.source], out_row = call.widths[op.out];
+    const E* x = buffer(op.source) + op.at;
+    E* out = buffer(op.out) + op.at;
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        Floats sums = zeros();
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const Floats some = load_some(x + r * x_row + d, width - d);
+          sums += some * some;
+        }
+        squares[r] = sum_of(sums) / static_cast<float>(op.kv_heads);
+      }
+    });
+    if (const int32_t unmet = Ranks{*call.ranks}.sum(squares, rows, call.threads, false)) return unmet;
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const Floats scale(1 / std::sqrt(squares[r] / static_cast<float>(op.heads) + op.eps));
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const Floats normed = load_some(x + r * x_row + d, width - d) * scale;
+          store_some(out + r * out_row + d, normed * load_some(weight + d, width - d), width - d);
+        }
+      }
+    });
+    return 0;
   }
 
   int32_t product(const Operation& op) const {
@@ -385,7 +424,10 @@ struct Pass {
       const Operation& op = call.operations[i];
       int32_t failed = 0;
       switch (op.kind) {
-        case kNorm: norm(op); break;
+        case kNorm:
+          if (op.summed) failed = split_norm(op);
+          else norm(op);
+          break;
         case kAdd: failed = add(op); break;
         case kGate: gate(op); break;
         case kExperts: failed = experts(op); break;

@@ -24,7 +24,8 @@ from ...text import Tokenizer
 from .model import NativeModel
 from .program import NativeProgram, visits_of
 from .steps import prepare_slots
-from .store import NativeStore, StoreLayout
+from .store import NativeStore
+from .worker import layout_of
 
 # Text that goes through the model when it is loaded, to see what int8 changes: prose, a question, code, numbers.
 PROBE = (
@@ -133,8 +134,7 @@ class Probe:
         config = model.config
         self._model = model
         self._visits = {visit[0]: visit for visit in reversed(visits_of(config))}  # the first of each layer
-        layout = StoreLayout(config.kv_heads, config.head_dim, model.dtype, model.dtype, model.stores_pairs)
-        self._store = NativeStore(1, layout, len(tokens) + 1, model.kernels)
+        self._store = NativeStore(1, layout_of(model, config.kv_heads), len(tokens) + 1, model.kernels)
         self.batch = prepare_slots(_one_sequence(tokens), config.planes, config.heads // config.kv_heads, False)
         self.exact = self._quantised = np.empty(0)
         self.report = Report()

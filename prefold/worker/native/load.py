@@ -7,7 +7,7 @@ file has numbers in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
 from ...model.machine import available_memory, check_fits
 from ...model.program import Add, Embed, Experts, Linear, Operation, Program, Weight
+from ...model.shard import OneRank, Shard
 from ...model.sources import StoredSource, open_source
 from ...spec.model import ModelSpec
 from ...text import Tokenizer
@@ -48,28 +49,26 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         return "modules of transformers"
     if dtype not in DTYPES:
         return f"the dtype {dtype}"
-    unknown = {type(one).__name__ for one in config.program().operations if type(one) not in (*COMPILE, Add, Embed)}
+    programs = [Shard.of(config, rank, ranks).program(config) for rank in range(ranks)]
+    unknown = {type(one).__name__ for one in programs[0].operations if type(one) not in (*COMPILE, Add, Embed)}
     things = {
         f"compiled kernels ({kernels.status()})": compiled is not None,
         "products of this dtype on this CPU": compiled is None or compiled.has_products(DTYPES[dtype]),
         "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
-        f"{ranks} ranks": ranks == 1,
         "a model that is more than its program": config.is_program,
-        "rows of whole words": dtype != "bfloat16" or all(inputs % 2 == 0 for inputs in _inputs(config.program())),
+        "rows of whole words": dtype != "bfloat16" or all(map(_has_whole_words, programs)),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)
 
 
-def _inputs(program: Program) -> Iterator[int]:
-    """Yield how many numbers of a row each product reads. What a gate leaves is filled up."""
+def _has_whole_words(program: Program) -> bool:
+    """Return whether each product reads an even count of numbers of a row. What a gate leaves is filled up."""
     filled = {one.out for one in program.operations if isinstance(one, Linear) and one.gated}
-    for one in program.operations:
-        if isinstance(one, Linear) and one.source not in filled:
-            yield one.weight.inputs[0]
-        elif isinstance(one, Experts):
-            yield one.router.inputs[0]
+    products = [one.router for one in program.operations if isinstance(one, Experts)]
+    products += [one.weight for one in program.operations if isinstance(one, Linear) and one.source not in filled]
+    return all(weight.inputs[0] % 2 == 0 for weight in products)
 
 
 def load_native(
@@ -79,6 +78,7 @@ def load_native(
     dtype: str,
     seed: int = 0,
     keep: str = "dtype",
+    ranks: OneRank[np.ndarray] | None = None,
     int8: np.ndarray | None = None,
 ) -> NativeModel:
     """Return the model of a checkpoint.
@@ -86,6 +86,7 @@ def load_native(
     dtype   "float32" or "bfloat16", of all weights that are not wide
     seed    of random weights
     keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
+    ranks   this process among those that the model is split over: this one's part is read; None: it has the whole
     int8    tokens of a text: the linears of layers multiply in int8 if it changes little of it; None: none does
 
     Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
@@ -101,19 +102,20 @@ def load_native(
     offsets = {name: weight.offset for weight in program.weights for name, _ in weight.parts}
     source = open_source(checkpoint, config, shapes_of(program.weights), seed, offsets)
     config = settled_lm_head(config, source)
-    program = config.program()
-    check_tensors(checkpoint, shapes_of(program.weights), source)
-    wish = keep if int8 is None else "file"
-    stored = kept_as_stored(wish, program, source, number, compiled, invariant=config.invariant)
+    whole = config.program()
+    check_tensors(checkpoint, shapes_of(whole.weights), source)
+    model = NativeModel(config, number, compiled, ranks)
+    stored = kept_as_stored(keep if int8 is None else "file", model, source)
     if keep == "file" and not stored:
         message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
         raise InputError(message, field="weights", remedy="leave --weights out")
-    sizes = [stored.get(weight, weight.size * _itemsize(weight, number)) for weight in program.weights]
+    # One memory for all ranks.
+    counted = model.program if model.ranks.rank else whole
+    sizes = [stored.get(weight, weight.size * _itemsize(weight, number)) for weight in counted.weights]
     remedy = "use a smaller model, or more memory"
     if dtype == "float32":
         remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
     check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype}", remedy)
-    model = NativeModel(config, program, number, compiled)
     probe = None if int8 is None else Probe(model, int8)
     _Loader(model, source, stored, probe).load()
     return model
@@ -124,23 +126,21 @@ def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
 
 
-def kept_as_stored(
-    wish: str,
-    program: Program,
-    source: StoredSource,
-    dtype: np.dtype,
-    compiled: kernels.Kernels,
-    *,
-    invariant: bool = False,
-) -> dict[Weight, int]:
+def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[Weight, int]:
     """Return which matrices stay as they are stored, and their bytes.
 
-    wish       "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
-               memory is plenty
-    invariant  whether few rows are multiplied as many are, for which the dtype is faster: "auto" and "fast" keep none
-               as stored if memory is plenty
+    wish    "dtype": none; "auto" and "file": all that there is code for; "fast": the same, but none in bfloat16 if
+            memory is plenty
+
+    If few rows are multiplied as many are (`ModelConfig.invariant`), the dtype is faster: "auto" and "fast" keep none
+    as stored if memory is plenty. No matrix of a split model stays so.
     """
-    if wish == "dtype":
+    program, dtype, compiled, invariant = model.program, model.dtype, model.kernels, model.config.invariant
+    is_split = model.ranks.size > 1
+    if is_split and wish == "file":
+        message = "weights are to stay as the checkpoint stores them, and there is no code for that on several ranks"
+        raise InputError(message, field="weights", remedy="leave --weights out")
+    if is_split or wish == "dtype":
         return {}
     matrices = [one.weight for one in program.operations if isinstance(one, Linear)]
     tables = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])])
@@ -168,14 +168,27 @@ def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled
 
 
 def load_worker(
-    checkpoint: Checkpoint, config: ModelConfig, options: ModelSpec, tokenizer: Tokenizer | None, *, dtype: str
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    options: ModelSpec,
+    tokenizer: Tokenizer | None,
+    *,
+    dtype: str,
+    ranks: OneRank[np.ndarray] | None = None,
 ) -> Loaded:
-    """Return the model of a checkpoint, ready to run; the errors are those of `LLM`."""
+    """Return the model of a checkpoint, ready to run; the errors are those of `LLM`.
+
+    ranks: this process among those that the model is split over; None: it has the whole
+    """
     settle_threads(options.threads)
     int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
-    model = load_native(checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, int8=int8)
+    model = load_native(
+        checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, ranks=ranks, int8=int8
+    )
+    shard = model.shard if model.ranks.size > 1 else None
     adapters = {
-        name: read_adapter(folder, model.config, name=name) for name, folder in (options.adapters or {}).items()
+        name: read_adapter(folder, model.config, name=name, shard=shard)
+        for name, folder in (options.adapters or {}).items()
     }
     worker = NativeWorker(model, adapters, parts=native_parts(model, checkpoint, options.seed))
     passes = "; ".join(filter(None, (worker.passes, model.stored_as)))
@@ -198,6 +211,12 @@ class _Loader:
     def __init__(self, model: NativeModel, source: StoredSource, stored: dict[Weight, int], probe: Probe | None = None):
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = PanelPool(), set[str]()
+        self._split = model.shard.split(model.config)
+
+    def _read(self, weight: Weight) -> list[np.ndarray]:
+        """Return this rank's part of each tensor of a weight."""
+        parts = zip(weight.parts, self._split.of(weight), strict=True)
+        return [self._source.read(name, part) for (name, _), part in parts]
 
     def load(self) -> None:
         model, program = self._model, self._model.program
@@ -285,7 +304,7 @@ class _Loader:
         blocks = self._blocks(weight)
         if blocks is not None:
             return blocks
-        values = self._source.read(weight.parts[0][0])
+        (values,) = self._read(weight)
         if weight == self._model.program.head and not self._is_wanted(values, self._model.dtype):
             return PackedTable(self._words(weight, weight.inputs[0]))
         return self._array(weight)
@@ -304,7 +323,7 @@ class _Loader:
 
     def _words(self, weight: Weight, inputs: int, *, gated: bool = False) -> np.ndarray:
         """Return a matrix packed, with zeros up to so many inputs."""
-        parts = [self._source.read(name) for name, _ in weight.parts]
+        parts = self._read(weight)
         if fill := inputs - weight.inputs[0]:
             parts = [np.pad(part, ((0, 0), (0, fill))) for part in parts]
         if len({part.dtype for part in parts}) > 1 or parts[0].dtype not in (np.float32, np.float16, BFLOAT16):
@@ -315,13 +334,13 @@ class _Loader:
         """Return a weight as an array: that of the mapped file where it is one there, in the dtype."""
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
         if len(weight.parts) == 1 and not weight.offset:
-            values = self._source.read(weight.parts[0][0])
+            (values,) = self._read(weight)
             if self._is_wanted(values, dtype):
                 return values
         out = np.empty(weight.shape, dtype)
         at = 0
-        for name, rows in weight.parts:
-            self._source.read_into(name, out[at : at + rows])
+        for (name, rows), part in zip(weight.parts, self._split.of(weight), strict=True):
+            self._source.read_into(name, out[at : at + rows], part)
             at += rows
         if weight.offset:
             out += dtype.type(weight.offset)

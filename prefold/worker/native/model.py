@@ -11,22 +11,15 @@ import numpy as np
 
 from ... import kernels
 from ...errors import InputError, no_lm_head
-from ...kernels import BFLOAT16, COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
+from ...kernels import COLUMNS, LANES, Blocks, LowRank, ProgramCall, RowLow
 from ...model.adapters import AdapterArrays, LinearAdapter
 from ...model.config import STILL, ModelConfig
 from ...model.program import Linear, Program, Weight
 from ...model.rotary import AngleTables
+from ...model.shard import OneRank, own_rows
 from .arrays import ClassificationHead
 
 LOW_BYTES = sizeof(RowLow)
-
-
-@dataclass(frozen=True, slots=True)
-class OneRank:
-    """The only process that has the model."""
-
-    rank: int = 0
-    size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +68,34 @@ class Memory:
 class NativeModel:
     """A NativeModel is a model as the native executor has it.
 
-    program    what it computes
+    config     of the whole model; local: the same with the sizes of this rank's part of the layers
+    program    what this process computes
     widths     of the program's buffers, those of gates padded as the kernels need it
     memory     its weights
     angles     tables of its rotary positions; None: nothing is rotated
     stored_as  in words, which weights lie in memory as the checkpoint stores them
     ranks      this process among those that the model is split over
+    shard      what it holds
+    vocab      the tokens that its embedding and its LM head have
     """
 
-    view: kernels.RanksView | None = None
     computed_by = ""
 
-    def __init__(self, config: ModelConfig, program: Program, dtype: np.dtype, compiled: kernels.Kernels):
-        self.config, self.program, self.dtype, self.kernels = config, program, dtype, compiled
-        self.widths = padded_widths(program)
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: np.dtype,
+        compiled: kernels.Kernels,
+        ranks: OneRank[np.ndarray] | None = None,
+    ):
+        """ranks: None: this process has the whole model"""
+        self.config, self.dtype, self.kernels = config, dtype, compiled
+        self.ranks = ranks or OneRank()
+        self.shard = shard = self.ranks.shard(config)
+        self.local, self.vocab, self.program = shard.local(config), shard.vocab, shard.program(config)
+        self.widths = padded_widths(self.program)
         self.memory = Memory()
         self.stored_as = ""
-        self.ranks = OneRank()
-        self.vocab = slice(0, config.vocab_size)
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
             ropes = (STILL,) * len(config.planes)
@@ -114,6 +117,16 @@ class NativeModel:
                 self._head = table.words if isinstance(table, PackedTable) else table
         return self._head
 
+    @property
+    def view(self) -> kernels.RanksView | None:
+        """Return where compiled code exchanges with other ranks; None: it has the whole model."""
+        return self.ranks.view
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens the embedding and the LM head of this process have."""
+        return self.vocab.stop - self.vocab.start
+
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
         """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
         largest logit is not that of the largest product. A cap makes logits equal that are far from it and near to each
@@ -121,12 +134,7 @@ class NativeModel:
         if self.config.logit_cap is not None or (head := self.head_matrix) is None:
             return None
         words, blocks = kernels.matrix_addresses(head)
-        return words, blocks, self.config.vocab_size
-
-    @property
-    def stores_pairs(self) -> bool:
-        """Return whether a KV store keeps two bfloat16 numbers that are summed at once side by side."""
-        return self.dtype == BFLOAT16 and self.kernels.stores_bf16_pairs
+        return words, blocks, self.tokens
 
     def embed(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the residual stream before the first layer, [rows, hidden], in the dtype. tokens, positions: int64"""
@@ -137,17 +145,16 @@ class NativeModel:
     def logits(self, hidden: np.ndarray, ids: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
         """Return float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden [rows, hidden].
 
-        The memory of logits of the whole vocabulary is used again by the next call. Raise InputError if the checkpoint
-        has no LM head.
+        The memory of logits of the whole vocabulary is used again by the next call. With several ranks rank 0 gets
+        logits of the whole vocabulary, others get no rows. Raise InputError if the checkpoint has no LM head.
         """
         if not self.config.lm_head or (head := self.head_matrix) is None:
             raise no_lm_head()
         if ids is None:
-            columns, out = self.config.vocab_size, self._room(len(hidden))
-        else:
-            head, columns = self._columns_of(tuple(np.asarray(ids).tolist())), len(ids)
-            out = np.empty((len(hidden), columns), np.float32)
-        return self._shaped(self.kernels.linear(hidden, head, columns, out=out))
+            own = self.kernels.linear(hidden, head, self.tokens, out=self._room(len(hidden)))
+            return self._shaped(self.ranks.gather(own, self.config.vocab_size))
+        head, out = self._columns_of(tuple(np.asarray(ids).tolist())), np.empty((len(hidden), len(ids)), np.float32)
+        return self._shaped(self.ranks.sum(self.kernels.linear(hidden, head, len(ids), out=out)))
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
         """Return the outputs of the classification head, float32 [rows, labels]. Raise InputError without one."""
@@ -162,19 +169,25 @@ class NativeModel:
         return self._score(hidden)
 
     def _room(self, rows: int) -> np.ndarray:
-        """Return memory for logits of the whole vocabulary. Fresh pages would cost a tenth to a third of the product
-        again."""
-        size = rows * self.config.vocab_size
+        """Return memory for logits of all tokens that this process has. Fresh pages would cost a tenth to a third of
+        the product again."""
+        size = rows * self.tokens
         if len(self._logits) < size:
             self._logits = np.empty(size, np.float32)
-        return self._logits[:size].reshape(rows, self.config.vocab_size)
+        return self._logits[:size].reshape(rows, self.tokens)
 
     def _columns_of(self, ids: tuple[int, ...]) -> np.ndarray:
-        """Return the head's rows of some tokens, packed. Those of the last few read-outs are kept."""
+        """Return the head's rows of some tokens, packed; zeros for those of other ranks. The rows of the last few
+        read-outs are kept."""
         if ids not in self._columns:
             head = self.program.head
             assert head is not None
-            rows = self._table_rows(head, np.array(ids, np.int64))
+            places = np.array(ids, np.int64)
+            if is_split := self.ranks.size > 1:
+                places, is_own = own_rows(places, self.vocab)
+            rows = self._table_rows(head, places)
+            if is_split:
+                rows[~is_own] = 0
             while len(self._columns) >= 8:
                 self._columns.pop(next(iter(self._columns)))
             self._columns[ids] = self.kernels.pack_words(rows, dtype=self.dtype)

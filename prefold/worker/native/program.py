@@ -144,6 +144,7 @@ class Compiler:
         self.add(
             Kind.NORM, source=self.number[norm.source], out=self.number[norm.out], beside=beside, at=norm.at,
             weight=weight, bias=bias, columns=norm.weight.rows, wide=wide, eps=norm.eps,
+            summed=self.is_split and norm.whole > 0, heads=norm.whole, kv_heads=norm.copies,
         )  # fmt: skip
 
     def address(self, array: np.ndarray) -> int:
@@ -165,9 +166,13 @@ class Compiler:
         array = self.memory.arrays[weight]
         return self.address(array), array.dtype != self.model.dtype
 
+    def is_added(self, summed: bool) -> bool:
+        """Return whether this process adds a bias. If results are summed over ranks, only the first rank does."""
+        return not summed or self.model.ranks.rank == 0
+
     def bias(self, linear: Linear) -> int | None:
         """Return where the bias of a linear is, with zeros for the outputs that have none; None: it has none."""
-        if linear.bias is None:
+        if linear.bias is None or not self.is_added(linear.summed):
             return None
         bias = self.memory.arrays[linear.bias]
         bias = np.pad(bias, (0, linear.weight.rows - len(bias)))
@@ -236,7 +241,8 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
     width = experts.down.inputs[0]
     call = ExpertsCall(
         gate_up=compiler.address(memory.stacks[experts.gate_up]), down=compiler.address(memory.stacks[experts.down]),
-        gate_up_bias=bias(experts.gate_up_bias), down_bias=bias(experts.down_bias), experts=experts.experts,
+        gate_up_bias=bias(experts.gate_up_bias), experts=experts.experts,
+        down_bias=bias(experts.down_bias) if compiler.is_added(experts.summed) else None,
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
@@ -332,7 +338,7 @@ class NativeProgram:
         compiler = Compiler(model)
         self._number, self._windows = compiler.number, compiler.windows
         if visits is None:
-            compiler.embed(program.embed, model.vocab.start, model.vocab.stop - model.vocab.start)
+            compiler.embed(program.embed, model.vocab.start, model.tokens)
         self._picks = False  # whether rows that are not read are left out on the way
         for place, (number, plane, like) in enumerate(every):
             ends_pass = place == len(every) - 1 if visits is None else plane == len(config.planes) - 1
@@ -418,7 +424,7 @@ class NativeProgram:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
         the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
-        config, dtype = self.model.config, self.model.dtype
+        config, dtype = self.model.local, self.model.dtype
         planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
         kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
         paths = (PathPlane * planes)()

@@ -14,6 +14,7 @@ from ...errors import InputError, OutOfMemoryError, not_invariant
 from ...kernels import BFLOAT16
 from ...model.adapters import AdapterArrays
 from ...model.machine import GivesBack, available_memory, give_back, keep_freed
+from ...model.shard import Shard
 from ..parts import WorkerPart
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
@@ -29,8 +30,24 @@ KV_SHARE, KV_MOST = 0.5, 4 << 30
 NO_PATH = NativePath()
 
 
+def layout_of(model: NativeModel, kv_heads: int) -> StoreLayout:
+    """Return how so many KV heads of a model lie in memory."""
+    config, dtype = model.config, model.dtype
+    stored = BFLOAT16 if config.kv_dtype == "bfloat16" else dtype
+    interleaved = dtype == BFLOAT16 and model.kernels.stores_bf16_pairs
+    return StoreLayout(kv_heads, config.head_dim, dtype, stored, interleaved)
+
+
+def slot_bytes(model: NativeModel) -> int:
+    """Return the bytes of a slot in all planes, of all ranks together."""
+    config, size = model.config, model.ranks.size
+    kv_heads = [Shard.of(config, rank, size).local(config).kv_heads for rank in range(size)]
+    return sum(layout_of(model, count).slot_bytes(len(config.planes)) for count in kv_heads)
+
+
 class NativeWorker(Worker):
-    """Runs the steps of one model.
+    """Runs the steps of one model. If the model is split over ranks, every rank has a worker. All receive the same
+    messages in the same order; only rank 0's results are used.
 
     adapters  LoRA adapters by name
     parts     what features add to it
@@ -54,20 +71,14 @@ class NativeWorker(Worker):
                     raise not_invariant(part.varies)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
         self._forgets = [part.forget for part in parts if part.forget is not None]
-        self.layout = StoreLayout(
-            config.kv_heads,
-            config.head_dim,
-            model.dtype,
-            BFLOAT16 if config.kv_dtype == "bfloat16" else model.dtype,
-            model.stores_pairs,
-        )
+        self.layout = layout_of(model, model.local.kv_heads)
         self.facts = Facts(
             max_rows=ROWS,
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
             has_logits=config.lm_head,
             adapters=tuple(self.adapters),
-            slot_bytes=self.layout.slot_bytes(len(config.planes)),
+            slot_bytes=slot_bytes(model),
             span_rows=config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
@@ -162,7 +173,7 @@ class NativeWorker(Worker):
     def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a step over slots, and return its ticket. fields: further ones of the kernels' call"""
         assert self.store is not None
-        config, program, last = self.model.config, self.program, self.last_run
+        config, program, last = self.model.local, self.program, self.last_run
         self.last_run = None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
         batch = None if last is None or not step.follows else last.follow(step, fields)
@@ -187,7 +198,7 @@ class NativeWorker(Worker):
         """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
         if len(step.state_reads):
             self._keep(step, hidden)
-        if self._is_greedy(step):
+        if self._is_greedy(step) and self.model.ranks.size == 1:
             return CompletedTicket(SlotResult(greedy(self._arrays, self.model, hidden)[step.reads]))
         return SlotTicket(self._arrays, self.model, hidden, step, self._states)
 

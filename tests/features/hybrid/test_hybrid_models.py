@@ -149,10 +149,11 @@ def test_a_checkpoint_with_a_tower_gives_its_text_model(tmp_path):
             assert np.abs(result.values - states[0, -1].numpy()).max() < 1e-4
 
 
-def test_ranks_are_refused(tmp_path):
-    """Of any family: what says so is the class of all hybrids."""
-    with pytest.raises((InputError, UnsupportedModelError), match="tensor_parallel"):
-        LLM(str(hybrid_checkpoint(tmp_path, "lfm2")), dtype="float32", device="cpu", tensor_parallel=2)
+@pytest.mark.parametrize("executor", ["auto", "torch"])
+def test_ranks_are_refused(tmp_path, executor):
+    folder = str(hybrid_checkpoint(tmp_path, "lfm2"))
+    with pytest.raises(UnsupportedModelError, match="layers of states is not split over ranks; use tensor_parallel 1"):
+        LLM(folder, dtype="float32", device="cpu", tensor_parallel=2, executor=executor)
 
 
 def test_what_cannot_be_had_is_refused(folder):
