@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapters import write_adapter
+from looped_dense import looped_checkpoint
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -53,11 +54,19 @@ def run_blocked(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"])
+def checkpoint_of(folder: Path, kind: str) -> Path:
+    """A folder under `folder` with a small checkpoint."""
+    if kind == "looped":
+        loop = {"blocks": 2, "order": [0, 1, 1, 0], "between": "inject", "noise": 0.5, "gate": True, "threshold": 0.6}
+        return looped_checkpoint(folder, kind, loop=loop | {"router": {"kind": "hard"}})
+    return (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h", "looped"])
 def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, kind):
     folder = tmp_path / "model"
     folder.mkdir()
-    folder = (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
+    folder = checkpoint_of(folder, kind)
     adapter = str(write_adapter(tmp_path / "adapter", folder, layers=(0, 1))) if kind == "qwen3" else ""
     found = json.loads(run_blocked(CALLS, str(folder), adapter))
     llm = LLM(str(folder), dtype="float32", executor="torch", adapters={"a": adapter} if adapter else None)

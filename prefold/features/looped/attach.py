@@ -28,7 +28,13 @@ def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     return looped_part(model)
 
 
-add_part(_part, concerns=lambda config: isinstance(config, LoopedConfig))
+def _native_part(model: Any, checkpoint: Any, seed: int) -> WorkerPart:
+    from .native import looped_part
+
+    return looped_part(model)
+
+
+add_part(_part, native=_native_part, concerns=lambda config: isinstance(config, LoopedConfig))
 
 
 @add_engine_part

@@ -184,7 +184,6 @@ class LoopedConfig(ModelConfig):
     """
 
     model: ClassVar[str] = "prefold.features.looped.model:LoopedLM"
-    is_program: ClassVar[bool] = False
 
     loop: Loop
 

@@ -54,7 +54,6 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
         f"{ranks} ranks": ranks == 1,
-        "a model that is more than its program": config.is_program,
         "rows of whole words": dtype != "bfloat16" or all(inputs % 2 == 0 for inputs in _inputs(config.program())),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)
