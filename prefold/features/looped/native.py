@@ -13,6 +13,7 @@ from ...model.program import Norm
 from ...spec.requests import Exits
 from ...worker.arrays import Rank
 from ...worker.native.arrays import NumpyArrays
+from ...worker.native.memory import Workspace
 from ...worker.native.model import NativeModel
 from ...worker.native.program import NativeProgram, Part, StreamMemory
 from ...worker.native.steps import NativePath, SlotBatch, StreamBatch, slot_plans
@@ -111,6 +112,7 @@ class Programs:
         assert isinstance(model.config, LoopedConfig)
         self._model, self._adapters = model, list(worker.adapters.values())
         self._made: dict[Part, NativeProgram] = {}
+        self._workspace = Workspace()
         visited = list(model.config.visited)
         # The first plane of each layer, whose window and rotation all visits to the layer have.
         self._like = {number: visited.index(number) for number in dict.fromkeys(visited)}
@@ -120,7 +122,7 @@ class Programs:
         visits = tuple((layer, place, self._like[layer]) for place, layer in enumerate(layers))
         part = Part(visits, embeds, is_last, keys)
         if (found := self._made.get(part)) is None:
-            found = self._made[part] = NativeProgram(self._model, self._adapters, part)
+            found = self._made[part] = NativeProgram(self._model, self._adapters, part, self._workspace)
         return found
 
 

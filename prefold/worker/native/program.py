@@ -41,7 +41,7 @@ from ...model.program import (
 )
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
-from .memory import LINE, empty_bytes, place_buffers
+from .memory import LINE, Workspace, place_buffers
 from .model import NativeModel, PackedAdapters, PackedTable, in_turn
 from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
@@ -359,12 +359,19 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
 class NativeProgram:
     """A NativeProgram runs the layers and the final norm of one model, or a part of a pass.
 
-    memory       the buffers of a step, which every step uses again
+    memory       has the buffers of a step, which every step uses again
     memory_rows  the most rows of a step that they hold
     """
 
-    def __init__(self, model: NativeModel, adapters: Sequence[AdapterArrays] = (), part: Part | None = None):
-        """adapters: those that steps number, in their order; part: of a pass; None: a whole pass"""
+    def __init__(
+        self,
+        model: NativeModel,
+        adapters: Sequence[AdapterArrays] = (),
+        part: Part | None = None,
+        workspace: Workspace | None = None,
+    ):
+        """adapters: those that steps number, in their order; part: of a pass; None: a whole pass; workspace: of several
+        programs; None: the program has its own"""
         self.model, self._kernels = model, model.kernels
         program = model.program
         self._part = part or Part(tuple(visits_of(model.config)), embeds=True, is_last=True)
@@ -387,7 +394,8 @@ class NativeProgram:
         self._array = (CompiledOperation * len(self._operations))(*self._operations)
         self._widths = np.array([model.widths[name] for name in program.widths], np.int64)
         self._layers = list(layers.values())
-        self.memory, self.memory_rows = empty_bytes(0), 0
+        self._workspace = workspace or Workspace()
+        self.memory, self.memory_rows = self._workspace.memory, 0
         self._num_tables = 0 if model.angles is None else len(model.angles.tables)
         self._dim = 0 if model.angles is None else model.angles.tables[0].shape[1]
         self._tables: list[np.ndarray] = []
@@ -470,7 +478,7 @@ class NativeProgram:
         memory  has the K/V
         first   the plane of the first visit
         """
-        step = self._last
+        step = self._last if self.memory is self._workspace.memory else None
         if step is None or step.batch is not batch or step.memory is not memory:
             slots = batch.slots.ctypes.data if isinstance(batch, SlotBatch) else None
             fields = memory.fields if isinstance(memory, StreamMemory) else {}
@@ -544,8 +552,8 @@ class NativeProgram:
         """Return a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
         call_fields: where its K/V comes from and goes to, and what else is wanted"""
         rows = len(batch.tokens)
-        if rows > self.memory_rows:
-            self._make_room(rows)
+        if rows > self.memory_rows or self.memory is not self._workspace.memory:
+            self._make_room(max(rows, self.memory_rows))
         last = int(batch.positions.max(initial=-1))
         if last >= self._positions:
             self._cover(last)
@@ -588,7 +596,7 @@ class NativeProgram:
         sizes = {name: -(-width * rows * size // LINE) * LINE for name, width in self.model.widths.items()}
         del sizes[OUT]
         places, end = place_buffers(self._layers, sizes, (X, H, DELTA))
-        self.memory = empty_bytes(end + self._num_tables * rows * self._dim * 4)
+        self.memory = self._workspace.reserve(end + self._num_tables * rows * self._dim * 4)
         first = self.memory.ctypes.data
         self._buffers = np.array([places.get(name, 0) for name in self._number], np.int64) + first
         self._angles, self.memory_rows = first + end, rows

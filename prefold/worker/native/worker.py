@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -36,7 +36,6 @@ class NativeWorker(Worker):
 
     adapters  LoRA adapters by name
     parts     what features add to it
-    program   runs forward passes in one call each
     paths     the path of each stream that has not ended, by the stream's number
     store     the KV store of generation, once a `MakeStore` has come
     """
@@ -74,6 +73,7 @@ class NativeWorker(Worker):
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
         self.store: NativeStore | None = None
+        self._program: NativeProgram | None = None
         self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
         self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
         self.paths: dict[int, NativePath] = {}
@@ -83,10 +83,12 @@ class NativeWorker(Worker):
         keep_freed()
         self._last = GivesBack()
 
-    @cached_property
+    @property
     def program(self) -> NativeProgram:
-        """The program of whole passes, compiled when it is first needed: parts may have others."""
-        return NativeProgram(self.model, list(self.adapters.values()))
+        """Return the program of whole passes. It is compiled when it is first needed: a part may run others."""
+        if self._program is None:
+            self._program = NativeProgram(self.model, list(self.adapters.values()))
+        return self._program
 
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -132,3 +134,17 @@ def test_a_router_that_steps_cannot_follow(tmp_path):
     for executor in ("native", "torch"):
         with pytest.raises(UnsupportedModelError, match=r"loop\.router\.kind is 'soft'"):
             LLM(str(folder), dtype="float32", device="cpu", executor=executor)
+
+
+def test_memory_goes_back_with_the_last_reference(tmp_path):
+    """Without the garbage collector's help, as of other models."""
+    llm = LLM(str(looped_checkpoint(tmp_path, "huginn")), dtype="float32", device="cpu")
+    llm.embed([[5, 6, 7]])
+    model = weakref.ref(llm.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert model() is None
+    finally:
+        gc.enable()
