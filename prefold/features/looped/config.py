@@ -225,6 +225,13 @@ class LoopedConfig(ModelConfig):
         return self.loop.visited(self.layers)
 
     @property
+    def first_planes(self) -> list[int]:
+        """Returns the first plane of each layer, whose window and rotation all visits to the layer have; 0 for a layer
+        that only routes of requests visit."""
+        visited = list(self.visited)
+        return [visited.index(layer) if layer in visited else 0 for layer in range(self.layers)]
+
+    @property
     def fixed(self) -> str:
         return super().fixed or "it is looped, and what its rows have at a visit may depend on more than their tokens"
 

@@ -131,8 +131,7 @@ class LoopedLM(CausalLM):
         size = config.hidden
         self.prelude = range(self.loop.prelude)
         self.coda = range(config.layers - self.loop.coda, config.layers)
-        visited = list(config.visited)
-        self.first = [visited.index(number) if number in visited else 0 for number in range(config.layers)]
+        self.first = config.first_planes
         self.gate = Gate(config, device=device) if self.loop.gate else None
         routing = self.loop.router
         self.router = None if routing is None else Router(config, device=device)

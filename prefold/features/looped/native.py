@@ -58,7 +58,8 @@ def looped_part(model: NativeModel) -> WorkerPart:
         StreamStep: over_stream,
         StreamBatch: over_batch,
     }
-    return WorkerPart(handlers, facts, varies=VARIES if loop.gate or loop.router is not None else "")
+    varies = VARIES if loop.gate or loop.router is not None else ""
+    return WorkerPart(handlers, facts, varies=varies, passes="each visit to a block is one compiled call")
 
 
 class NativeLooped:
@@ -113,13 +114,11 @@ class Programs:
         self._model, self._adapters = model, list(worker.adapters.values())
         self._made: dict[Part, NativeProgram] = {}
         self._workspace = Workspace()
-        visited = list(model.config.visited)
-        # The first plane of each layer, whose window and rotation all visits to the layer have.
-        self._like = {number: visited.index(number) for number in dict.fromkeys(visited)}
+        self._likes = model.config.first_planes
 
     def of(self, layers: range, *, embeds: bool = False, is_last: bool = False, keys: bool = False) -> NativeProgram:
         """Return the program of some layers; the other arguments are the fields of `Part`."""
-        visits = tuple((layer, place, self._like[layer]) for place, layer in enumerate(layers))
+        visits = tuple((layer, place, self._likes[layer]) for place, layer in enumerate(layers))
         part = Part(visits, embeds, is_last, keys)
         if (found := self._made.get(part)) is None:
             found = self._made[part] = NativeProgram(self._model, self._adapters, part, self._workspace)

@@ -54,6 +54,7 @@ class NativeWorker(Worker):
                 if part.varies:
                     raise not_invariant(part.varies)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
+        self._passes = next((part.passes for part in parts if part.passes), "")
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.layout = StoreLayout(
             config.kv_heads,
@@ -126,7 +127,7 @@ class NativeWorker(Worker):
     @property
     def passes(self) -> str:
         """Return in words what computes a forward pass."""
-        return "each forward pass is one compiled call"
+        return self._passes or "each forward pass is one compiled call"
 
     def run_stream(self, step: StreamStep) -> Ticket:
         """Run a step of a row stream, and return its ticket."""

@@ -15,11 +15,13 @@ from looped_dense import LOOPED, looped_adapter, looped_checkpoint
 from running import as_request, prompts, run
 from visit_checks import GATED, engine_of, request_of
 
-from prefold import LLM, InputError
+from prefold import LLM, InputError, kernels
 from prefold.errors import UnsupportedModelError
 from prefold.spec.requests import Exits, Namespace, Readout
 from prefold.worker.local import LocalWorker
 from prefold.worker.native.worker import NativeWorker
+
+pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
 PARTS = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2}
 FEATURES = GATED | {"between": "norm", "gate_reads": "features", "threshold": 0.95}
@@ -105,6 +107,16 @@ def test_numbers_of_rows_that_leave(pair, keys):
             results = run(engine, requests, readout, sharing=None, rows=None)
             found.append(np.stack([result.values for result in results]))
         np.testing.assert_allclose(*found, **NEAR)
+
+
+def test_a_route_through_a_block_that_the_order_leaves_out(tmp_path):
+    folder = looped_checkpoint(tmp_path, "looped", loop={"blocks": 2, "order": [0, 0]})
+    made = []
+    for executor in ("native", "torch"):
+        llm = LLM(str(folder), dtype="float32", device="cpu", executor=executor)
+        made.append([llm.embed([[5, 6, 7], [5, 6]], normalize=False, route=route) for route in ((1,), (0, 1), (0, 0))])
+    np.testing.assert_allclose(*made, **NEAR)
+    assert np.abs(np.subtract(*made[0][:2])).max() > 0.1
 
 
 def test_both_refuse_the_same(tmp_path):

@@ -308,7 +308,7 @@ def test_routed_prompts_with_little_memory(routed):
                 assert scores[sample.tokens[step]] > scores.max() - 12
 
 
-@pytest.mark.parametrize("executor", ["native", "torch"])
+@pytest.mark.parametrize("executor", ["auto", "torch"])
 def test_numbers_that_are_none_name_the_request(tmp_path, executor):
     loop = LOOPED["loop"] | {"router": {"kind": "hard"}, "gate": True}
     folder = looped_checkpoint(tmp_path, "looped", loop=loop)
