@@ -35,8 +35,7 @@ import torch
 from torch.nn import functional as F
 
 from prefold.checkpoint import Checkpoint
-from prefold.features.looped.gates import RowExits, visits_at_exit
-from prefold.features.looped.model import LoopedLM
+from prefold.features.looped.model import LoopedLM, RowExits, visits_at_exit
 from prefold.features.looped.train import visit_logprobs
 from prefold.model import load_model
 from prefold.train import TrainBatch, save_model

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
 from prefold.features.looped.config import Routing
-from prefold.features.looped.gates import choose, summary
+from prefold.features.looped.gates import choose, planner_logits, summary
 from prefold.features.looped.model import LoopedLM
 from prefold.features.looped.train import routed, routed_logprobs, whole_sequences
 from prefold.model import load_model
@@ -166,7 +166,8 @@ def histogram(weights: torch.Tensor) -> dict[str, int]:
 def prompt_states(model: LoopedLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Returns what a planner reads of prompts, of a model without a prelude: float32 [prompts, 2 * hidden]."""
     states = [model.embedding[torch.tensor(prompt)] for prompt in prompts]
-    return summary(torch.stack([one[-1] for one in states]), torch.stack([one.mean(0) for one in states]))
+    last, mean = (torch.stack(some) for some in ([one[-1] for one in states], [one.mean(0) for one in states]))
+    return summary(model.arrays, last, mean)
 
 
 def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, seed: int) -> dict[str, float]:
@@ -188,7 +189,9 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
     optimizer = torch.optim.AdamW(model.planner.parameters(), lr=3e-3, weight_decay=0.1)
     for step in range(steps):
         some = torch.from_numpy(rng.integers(held, prompts, 256))
-        losses = F.cross_entropy(model.planner(read[some]).flatten(0, 1), picks[:, some].flatten(), reduction="none")
+        losses = F.cross_entropy(
+            planner_logits(model, read[some]).flatten(0, 1), picks[:, some].flatten(), reduction="none"
+        )
         loss = (losses * counts[:, some].flatten()).sum() / counts[:, some].sum()
         if not torch.isfinite(loss):
             raise SystemExit(f"the planner's loss is {loss.item()} at step {step} of seed {seed}")
@@ -198,7 +201,9 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        said = torch.stack([choose(one, hard.threshold) for one in model.planner(read[:held])])
+        said = torch.from_numpy(
+            np.stack([choose(one, hard.threshold) for one in planner_logits(model, read[:held]).numpy()])
+        )
     same = (said == picks[:, :held]) | (counts[:, :held] == 0)
     frequent = histogram(F.one_hot(picks, model.loop.blocks + 1)[:, :held])
     # What comes after the end of a route is as decided as the end.

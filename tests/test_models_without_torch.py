@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapters import write_adapter
+from looped_dense import looped_checkpoint
 from tiny import tiny_checkpoint
 
 from prefold import LLM
@@ -60,7 +61,15 @@ def blocked(tmp_path):
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"}, folder
 
 
-KINDS = ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"]
+KINDS = ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h", "looped"]
+
+
+def checkpoint_of(folder: Path, kind: str) -> Path:
+    """A folder under `folder` with a small checkpoint."""
+    if kind == "looped":
+        loop = {"blocks": 2, "order": [0, 1, 1, 0], "between": "inject", "noise": 0.5, "gate": True, "threshold": 0.6}
+        return looped_checkpoint(folder, kind, loop=loop | {"router": {"kind": "hard"}})
+    return (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +78,7 @@ KINDS = ["qwen3", "gemma3", "gpt-oss", "qwen3_5", "granite4_h"]
 def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, blocked, kind, ranks):
     folder = tmp_path / "model"
     folder.mkdir()
-    folder = (hybrid_checkpoint if kind in HYBRIDS else tiny_checkpoint)(folder, kind)
+    folder = checkpoint_of(folder, kind)
     adapter = str(write_adapter(tmp_path / "adapter", folder, layers=(0, 1))) if kind == "qwen3" else ""
     environment, processes = blocked
     calls = [sys.executable, "-c", CALLS, str(folder), adapter, str(ranks)]

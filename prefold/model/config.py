@@ -74,7 +74,6 @@ class ModelConfig:
 
     model          the module and the class of the model that is built
     layer_builder  the module and the function that makes the operations of a layer, of a `builders.LayerBuilder`
-    is_program     whether the program of the model is all that its passes compute
     loading        the module whose `load_model` and `load_adapter` load it; empty: those of `prefold.model`
     layers         layers with weights of their own
 
@@ -119,7 +118,6 @@ class ModelConfig:
     model: ClassVar[str] = "prefold.model.transformer:CausalLM"
     loading: ClassVar[str] = ""
     layer_builder: ClassVar[str] = "prefold.model.builders:decoder_layer"
-    is_program: ClassVar[bool] = True
 
     vocab_size: int
     hidden: int

@@ -1,4 +1,4 @@
-"""The array operations of read-outs and of the sampler.
+"""The array operations of read-outs, of the sampler, and of features that run in both executors.
 
 `readouts.py`, `sampler.py` and `pool.py` say what is computed, and know of arrays only an `Arrays`: tensors have
 `torch.arrays.TorchArrays`, and NumPy arrays `native.arrays.NumpyArrays`.
@@ -71,8 +71,16 @@ class Arrays(ABC, Generic[Array]):
         """Return a copy of x with these values in place of `rows`."""
 
     @abstractmethod
+    def copy(self, x: Array) -> Array:
+        """Return a copy of x."""
+
+    @abstractmethod
     def join(self, parts: Sequence[Array]) -> Array:
         """Return the rows of all parts, one part behind the other."""
+
+    @abstractmethod
+    def beside(self, parts: Sequence[Array]) -> Array:
+        """Return the columns of all parts [rows, columns], one part beside the other."""
 
     @abstractmethod
     def float32(self, x: Array) -> Array:
@@ -82,11 +90,27 @@ class Arrays(ABC, Generic[Array]):
     def where(self, condition: Array, x: Array | int, y: Array) -> Array:
         """Return x's numbers where the condition is true, else y's."""
 
+    @abstractmethod
+    def silu(self, x: Array) -> Array:
+        """Return x times its sigmoid."""
+
+    @abstractmethod
+    def dots(self, x: Array, y: Array) -> Array:
+        """Return the sum of products of each row of x and of y, float32 [rows]."""
+
+    @abstractmethod
+    def erf_inverse(self, x: Array) -> Array:
+        """Return the inverse of the error function of float64 numbers between -1 and 1."""
+
     # Logits are float32 [rows, vocabulary], each row's numbers side by side.
 
     @abstractmethod
     def log_sum_exp(self, logits: Array) -> tuple[Array, Array]:
         """Return the log-sum-exp of each row, [rows], and the place of its largest number, int64 [rows]."""
+
+    @abstractmethod
+    def entropy(self, logits: Array) -> tuple[Array, Array, Array]:
+        """Return what `log_sum_exp` does, and the entropy of each row's probabilities in nats, [rows]."""
 
     @abstractmethod
     def largest(self, logits: Array, count: int) -> tuple[Array, Array]:

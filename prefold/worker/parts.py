@@ -28,6 +28,7 @@ class WorkerPart:
               where the step has none. None: the feature gives no rows
     forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
     varies    what of it depends on the batch, so that a batch-invariant model cannot have it; "": nothing
+    passes    in words what computes a forward pass, of the native worker; "": the worker's own program
     """
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
@@ -35,6 +36,7 @@ class WorkerPart:
     media: Callable[[np.ndarray], MediaRows | None] | None = None
     forget: Callable[[int], object] | None = None
     varies: str = ""
+    passes: str = ""
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]

@@ -127,6 +127,32 @@ def test_tokens_are_those_of_tensors(options, seed, odd):
             np.testing.assert_allclose([x for _, x in own.top], values[[token for token, _ in own.top]], atol=1e-5)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, dtype=DTYPES)
+def test_numbers_of_rows_are_near_those_of_tensors(seed, dtype):
+    rng = np.random.default_rng(seed)
+    x, y, logits = hidden_states(rng, 5, dtype), hidden_states(rng, 5, dtype), table(rng, 5, odd=False)
+
+    def compute(x, y, logits):
+        arrays = arrays_of(x)
+        copy = arrays.copy(x)
+        copy[0] = 7
+        beside = arrays.float32(arrays.beside((x, copy)))
+        return *arrays.entropy(logits), arrays.dots(x, y), arrays.silu(arrays.float32(x) * 30), beside
+
+    found, wanted = both(compute, x, y, logits)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    sums, products, silu, joined = found[2], found[3], found[4], found[5]
+    chances = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
+    chances /= chances.sum(-1, keepdims=True)
+    np.testing.assert_allclose(sums, -(chances * np.log(np.maximum(chances, 1e-300))).sum(-1), rtol=1e-3, atol=1e-4)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    np.testing.assert_allclose(products, (x * y).sum(-1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(silu, 30 * x / (1 + np.exp(-30 * x)), rtol=1e-5, atol=1e-6)
+    assert joined.shape == (5, 2 * HIDDEN) and (joined[0, HIDDEN:] == 7).all() and not (joined[0, :HIDDEN] == 7).all()
+
+
 def log_softmax(row: np.ndarray) -> np.ndarray:
     below = row.astype(np.float64) - row.max()
     return below - np.log(np.exp(below).sum())

@@ -25,7 +25,7 @@ from prefold.model.program import Linear
 from prefold.text import load_tokenizer
 from prefold.worker.native import int8
 from prefold.worker.native.load import DTYPES, load_native
-from prefold.worker.native.program import NativeProgram
+from prefold.worker.native.program import NativeProgram, Part
 from prefold.worker.native.steps import prepare_slots
 from prefold.worker.native.store import NativeStore
 from prefold.worker.native.worker import layout_of
@@ -119,7 +119,7 @@ def test_the_probe_computes_what_the_model_does(tmp_path):
     for number in range(len(model.program.layers)):
         probe.layer(number, {})
     assert list(probe.report.cosines) == [0, 1, 2] and min(probe.report.cosines.values()) > 0.9999
-    end = NativeProgram(model, visits=(), ends=True).end_of(probe.exact, probe.batch)
+    end = NativeProgram(model, part=Part(ends=True)).end_of(probe.exact, probe.batch)
     np.testing.assert_array_equal(end, hidden(model))
 
 

@@ -1,4 +1,4 @@
-"""The room of looped models: families, visits, routes and exits, with a scheduler, a cache and a part of the worker.
+"""Looped models: families, visits, routes and exits, with a scheduler, a cache and a part of either worker.
 
-Only `model`, `gates`, `train` and `worker` import torch.
+Only `model`, `train` and `worker` import torch.
 """

@@ -184,7 +184,6 @@ class LoopedConfig(ModelConfig):
     """
 
     model: ClassVar[str] = "prefold.features.looped.model:LoopedLM"
-    is_program: ClassVar[bool] = False
 
     loop: Loop
 
@@ -224,6 +223,13 @@ class LoopedConfig(ModelConfig):
     @property
     def visited(self) -> tuple[int, ...]:
         return self.loop.visited(self.layers)
+
+    @property
+    def first_planes(self) -> list[int]:
+        """Returns the first plane of each layer, whose window and rotation all visits to the layer have; 0 for a layer
+        that only routes of requests visit."""
+        visited = list(self.visited)
+        return [visited.index(layer) if layer in visited else 0 for layer in range(self.layers)]
 
     @property
     def fixed(self) -> str:

@@ -1,199 +1,203 @@
 """Where rows of a looped model go after a visit: a gate says whether a row leaves, a router which block comes next.
 
-A planner computes beforehand the logits that a router computes visit by visit.
+A planner computes beforehand the logits that a router computes visit by visit. Both executors run these functions; a
+`LoopedModel` multiplies with the weights. No torch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+import numpy as np
 
-from ...model.layers import Linear
-from ...model.ops import entropy
-from ...spec.requests import Exits
-from .config import GATE_FEATURES, LoopedConfig, Routing
-from .steps import exits_row
+from ...worker.arrays import Array, Arrays, ReadModel
+from .config import GATE_FEATURES, LoopedConfig
+
+# What of a batch-invariant model depends on the batch.
+VARIES = "gates and routers of looped models"
+# The noise is cut off at so many standard deviations; the share of the normal distribution within them.
+BOUND = 3.0
+INSIDE = math.erf(BOUND / 2**0.5)
+# Rows of noise that are drawn at once: to draw one takes some 40 bytes a column.
+DRAWN_ROWS = 128
+_WORD = 2**32 - 1
+
+
+class LoopedModel(ReadModel[Array], Protocol[Array]):
+    """The part of a looped model that each executor has a form of.
+
+    arrays     operations on its arrays
+    multiply   what a linear gives, by the name of its tensors: "gate", "inject", "router.inner", ...
+    weight     any other tensor, by its name
+    norm_rows  the final norm of the residual stream [rows, hidden]
+    rounded    float32 numbers in the dtype of the residual stream
+    """
+
+    @property
+    def config(self) -> LoopedConfig: ...
+    @property
+    def arrays(self) -> Arrays[Array]: ...
+    def multiply(self, name: str, x: Array) -> Array: ...
+    def weight(self, name: str) -> Array: ...
+    def norm_rows(self, x: Array) -> Array: ...
+    def rounded(self, x: Array) -> Array: ...
 
 
 @dataclass(frozen=True, slots=True)
-class VisitOutputs:
+class VisitOutputs(Generic[Array]):
     """A VisitOutputs holds the outputs of the previous visit that a gate compares with those of the next.
 
     hidden  [rows, hidden]: the states as they were read
     likely  int64 [rows]: the likeliest token of each row
     """
 
-    hidden: Tensor
-    likely: Tensor
+    hidden: Array
+    likely: np.ndarray
 
 
-class Gate(Linear):
-    """A Gate gives the logit of a row's leaving after a visit, in float32.
+def gate_logits(
+    model: LoopedModel[Array], hidden: Array, before: VisitOutputs[Array] | None
+) -> tuple[Array, VisitOutputs[Array] | None]:
+    """Return the gate's logits of leaving after a visit, float32 [rows], and the VisitOutputs for the next call.
 
-    reads  "state": the state as it is read after the visit. "features": of the tokens that the state gives, the largest
-           probability; whether the likeliest is that of the visit before; their entropy over the vocabulary's largest;
-           and the cosine between the state and that of the visit before. After the first visit the second and the
-           last are 0
+    hidden  [rows, hidden] as it is read after the visit
+    before  the VisitOutputs of the visit before; None after the first
     """
+    if model.config.loop.gate_reads == "state":
+        return model.multiply("gate", model.arrays.float32(hidden))[:, 0], None
+    features, outputs = features_of(model, hidden, before)
+    return model.multiply("gate", features)[:, 0], outputs
 
-    varies = "gates and routers of looped models"
 
-    def __init__(self, hidden: int, reads: Literal["state", "features"], *, device: torch.device):
-        inputs = hidden if reads == "state" else GATE_FEATURES
-        super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
-        self.reads = reads
+def features_of(
+    model: LoopedModel[Array], hidden: Array, before: VisitOutputs[Array] | None
+) -> tuple[Array, VisitOutputs[Array]]:
+    """Return what a gate reads in place of states, float32 [rows, 4], and the VisitOutputs of this visit: of the tokens
+    that the state gives, the largest probability; whether the likeliest is that of the visit before; their entropy over
+    the vocabulary's largest; and the cosine between the state and that of the visit before. After the first visit the
+    second and the last are 0.
 
-    def features(self, hidden: Tensor, logits: Tensor, before: VisitOutputs | None) -> tuple[Tensor, VisitOutputs]:
-        """Returns the four features, float32 [rows, 4], and the VisitOutputs of this visit for the next call.
-
-        hidden  [rows, hidden] as it is read after the visit; logits: float32 [rows, vocabulary] of it
-        before  the VisitOutputs of the visit before; None after the first
-
-        They have no gradients: a gate learns what the model says, and not the model to please its gate.
-        """
-        hidden, logits = hidden.detach(), logits.detach()
-        sums, likely, spread = entropy(logits)
-        features = logits.new_zeros(len(logits), GATE_FEATURES)
-        features[:, 0] = (logits.gather(-1, likely[:, None])[:, 0] - sums).exp()
-        features[:, 2] = spread / math.log(logits.shape[-1])
+    They have no gradients: a gate learns what the model says, and not the model to please its gate.
+    """
+    arrays = model.arrays
+    logits = model.logits(hidden)
+    sums, likely, spread = arrays.entropy(logits)
+    wait = arrays.fetch(sums, likely, spread, arrays.largest(logits, 1)[0])
+    of_logits, tokens, entropies, largest = wait()
+    features = np.zeros((len(tokens), GATE_FEATURES), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+        features[:, 0] = np.exp(largest[:, 0] - of_logits)
+        features[:, 2] = entropies / math.log(logits.shape[-1])
         if before is not None:
-            features[:, 1] = likely == before.likely
-            features[:, 3] = F.cosine_similarity(hidden.float(), before.hidden.float(), dim=-1)
-        return features, VisitOutputs(hidden, likely)
+            features[:, 1] = tokens == before.likely
+            features[:, 3] = _cosines(arrays, hidden, before.hidden)
+    return arrays.send(features), VisitOutputs(hidden, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class RowExits:
-    """When rows of a row stream are read: each of these is a number, or a tensor [rows].
+def _cosines(arrays: Arrays[Array], x: Array, y: Array) -> np.ndarray:
+    products, of_x, of_y = arrays.fetch(arrays.dots(x, y), arrays.dots(x, x), arrays.dots(y, y))()
+    return products / np.maximum(np.sqrt(of_x) * np.sqrt(of_y), np.float32(1e-8))
 
-    threshold  a row leaves after the first visit at which its probability of having left is at least this; at 1 only
-               after the last one; nan: as the model's config says
-    fewest     visits that it makes at least
-    most       visits that it makes at most; it leaves after the last visit anyway
+
+def router_logits(model: LoopedModel[Array], states: Array, visit: int) -> Array:
+    """Return the router's logits of each block and of leaving before a visit, float32 [n, blocks + 1], that of leaving
+    last. It is -inf before the first visit.
+
+    states  float32 [n, inputs], see `summary`
+    visit   the number of the visit that is to come, from 0
     """
-
-    threshold: float | Tensor = float("nan")
-    fewest: float | Tensor = 1
-    most: float | Tensor = float("inf")
-
-    @classmethod
-    def of(cls, exits: Exits) -> RowExits:
-        """Returns the same exits for all rows that are read."""
-        threshold, fewest, most = exits_row(exits)
-        return cls(math.nan if threshold is None else threshold, fewest, most)
+    inner = model.multiply("router.inner", states) + model.weight("router.step")[visit]
+    logits = model.multiply("router.outer", model.arrays.silu(inner))
+    if not visit:
+        logits[:, -1] = -math.inf
+    return logits
 
 
-def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
-    """Returns the visit that each read's row leaves after, from 0: int64 [reads].
-
-    gate     float32 [visits, reads]: the logit of leaving after each visit, of a row that has not left before
-    default  the threshold where `exits` has none
-
-    The probability of leaving after visit t is l_t times the product of 1 - l over the visits before, where l is the
-    gate's sigmoid, and what is left of it after the last visit (Ouro: Zhu et al. 2025).
-    """
-    visits = len(gate)
-    share = torch.sigmoid(gate)
-    stays = torch.cumprod(1 - share, 0)
-    before = torch.cat((torch.ones_like(stays[:1]), stays[:-1]))
-    has_left = torch.cumsum(share * before, 0)
-    number = torch.arange(1, visits + 1, device=gate.device)[:, None]
-    threshold = exits.threshold
-    if not isinstance(threshold, Tensor):  # filled on the device: a copy would wait for it, and breaks off a capture
-        threshold = torch.full((), threshold, device=gate.device)
-    threshold = torch.where(threshold.isnan(), default, threshold)
-    leaves = (has_left >= threshold) & (threshold < 1) & (number >= exits.fewest)
-    leaves |= (number >= exits.most) | (number == visits)
-    return leaves.to(torch.int64).argmax(0)
+def planner_logits(model: LoopedModel[Array], states: Array) -> Array:
+    """Return the planner's logits of all visits, float32 [visits, n, blocks + 1], each as `router_logits` has them.
+    states: float32 [n, 2 * hidden], see `summary`, before the first visit: what the embedding and the prelude give"""
+    loop = model.config.loop
+    logits = model.multiply("planner.outer", model.arrays.silu(model.multiply("planner.inner", states)))
+    of_visits = logits.reshape(len(logits), len(loop.order), loop.blocks + 1).swapaxes(0, 1)
+    of_visits[0, :, -1] = -math.inf
+    return of_visits
 
 
-class Router(nn.Module):
-    """A Router gives the logits of each block and of leaving before a visit, from a summary of the states so far.
-
-    Its numbers are float32: two linears with SiLU between them, and a vector for each visit that is added between.
-    """
-
-    varies = "gates and routers of looped models"
-
-    def __init__(self, config: LoopedConfig, *, device: torch.device):
-        super().__init__()
-        assert config.loop.router is not None
-        self.blocks, inputs = config.loop.blocks, 2 if config.loop.router.reads == "request" else 1
-        self.inner = _linear(inputs * config.hidden, config.hidden, device)
-        self.step = nn.Parameter(torch.empty(len(config.loop.order), config.hidden, device=device))
-        self.outer = _linear(config.hidden, self.blocks + 1, device)
-
-    def forward(self, states: Tensor, visit: int | Tensor) -> Tensor:
-        """Returns float32 logits [n, blocks + 1], that of leaving last; it is -inf before the first visit.
-
-        states  float32 [n, inputs], see `summary`
-        visit   the number of the visit that is to come, from 0: of all, or int64 [n]
-        """
-        logits = self.outer(F.silu(self.inner(states) + self.step[visit]))
-        first = torch.as_tensor(visit == 0, device=logits.device).expand(len(logits))
-        return torch.cat((logits[:, :-1], logits[:, -1:].masked_fill(first[:, None], -torch.inf)), -1)
-
-
-class Planner(nn.Module):
-    """A Planner computes the logits of all visits at once, where a Router computes them visit by visit. It reads the
-    states of a prompt before the first visit: the output of the embedding and the prelude."""
-
-    varies = "gates and routers of looped models"
-
-    def __init__(self, config: LoopedConfig, *, device: torch.device):
-        super().__init__()
-        self.blocks, self.visits = config.loop.blocks, len(config.loop.order)
-        self.inner = _linear(2 * config.hidden, config.hidden, device)
-        self.outer = _linear(config.hidden, self.visits * (self.blocks + 1), device)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Returns float32 logits [visits, n, blocks + 1]; states: float32 [n, 2 * hidden], see `summary`."""
-        logits = self.outer(F.silu(self.inner(states))).unflatten(-1, (self.visits, self.blocks + 1)).movedim(1, 0)
-        first = torch.zeros_like(logits, dtype=torch.bool)
-        first[0, :, -1] = True
-        return logits.masked_fill(first, -torch.inf)
-
-
-def summary(last: Tensor, mean: Tensor | None = None) -> Tensor:
-    """Returns the input of a router, float32 [n, inputs]: each state divided by its root mean square.
+def summary(arrays: Arrays[Array], last: Array, mean: Array | None = None) -> Array:
+    """Return the input of a router, float32 [n, inputs]: each state divided by its root mean square.
 
     last  [n, hidden]: the residual stream of each request's last prompt row, or of each row
     mean  [n, hidden]: the mean of the residual stream over each request's prompt rows; None: the router reads rows
     """
-    states = (last,) if mean is None else (mean, last)
-    return torch.cat([F.rms_norm(state.float(), state.shape[-1:], eps=1e-6) for state in states], -1)
+    of_last = _at_unit_size(arrays.float32(last))
+    return of_last if mean is None else arrays.beside((_at_unit_size(arrays.float32(mean)), of_last))
 
 
-def choose(logits: Tensor, threshold: float | Tensor) -> Tensor:
-    """Returns the number of the likeliest block, or of blocks where there are no more visits: int64 [n].
+def _at_unit_size(x: Array) -> Array:
+    return x * ((x * x).mean(-1) + 1e-6)[:, None] ** -0.5
+
+
+def choose(logits: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
+    """Return the number of the likeliest block, or of blocks where there are no more visits: int64 [n].
 
     logits     float32 [n, blocks + 1]. Of blocks that are as likely the first is chosen
-    threshold  there are no more visits where the probability of leaving is at least this; a number, or a tensor [n]
+    threshold  there are no more visits where the probability of leaving is at least this; a number, or an array [n]
     """
-    leaves = torch.softmax(logits, -1)[:, -1] >= threshold
-    return torch.where(leaves, logits.shape[-1] - 1, logits[:, :-1].argmax(-1))
+    with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+        shares = np.exp(logits - logits.max(-1, keepdims=True))
+        leaves = shares[:, -1] / shares.sum(-1) >= np.asarray(threshold, np.float32)
+    return np.where(leaves, logits.shape[-1] - 1, logits[:, :-1].argmax(-1))
 
 
-def mixture(logits: Tensor, routing: Routing) -> Tensor:
-    """Returns the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]; they sum to 1.
+def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Array:
+    """Return the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
+    return x if prelude is None else model.multiply("inject", model.arrays.beside((x, prelude)))
 
-    logits  float32 [n, blocks + 1]
+
+def read_state(model: LoopedModel[Array], x: Array) -> Array:
+    """Return hidden states as they are read after any visit, [rows, hidden], of a model without a coda; may write into
+    x, the residual stream [rows, hidden]."""
+    between = model.config.loop.between
+    if between == "norm":  # the visit has ended with it
+        return x
+    if between == "inject":  # as in Huginn, which norms before its coda and after it
+        x = model.norm_rows(x)
+    return model.norm_rows(x)
+
+
+def first_states(model: LoopedModel[Array], positions: Array) -> Array:
+    """Return the noise that rows have as their state before the first visit, where the prelude's is mixed in.
+    positions: int64 [rows]"""
+    loop = model.config.loop
+    noise = position_noise(model.arrays, loop.seed, positions, model.config.hidden)
+    return model.rounded(noise * loop.noise)
+
+
+def position_noise(arrays: Arrays[Array], seed: int, positions: Array, columns: int) -> Array:
+    """Return float32 [rows, columns] of the standard normal distribution within three deviations of 0.
+
+    positions  int64 [rows], below 2**32
     """
-    if routing.kind == "soft":
-        return torch.softmax(logits, -1)
-    blocks = logits.shape[-1] - 1
-    picked = F.one_hot(choose(logits, routing.threshold), blocks + 1).to(logits.dtype)
-    if routing.kind != "top":
-        return picked
-    best = logits[:, :-1].topk(min(routing.top, blocks), -1)
-    shares = torch.zeros_like(logits).scatter(-1, best.indices, torch.softmax(best.values, -1))
-    return torch.where(picked[:, -1:] > 0, picked, shares)
+    starts = range(0, max(1, len(positions)), DRAWN_ROWS)
+    return arrays.join([_drawn(arrays, seed, positions[first : first + DRAWN_ROWS], columns) for first in starts])
 
 
-def _linear(inputs: int, outputs: int, device: torch.device) -> Linear:
-    return Linear(inputs, outputs, bias=True, dtype=torch.float32, device=device)
+def _drawn(arrays: Arrays[Array], seed: int, positions: Array, columns: int) -> Array:
+    seeds = seed & _WORD, seed >> 32 & _WORD
+    # Each position has a key of 64 bits.
+    low = _mixed(positions ^ seeds[0], seeds[1])
+    high = _mixed(positions ^ seeds[1], ~seeds[0] & _WORD)
+    hashes = _mixed(arrays.send(np.arange(columns)) ^ low[:, None], high[:, None])
+    # Between -1 and 1; the sum of integers and of an array of float64 is float64.
+    uniform = (hashes + arrays.send(np.full(1, 0.5))) * 2.0**-31 - 1.0
+    return arrays.float32(arrays.erf_inverse(uniform * INSIDE) * 2**0.5)
+
+
+def _mixed(x: Array, key: Array | int) -> Array:
+    """Return 32 random bits of each number in x, int64 of 32 bits: Wellons' `triple32`, with a key put in midway."""
+    x = (x ^ x >> 17) * 0xED5AD4BB & _WORD
+    x = (x ^ x >> 11 ^ key) * 0xAC4C1B51 & _WORD
+    x = (x ^ x >> 15) * 0x31848BAB & _WORD
+    return x ^ x >> 14

@@ -3,66 +3,109 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...engine.schedule.steps import StreamStep
 from ...errors import InputError
 from ...model.config import ModelConfig
 from ...model.layers import Linear
-from ...model.ops import Ops
+from ...model.ops import choose_ops
 from ...model.parallel import ALONE, Alone
 from ...model.transformer import CausalLM, Pass
 from ...spec.requests import Exits
-from .config import LoopedConfig
-from .gates import Gate, Planner, Router, RowExits, VisitOutputs, visits_at_exit
-
-# Parts of a model that are no blocks: the layers before the first block, and the layers after the last.
-PRELUDE, CODA = -1, -2
-_WORD = 2**32 - 1
-# The noise is cut off at so many standard deviations.
-_BOUND = 3.0
-# Rows that are drawn at once: to draw one takes some 40 bytes a column.
-_ROWS = 128
+from ...worker.torch.arrays import TorchArrays
+from .config import GATE_FEATURES, LoopedConfig
+from .gates import VARIES, VisitOutputs, first_states, gate_logits, injected, read_state
+from .steps import exits_row
 
 
-@dataclass(slots=True)
-class VisitPass(Pass):
-    """A VisitPass is a Pass whose layers may be compiled. program: takes a residual stream [rows, hidden] through
-    them, and may write into it; None: the modules do it"""
+@dataclass(frozen=True, slots=True)
+class RowExits:
+    """When rows of a row stream are read: each of these is a number, or a tensor [rows].
 
-    program: Callable[[Tensor], Tensor] | None = None
-
-
-def position_noise(seed: int, positions: Tensor, columns: int) -> Tensor:
-    """Returns float32 [rows, columns] of the standard normal distribution within three deviations of 0.
-
-    positions  int64 [rows], below 2**32
+    threshold  a row leaves after the first visit at which its probability of having left is at least this; at 1 only
+               after the last one; nan: as the model's config says
+    fewest     visits that it makes at least
+    most       visits that it makes at most; it leaves after the last visit anyway
     """
-    return torch.cat([_drawn(seed, block, columns) for block in positions.split(_ROWS)])
+
+    threshold: float | Tensor = float("nan")
+    fewest: float | Tensor = 1
+    most: float | Tensor = float("inf")
+
+    @classmethod
+    def of(cls, exits: Exits) -> RowExits:
+        """Returns the same exits for all rows that are read."""
+        threshold, fewest, most = exits_row(exits)
+        return cls(math.nan if threshold is None else threshold, fewest, most)
 
 
-def _drawn(seed: int, positions: Tensor, columns: int) -> Tensor:
-    seeds = seed & _WORD, seed >> 32 & _WORD
-    # Each position has a key of 64 bits.
-    low = _mixed(positions ^ seeds[0], seeds[1])
-    high = _mixed(positions ^ seeds[1], ~seeds[0] & _WORD)
-    hashes = _mixed(torch.arange(columns, device=positions.device) ^ low[:, None], high[:, None])
-    inside = math.erf(_BOUND / 2**0.5)  # the share of the distribution within the bound
-    uniform = (hashes.double() + 0.5) * 2.0**-31 - 1.0  # between -1 and 1
-    return (torch.erfinv(uniform.mul_(inside)) * 2**0.5).float()
+def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tensor:
+    """Returns the visit that each read's row leaves after, from 0: int64 [reads].
+
+    gate     float32 [visits, reads]: the logit of leaving after each visit, of a row that has not left before
+    default  the threshold where `exits` has none
+
+    The probability of leaving after visit t is l_t times the product of 1 - l over the visits before, where l is the
+    gate's sigmoid, and what is left of it after the last visit (Ouro: Zhu et al. 2025).
+    """
+    visits = len(gate)
+    share = torch.sigmoid(gate)
+    stays = torch.cumprod(1 - share, 0)
+    before = torch.cat((torch.ones_like(stays[:1]), stays[:-1]))
+    has_left = torch.cumsum(share * before, 0)
+    number = torch.arange(1, visits + 1, device=gate.device)[:, None]
+    threshold = exits.threshold
+    if not isinstance(threshold, Tensor):  # filled on the device: a copy would wait for it, and breaks off a capture
+        threshold = torch.full((), threshold, device=gate.device)
+    threshold = torch.where(threshold.isnan(), default, threshold)
+    leaves = (has_left >= threshold) & (threshold < 1) & (number >= exits.fewest)
+    leaves |= (number >= exits.most) | (number == visits)
+    return leaves.to(torch.int64).argmax(0)
 
 
-def _mixed(x: Tensor, key: Tensor | int) -> Tensor:
-    """Returns 32 random bits of each number in x, int64 of 32 bits: Wellons' `triple32`, with a key put in midway."""
-    x = (x ^ x >> 17) * 0xED5AD4BB & _WORD
-    x = (x ^ x >> 11 ^ key) * 0xAC4C1B51 & _WORD
-    x = (x ^ x >> 15) * 0x31848BAB & _WORD
-    return x ^ x >> 14
+class Gate(Linear):
+    """The weights of a gate, which gives the logit of a row's leaving after a visit (`gates.gate_logits`)."""
+
+    varies = VARIES
+
+    def __init__(self, config: LoopedConfig, *, device: torch.device):
+        inputs = config.hidden if config.loop.gate_reads == "state" else GATE_FEATURES
+        super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
+
+
+class Router(nn.Module):
+    """The weights of a router (`gates.router_logits`): two linears, and a vector for each visit."""
+
+    varies = VARIES
+
+    def __init__(self, config: LoopedConfig, *, device: torch.device):
+        super().__init__()
+        assert config.loop.router is not None
+        inputs = 2 if config.loop.router.reads == "request" else 1
+        self.inner = _linear(inputs * config.hidden, config.hidden, device)
+        self.step = nn.Parameter(torch.empty(len(config.loop.order), config.hidden, device=device))
+        self.outer = _linear(config.hidden, config.loop.blocks + 1, device)
+
+
+class Planner(nn.Module):
+    """The weights of a planner (`gates.planner_logits`)."""
+
+    varies = VARIES
+
+    def __init__(self, config: LoopedConfig, *, device: torch.device):
+        super().__init__()
+        self.inner = _linear(2 * config.hidden, config.hidden, device)
+        self.outer = _linear(config.hidden, len(config.loop.order) * (config.loop.blocks + 1), device)
+
+
+def _linear(inputs: int, outputs: int, device: torch.device) -> Linear:
+    return Linear(inputs, outputs, bias=True, dtype=torch.float32, device=device)
 
 
 class LoopedLM(CausalLM):
@@ -75,7 +118,7 @@ class LoopedLM(CausalLM):
             model does not ask it, and goes through the blocks in their order: see `routed`
     planner gives the router's logits of all visits before the first one; or None
     inject  the linear that mixes the prelude's output into the residual stream before each visit; or None
-    parts   the layers of each block by its number, and those of PRELUDE and CODA
+    prelude, coda  the layers before the first visit, and after the last
     first   the first plane of each layer
     """
 
@@ -86,11 +129,10 @@ class LoopedLM(CausalLM):
         assert isinstance(config, LoopedConfig)
         self.loop = config.loop
         size = config.hidden
-        self.parts = {number: self.loop.block(number, config.layers) for number in range(self.loop.blocks)}
-        self.parts |= {PRELUDE: range(self.loop.prelude), CODA: range(config.layers - self.loop.coda, config.layers)}
-        visited = list(config.visited)
-        self.first = [visited.index(number) if number in visited else 0 for number in range(config.layers)]
-        self.gate = Gate(size, self.loop.gate_reads, device=device) if self.loop.gate else None
+        self.prelude = range(self.loop.prelude)
+        self.coda = range(config.layers - self.loop.coda, config.layers)
+        self.first = config.first_planes
+        self.gate = Gate(config, device=device) if self.loop.gate else None
         routing = self.loop.router
         self.router = None if routing is None else Router(config, device=device)
         self.planner = Planner(config, device=device) if routing is not None and routing.planner else None
@@ -139,7 +181,7 @@ class LoopedLM(CausalLM):
                 states.append(self.finish(rows))
                 continue
             state = rows.stream if rows.read_rows is None else rows.stream[rows.read_rows]
-            states.append(self.read(state.clone(), None, rows.ops))  # a copy: the next visit writes into it
+            states.append(read_state(self, state.clone()))  # a copy: the next visit writes into it
         return states
 
     def leaving(self, states: Tensor) -> Tensor:
@@ -151,7 +193,7 @@ class LoopedLM(CausalLM):
             logits.append(logit)
         return torch.stack(logits)
 
-    def leaves(self, state: Tensor, before: VisitOutputs | None) -> tuple[Tensor, VisitOutputs | None]:
+    def leaves(self, state: Tensor, before: VisitOutputs[Tensor] | None) -> tuple[Tensor, VisitOutputs[Tensor] | None]:
         """Returns the logits of leaving after a visit, float32 [rows], and its VisitOutputs for the next call.
 
         state   [rows, hidden] as it is read after the visit
@@ -161,45 +203,28 @@ class LoopedLM(CausalLM):
         """
         if self.gate is None:
             raise InputError("the model has no gate, so its rows leave after the last visit only", field="model")
-        if self.gate.reads == "state":
-            return self.gate(state.float())[:, 0], None
-        features, outputs = self.gate.features(state, self.logits(state), before)
-        return self.gate(features)[:, 0], outputs
+        return gate_logits(self, state, before)
 
     def start(self, tokens: Tensor, positions: Tensor, *inputs: Any, **options: Any) -> Pass:
         """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
         rows = super().start(tokens, positions, *inputs, **options)
-        self.go_through(rows, self.parts[PRELUDE])
+        self.go_through(rows, self.prelude)
         if self.inject is not None:
             rows.prelude = rows.stream
-            rows.x, rows.delta = self.noise(positions), None
+            rows.x, rows.delta = first_states(self, positions), None
         return rows
-
-    def noise(self, positions: Tensor) -> Tensor:
-        """Returns the noise that rows have as their state before the first visit, where the prelude's is mixed in."""
-        return (position_noise(self.loop.seed, positions, self.config.hidden) * self.loop.noise).to(self.dtype)
-
-    def injected(self, x: Tensor, prelude: Tensor | None) -> Tensor:
-        """Returns the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
-        return x if self.inject is None else self.inject(torch.cat((x, prelude), -1))
-
-    def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
-        if isinstance(rows, VisitPass) and rows.program is not None:
-            rows.x, rows.delta = rows.program(rows.stream), None
-        else:
-            super().go_through(rows, layers)
 
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""
         if self.inject is not None:
-            rows.x, rows.delta = self.injected(rows.stream, rows.prelude), None
-        self.go_through(rows, self.parts[block])
+            rows.x, rows.delta = injected(self, rows.stream, rows.prelude), None
+        self.go_through(rows, self.loop.block(block, self.config.layers))
         if self.loop.between == "norm":
             rows.x, rows.delta = self.normed(rows), None
 
     def finish(self, rows: Pass) -> Tensor:
         """Returns hidden states after the coda and the final norm, [rows read, hidden], of rows after their visits."""
-        coda = self.parts[CODA]
+        coda = self.coda
         planes = len(self.config.planes)
         if rows.place < planes - len(coda):  # a route that is shorter than the order
             rows.place = planes - len(coda)
@@ -207,17 +232,27 @@ class LoopedLM(CausalLM):
                 rows.x = rows.x[rows.read_rows]
                 rows.delta = None if rows.delta is None else rows.delta[rows.read_rows]
         if not coda:
-            return self.read(rows.x, rows.delta, rows.ops)
+            return read_state(self, rows.stream)
         if self.inject is not None:
             rows.x, rows.delta = self.normed(rows), None
         self.go_through(rows, coda)
         return self.normed(rows)
 
-    def read(self, x: Tensor, delta: Tensor | None, ops: Ops) -> Tensor:
-        """Returns hidden states as they are read after any visit, [rows, hidden], of a model without a coda; may write
-        into x. x, delta: as of a Pass."""
-        if self.loop.between == "norm":  # the visit has ended with it
-            return x if delta is None else x + delta
-        if self.inject is not None:  # as in Huginn, which norms before its coda and after it
-            x, delta = self.norm(x, delta, ops), None
-        return self.norm(x, delta, ops)
+    # What each executor has a form of: see `gates.LoopedModel`.
+
+    @property
+    def arrays(self) -> TorchArrays:
+        return TorchArrays(self.device)
+
+    def multiply(self, name: str, x: Tensor) -> Tensor:
+        product: Tensor = self.get_submodule(name)(x)
+        return product
+
+    def weight(self, name: str) -> Tensor:
+        return self.get_parameter(name)
+
+    def norm_rows(self, x: Tensor) -> Tensor:
+        return self.norm(x, None, choose_ops(self.dtype, self.device))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)

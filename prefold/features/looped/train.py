@@ -23,7 +23,7 @@ from ...train.batch import TrainBatch, dtype_on
 from ...train.losses import check_trained, target_logprobs
 from ...worker.rows import Path, StepAttend
 from .config import Loop, Routing
-from .gates import mixture, summary
+from .gates import choose, injected, planner_logits, read_state, router_logits, summary
 from .model import LoopedLM
 
 
@@ -87,11 +87,11 @@ def routed(
         else:
             assert routing is not None and model.router is not None
             if routing.kind != "planned":
-                logits = model.router(summary(x) if by_row else _summed_up(x, lengths, of_row), visit)
+                logits = router_logits(model, _read_by_router(model, x, None if by_row else lengths, of_row), visit)
             else:
                 if planned is None:
                     assert model.planner is not None
-                    planned = model.planner(_summed_up(x, lengths, of_row))
+                    planned = planner_logits(model, _read_by_router(model, x, lengths, of_row))
                 logits = planned[visit]
             shares = mixture(logits, routing)
             if routing.kind != "soft" and torch.is_grad_enabled():
@@ -102,7 +102,7 @@ def routed(
         share_left = share_left * (1 - shares[:, -1])
         weights = torch.cat((weights, 1 - weights.sum(-1, keepdim=True)), -1)
         x = blocks(x, weights if by_row else weights[of_row])
-        yield Visit(model.read(x.clone(), None, rows.ops), logits, weights)
+        yield Visit(read_state(model, x.clone()), logits, weights)
 
 
 def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tensor:
@@ -117,10 +117,30 @@ def _shares_of(routes: Sequence[Sequence[int]], count: int, loop: Loop) -> Tenso
     return F.one_hot(torch.tensor(whole_routes).T, loop.blocks + 1).float()
 
 
-def _summed_up(x: Tensor, lengths: Tensor, of_row: Tensor) -> Tensor:
-    """Returns the input of a router that reads requests, made of the residual stream [rows, hidden], see `summary`."""
+def _read_by_router(model: LoopedLM, x: Tensor, lengths: Tensor | None, of_row: Tensor) -> Tensor:
+    """Returns what a router reads of the residual stream [rows, hidden], see `summary`. lengths: of sequences; None:
+    the router reads rows"""
+    if lengths is None:
+        return summary(model.arrays, x)
     sums = x.new_zeros(len(lengths), x.shape[1], dtype=torch.float32).index_add(0, of_row, x.float())
-    return summary(x[lengths.cumsum(0) - 1], sums / lengths[:, None])
+    return summary(model.arrays, x[lengths.cumsum(0) - 1], sums / lengths[:, None])
+
+
+def mixture(logits: Tensor, routing: Routing) -> Tensor:
+    """Returns the weights of each block's output and of the unchanged state, float32 [n, blocks + 1]; they sum to 1.
+
+    logits  float32 [n, blocks + 1]
+    """
+    if routing.kind == "soft":
+        return torch.softmax(logits, -1)
+    blocks = logits.shape[-1] - 1
+    chosen = torch.from_numpy(choose(logits.detach().cpu().numpy(), routing.threshold)).to(logits.device)
+    picked = F.one_hot(chosen, blocks + 1).to(logits.dtype)
+    if routing.kind != "top":
+        return picked
+    best = logits[:, :-1].topk(min(routing.top, blocks), -1)
+    shares = torch.zeros_like(logits).scatter(-1, best.indices, torch.softmax(best.values, -1))
+    return torch.where(picked[:, -1:] > 0, picked, shares)
 
 
 class _Blocks:
@@ -145,9 +165,9 @@ class _Blocks:
 
     def _through(self, x: Tensor, block: int, visits: Tensor) -> Tensor:
         model, rows = self.model, self.rows
-        start = model.injected(x, rows.prelude)
+        start = injected(model, x, rows.prelude)
         now, delta = start.clone(), None
-        for number in model.parts[block]:
+        for number in model.loop.block(block, model.config.layers):
             plane = model.first[number]
             see = partial(self._attend, number, start, visits) if self.last_visits else partial(rows.attend, plane)
             cos_sin = rows.cos_sin[plane]

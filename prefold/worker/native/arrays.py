@@ -1,4 +1,4 @@
-"""The array operations of read-outs and of the sampler, on NumPy arrays and by the compiled kernels. No PyTorch.
+"""The array operations of an executor, on NumPy arrays and by the compiled kernels. No PyTorch.
 
 A row's numbers depend neither on other rows nor on its place: each function of the kernels goes through one row, and no
 product of a BLAS library, and no vectorised function of NumPy, is used where they would count.
@@ -49,8 +49,14 @@ class NumpyArrays(Arrays[np.ndarray]):
         copy[rows] = values
         return copy
 
+    def copy(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
+
+    def beside(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, -1)
 
     def float32(self, x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32, copy=False)
@@ -58,8 +64,23 @@ class NumpyArrays(Arrays[np.ndarray]):
     def where(self, condition: np.ndarray, x: np.ndarray | int, y: np.ndarray) -> np.ndarray:
         return np.where(condition, x, y)
 
+    def silu(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return x / (1 + np.exp(-x))
+
+    def dots(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore"):  # in a request's own numbers
+            products: np.ndarray = (self.float32(x) * self.float32(y)).sum(-1)
+        return products
+
+    def erf_inverse(self, x: np.ndarray) -> np.ndarray:
+        return erf_inverse(x)
+
     def log_sum_exp(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._kernels.log_sum_exp(logits)
+
+    def entropy(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._kernels.entropy(logits)
 
     def largest(self, logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         if count <= MOST_INSERTED:
@@ -110,6 +131,46 @@ class NumpyArrays(Arrays[np.ndarray]):
         sums = np.zeros((count, x.shape[1]))
         np.add.at(sums, to, x)
         return sums
+
+
+# The inverse of the normal distribution (Wichura 1988, AS 241, PPND16), by its distance from the middle: numerators and
+# denominators, the constant term first.
+_MIDDLE = (
+    (3.3871328727963666080, 133.14166789178437745, 1971.5909503065514427, 13731.693765509461125, 45921.953931549871457,
+     67265.770927008700853, 33430.575583588128105, 2509.0809287301226727),
+    (1.0, 42.313330701600911252, 687.18700749205790830, 5394.1960214247511077, 21213.794301586595867,
+     39307.895800092710610, 28729.085735721942674, 5226.4952788528545610),
+)  # fmt: skip
+_TAIL = (
+    (1.42343711074968357734, 4.63033784615654529590, 5.76949722146069140550, 3.64784832476320460504,
+     1.27045825245236838258, 0.241780725177450611770, 0.0227238449892691845833, 7.74545014278341407640e-4),
+    (1.0, 2.05319162663775882187, 1.67638483018380384940, 0.689767334985100004550, 0.148103976427480074590,
+     0.0151986665636164571966, 5.47593808499534494600e-4, 1.05075007164441684324e-9),
+)  # fmt: skip
+_END = (
+    (6.65790464350110377720, 5.46378491116411436990, 1.78482653991729133580, 0.296560571828504891230,
+     0.0265321895265761230930, 1.24266094738807843860e-3, 2.71155556874348757815e-5, 2.01033439929228813265e-7),
+    (1.0, 0.599832206555887937690, 0.136929880922735805310, 0.0148753612908506148525, 7.86869131145613259100e-4,
+     1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15),
+)  # fmt: skip
+
+
+def erf_inverse(x: np.ndarray) -> np.ndarray:
+    """Return the inverse of the error function of float64 numbers between -1 and 1."""
+    size = np.abs(x)
+    found = _ratio(_MIDDLE, 0.180625 - (x / 2) ** 2) * (x / 2)
+    if (far := size > 0.85).any():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            depth = np.sqrt(-np.log((1 - size[far]) / 2))
+            outside = np.where(depth <= 5, _ratio(_TAIL, depth - 1.6), _ratio(_END, depth - 5))
+        found[far] = np.copysign(np.where(depth < np.inf, outside, np.inf), x[far])
+    return found / 2**0.5
+
+
+def _ratio(parts: tuple[tuple[float, ...], tuple[float, ...]], at: np.ndarray) -> np.ndarray:
+    """Return the quotient of two polynomials."""
+    over, under = (np.polynomial.polynomial.polyval(at, np.array(part)) for part in parts)
+    return over / under
 
 
 class ClassificationHead:

@@ -22,7 +22,7 @@ from ...model.program import Weight
 from ...spec.model import ModelSpec
 from ...text import Tokenizer
 from .model import NativeModel
-from .program import NativeProgram, visits_of
+from .program import NativeProgram, Part
 from .steps import prepare_slots
 from .store import NativeStore
 from .worker import layout_of
@@ -68,7 +68,7 @@ def check_int8(config: ModelConfig, dtype: str, device: str, *, weights: str, ra
     if weights == "int8" and is_quantised:
         message = "the checkpoint's weights are quantised already, and to quantise them again would lose more"
         raise InputError(message, field="weights", remedy="leave --weights out: its blocks are used as they are")
-    if not config.is_program or any(plane < 0 for _, plane, _ in visits_of(config)):
+    if len(config.planes) != config.layers:
         message = "there is no int8 arithmetic for models with layers of another kind than attention and an MLP"
         raise InputError(message, field="arithmetic", remedy=REMEDY)
 
@@ -133,7 +133,6 @@ class Probe:
         """tokens: of a text, int64"""
         config = model.config
         self._model = model
-        self._visits = {visit[0]: visit for visit in reversed(visits_of(config))}  # the first of each layer
         self._store = NativeStore(1, layout_of(model, config.kv_heads), len(tokens) + 1, model.kernels)
         self.batch = prepare_slots(_one_sequence(tokens), config.planes, config.heads // config.kv_heads, False)
         self.exact = self._quantised = np.empty(0)
@@ -142,7 +141,7 @@ class Probe:
     def layer(self, number: int, choices: Mapping[Weight, Blocks]) -> None:
         """Let linears of a layer multiply in int8 from now on if that changes little. choices: their matrices"""
         if not number:
-            self.exact = self._quantised = self._model.embed(self.batch.tokens, self.batch.positions)
+            self.exact = self._quantised = self._embedded()
         matrices = self._model.memory.matrices
         before = {weight: matrices[weight] for weight in choices}
         exact = self._through(number, self.exact)
@@ -160,16 +159,19 @@ class Probe:
         config = self._model.config
         if config.lm_head and self.report.cosines:
             ids = np.linspace(0, config.vocab_size - 1, min(LOGITS, config.vocab_size)).astype(np.int64)
-            program = NativeProgram(self._model, visits=(), ends=True)
+            program = NativeProgram(self._model, part=Part(ends=True))
             streams = [program.end_of(x, self.batch) for x in (self.exact, self._quantised)]
             self.report.logits = float(_cosines(*(self._model.logits(x, ids) for x in streams)).min())
         return self.report
 
+    def _embedded(self) -> np.ndarray:
+        """Return the residual stream before the first layer."""
+        return NativeProgram(self._model, part=Part(embeds=True)).through(None, self.batch, self._store)
+
     def _through(self, number: int, x: np.ndarray) -> np.ndarray:
         """Return the residual stream after a layer; x is left as it is."""
-        _, plane, like = self._visits[number]
-        program = NativeProgram(self._model, visits=[(number, plane, like)])
-        return program.through(x.copy(), self.batch, self._store, 0)
+        program = NativeProgram(self._model, part=Part(((number, 0, number),)))
+        return program.through(x.copy(), self.batch, self._store)
 
 
 def _one_sequence(tokens: np.ndarray) -> SlotStep:

@@ -57,7 +57,6 @@ def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
         "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
-        "a model that is more than its program": config.is_program,
         "rows of whole words": dtype != "bfloat16" or all(map(_has_whole_words, programs)),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)

@@ -20,6 +20,19 @@ def empty_bytes(size: int) -> np.ndarray:
     return memory[first : first + size]
 
 
+class Workspace:
+    """Memory that the programs of one model use in turn. memory: uint8; it begins at a cache line"""
+
+    def __init__(self) -> None:
+        self.memory = empty_bytes(0)
+
+    def reserve(self, size: int) -> np.ndarray:
+        """Return the memory, which is as large as that at least. Larger memory stands in place of the old one."""
+        if len(self.memory) < size:
+            self.memory = empty_bytes(size)
+        return self.memory
+
+
 def zero_pages(size: int) -> np.ndarray:
     """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
 

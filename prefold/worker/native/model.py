@@ -136,12 +136,6 @@ class NativeModel:
         words, blocks = kernels.matrix_addresses(head)
         return words, blocks, self.tokens
 
-    def embed(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return the residual stream before the first layer, [rows, hidden], in the dtype. tokens, positions: int64"""
-        embed = self.program.embed
-        rows = self._table_rows(embed.table, tokens) * self.dtype.type(embed.scale)
-        return rows if embed.positions is None else rows + self.memory.arrays[embed.positions][positions]
-
     def logits(self, hidden: np.ndarray, ids: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
         """Return float32 logits [rows, vocabulary], or [rows, len(ids)] of the ids given; hidden [rows, hidden].
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import Structure, addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +42,7 @@ from ...model.program import (
 )
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
-from .memory import LINE, empty_bytes, place_buffers
+from .memory import LINE, Workspace, place_buffers
 from .model import NativeModel, PackedAdapters, PackedTable, in_turn
 from .steps import NativePath, SlotBatch, StreamBatch
 from .store import NativeStore
@@ -58,6 +59,57 @@ ACTIVATIONS = {
 Visit = tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A Part is a part of a pass, which a program of its own runs (`NativeProgram.through`).
+
+    visits   the layers, with their planes counted from 0
+    embeds   whether it begins with the embedding
+    is_last  whether the pass ends with its last layer, which leaves out the rows that are not read
+    keys     whether it ends before the attention of its only layer: its keys and values are wanted
+    ends     whether it ends with what comes after the last layer
+    """
+
+    visits: tuple[Visit, ...] = ()
+    embeds: bool = False
+    is_last: bool = False
+    keys: bool = False
+    ends: bool = False
+
+
+class StreamMemory:
+    """A StreamMemory has the K/V that a step of a row stream reads and leaves.
+
+    kv      [planes, 2, path, kv_heads, head_dim]: of the path above the next step
+    fields  of the kernels' call
+    """
+
+    def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath):
+        config, dtype = model.local, model.dtype
+        planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
+        self.kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
+        self._paths = (PathPlane * planes)()
+        self._before = None if path.kv is None else np.ascontiguousarray(path.kv)
+        for plane, (keys, values) in enumerate(self.kv):
+            places = [None, None] if self._before is None else [half.ctypes.data for half in self._before[plane]]
+            self._paths[plane] = PathPlane(*places, keys.ctypes.data, values.ctypes.data)
+        self.fields: dict[str, Any] = {
+            "path": path.rows, "kept_path": kept_path, "kept_new": kept_new,
+            "keep_path": batch.keep_path.ctypes.data, "keep_new": batch.keep_new.ctypes.data,
+        }  # fmt: skip
+        if batch.scatter is not None and batch.gather is not None:
+            self._room = np.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype)
+            self.fields |= {
+                "unfolded": len(self._room), "unfolded_room": self._room.ctypes.data,
+                "scatter": batch.scatter.ctypes.data, "gather": batch.gather.ctypes.data,
+                "read_order": None if batch.read_order is None else batch.read_order.ctypes.data,
+            }  # fmt: skip
+
+    def paths(self, first: int = 0) -> int:
+        """Return the address of what the kernels know of the planes from the first one on."""
+        return addressof(self._paths) + first * sizeof(PathPlane)
+
+
 @dataclass(slots=True)
 class PreparedStep:
     """A PreparedStep is a step that is ready to run. It serves all repetitions of the step (`NativeProgram.follow`).
@@ -68,6 +120,7 @@ class PreparedStep:
     ids        memory for the most likely tokens, where they are wanted
     grows      whether the keys that its rows see can grow in place by a key each, once that was wanted
     fields     further ones of the call
+    memory     the K/V of the call, of a part of a pass
     """
 
     batch: SlotBatch | StreamBatch
@@ -78,6 +131,7 @@ class PreparedStep:
     ids: np.ndarray | None = None
     grows: bool | None = None
     fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS)
+    memory: object = None
 
 
 class Compiler:
@@ -315,9 +369,9 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
 
 
 class NativeProgram:
-    """A NativeProgram runs the layers and the final norm of one model, or some visits to its layers.
+    """A NativeProgram runs the layers and the final norm of one model, or a part of a pass.
 
-    memory       the buffers of a step, which every step uses again
+    memory       has the buffers of a step, which every step uses again
     memory_rows  the most rows of a step that they hold
     """
 
@@ -325,27 +379,25 @@ class NativeProgram:
         self,
         model: NativeModel,
         adapters: Sequence[AdapterArrays] = (),
-        visits: Sequence[Visit] | None = None,
-        *,
-        ends: bool = False,
+        part: Part | None = None,
+        workspace: Workspace | None = None,
     ):
-        """adapters: those that steps number, in their order; visits: of a part of a pass; None: a whole pass; ends:
-        whether a part of a pass ends with what comes after the last layer"""
+        """adapters: those that steps number, in their order; part: of a pass; None: a whole pass; workspace: of several
+        programs; None: the program has its own"""
         self.model, self._kernels = model, model.kernels
-        config, program = model.config, model.program
-        every = visits_of(config) if visits is None else list(visits)
-        self._first = next((plane for _, plane, _ in every if plane >= 0), 0)
+        program = model.program
+        self._part = part or Part(tuple(visits_of(model.config)), embeds=True, is_last=True, ends=True)
+        every = self._part.visits
         compiler = Compiler(model)
         self._number, self._windows = compiler.number, compiler.windows
-        if visits is None:
+        if self._part.embeds:
             compiler.embed(program.embed, model.vocab.start, model.tokens)
-        self._picks = False  # whether rows that are not read are left out on the way
-        for place, (number, plane, like) in enumerate(every):
-            ends_pass = place == len(every) - 1 if visits is None else plane == len(config.planes) - 1
-            compiler.plane, compiler.like, compiler.is_last = plane, like, ends_pass
-            self._picks |= ends_pass
-            compiler.compile(program.layers[number])
-        if visits is None or ends:
+        layers = {number: program.layers[number] for number, _, _ in every}
+        for place, (number, plane, like) in enumerate(every, 1):
+            compiler.plane, compiler.like = plane, like
+            compiler.is_last = self._part.is_last and place == len(every)
+            compiler.compile(before_attention(layers[number]) if self._part.keys else layers[number])
+        if self._part.ends:
             compiler.compile(program.end)
         compiler.finish()
         self._operations, self._keepalive = compiler.operations, compiler.keepalive
@@ -353,8 +405,9 @@ class NativeProgram:
         self._head: tuple[int | None, int | None, int] | None = None
         self._array = (CompiledOperation * len(self._operations))(*self._operations)
         self._widths = np.array([model.widths[name] for name in program.widths], np.int64)
-        self._layers = [program.layers[number] for number in dict.fromkeys(number for number, _, _ in every)]
-        self.memory, self.memory_rows = empty_bytes(0), 0
+        self._layers = list(layers.values())
+        self._workspace = workspace or Workspace()
+        self.memory, self.memory_rows = self._workspace.memory, 0
         self._num_tables = 0 if model.angles is None else len(model.angles.tables)
         self._dim = 0 if model.angles is None else model.angles.tables[0].shape[1]
         self._tables: list[np.ndarray] = []
@@ -424,45 +477,54 @@ class NativeProgram:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
         the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
-        config, dtype = self.model.local, self.model.dtype
-        planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
-        kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
-        paths = (PathPlane * planes)()
-        before = None if path.kv is None else np.ascontiguousarray(path.kv)
-        for plane, (keys, values) in enumerate(kv):
-            places = [None, None] if before is None else [half.ctypes.data for half in before[plane]]
-            paths[plane] = PathPlane(*places, keys.ctypes.data, values.ctypes.data)
-        fold: dict[str, Any] = {}
-        room = None
-        if batch.scatter is not None and batch.gather is not None:
-            room = np.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype)
-            fold = {"unfolded": len(room), "unfolded_room": room.ctypes.data}
-            fold |= {"scatter": batch.scatter.ctypes.data, "gather": batch.gather.ctypes.data}
-            fold["read_order"] = None if batch.read_order is None else batch.read_order.ctypes.data
-        step = self._prepared(
-            batch, x, paths=addressof(paths), path=path.rows, kept_path=kept_path, kept_new=kept_new,
-            keep_path=batch.keep_path.ctypes.data, keep_new=batch.keep_new.ctypes.data, **fold, **fields,
-        )  # fmt: skip
-        step.keepalive = (*step.keepalive, paths, before, room)
-        return self._run(step), kv
+        memory = StreamMemory(self.model, batch, path)
+        step = self._prepared(batch, x, paths=memory.paths(), **memory.fields, **fields)
+        step.keepalive = (*step.keepalive, memory)
+        return self._run(step), memory.kv
 
-    def through(self, x: np.ndarray, batch: SlotBatch, store: NativeStore, first: int) -> np.ndarray:
-        """Return the residual stream x [rows, hidden] after the program's visits, written into x. After the last visit
-        of a pass only the rows that are read are left.
+    def through(
+        self, x: np.ndarray | None, batch: SlotBatch | StreamBatch, memory: NativeStore | StreamMemory, first: int = 0
+    ) -> np.ndarray:
+        """Return the residual stream [rows, hidden] after the program's part of a pass. After the last layer of a pass
+        only the rows that are read are left.
 
-        first: the plane of the store that has the K/V of the first visit
+        x       the residual stream before, which is written into; None: the part begins with the embedding
+        memory  has the K/V
+        first   the plane of the first visit
         """
-        step = self._last
-        if step is None or step.batch is not batch:
-            self._last = step = self._prepared(batch, x, slots=batch.slots.ctypes.data, none=NOT_FINITE)
+        step = self._last if self.memory is self._workspace.memory else None
+        if step is None or step.batch is not batch or step.memory is not memory:
+            slots = batch.slots.ctypes.data if isinstance(batch, SlotBatch) else None
+            fields = memory.fields if isinstance(memory, StreamMemory) else {}
+            self._last = step = self._prepared(batch, None, slots=slots, none=NOT_FINITE, **fields)
+            step.memory = memory
+        if x is None:
+            x = self._empty(len(batch.tokens))
         step.buffers[self._number[X]] = x.ctypes.data
-        step.call.planes = addressof(store.structs) + (first - self._first) * sizeof(SlotPlane)
+        if isinstance(memory, StreamMemory):
+            step.call.paths = memory.paths(first)
+        else:
+            step.call.planes = addressof(memory.structs) + first * sizeof(SlotPlane)
         self._call(step)
-        return x[: step.call.picked] if self._picks else x
+        return x[: step.call.picked] if self._part.is_last else x
+
+    def keys_values(self, x: np.ndarray, batch: SlotBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys and values [rows, kv_heads, dim] that the only layer of a part makes of the residual stream x
+        [rows, hidden], which is written into."""
+        self._call(self._prepared(batch, x))
+        number, _, _ = self._part.visits[0]
+        attend = next(one for one in self.model.program.layers[number] if isinstance(one, Attend))
+        place, width = self._number[attend.beside], self.model.widths[attend.beside]
+        first = int(self._buffers[place]) - self.memory.ctypes.data
+        size = attend.kv_heads * attend.dim
+        rows = self.memory[first : first + len(x) * width * x.itemsize].view(x.dtype).reshape(len(x), width)
+        halves = (rows[:, at : at + size].reshape(len(x), -1, attend.dim) for at in (attend.keys, attend.keys + size))
+        keys, values = (half.copy() for half in halves)
+        return keys, values
 
     def end_of(self, x: np.ndarray, batch: SlotBatch) -> np.ndarray:
         """Return what comes after the last layer, [rows, hidden], of the residual stream x [rows, hidden], which is
-        written into; of a program that has no visits."""
+        written into; of a part without visits."""
         return self._run(self._prepared(batch, x))
 
     def _over(
@@ -516,8 +578,8 @@ class NativeProgram:
         """Return a step, ready to run. x: what rows begin with, which is written into; None: their embeddings.
         call_fields: where its K/V comes from and goes to, and what else is wanted"""
         rows = len(batch.tokens)
-        if rows > self.memory_rows:
-            self._make_room(rows)
+        if rows > self.memory_rows or self.memory is not self._workspace.memory:
+            self._make_room(max(rows, self.memory_rows))
         last = int(batch.positions.max(initial=-1))
         if last >= self._positions:
             self._cover(last)
@@ -560,11 +622,16 @@ class NativeProgram:
         sizes = {name: -(-width * rows * size // LINE) * LINE for name, width in self.model.widths.items()}
         del sizes[OUT]
         places, end = place_buffers(self._layers, sizes, (X, H, DELTA))
-        self.memory = empty_bytes(end + self._num_tables * rows * self._dim * 4)
+        self.memory = self._workspace.reserve(end + self._num_tables * rows * self._dim * 4)
         first = self.memory.ctypes.data
         self._buffers = np.array([places.get(name, 0) for name in self._number], np.int64) + first
         self._angles, self.memory_rows = first + end, rows
         self._last = None
+
+
+def before_attention(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Return the operations of a layer that come before its attention."""
+    return tuple(takewhile(lambda one: not isinstance(one, Attend), operations))
 
 
 def visits_of(config: ModelConfig) -> list[Visit]:

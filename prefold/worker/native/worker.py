@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,6 @@ class NativeWorker(Worker):
 
     adapters  LoRA adapters by name
     parts     what features add to it
-    program   runs forward passes in one call each
     paths     the path of each stream that has not ended, by the stream's number
     store     the KV store of generation, once a `MakeStore` has come
     """
@@ -70,6 +70,7 @@ class NativeWorker(Worker):
                 if part.varies:
                     raise not_invariant(part.varies)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
+        self._passes = next((part.passes for part in parts if part.passes), "")
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.layout = layout_of(model, model.local.kv_heads)
         self.facts = Facts(
@@ -83,7 +84,7 @@ class NativeWorker(Worker):
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
         self.store: NativeStore | None = None
-        self.program = NativeProgram(model, list(self.adapters.values()))
+        self._program: NativeProgram | None = None
         self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
         self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
         self.paths: dict[int, NativePath] = {}
@@ -92,6 +93,13 @@ class NativeWorker(Worker):
         give_back()  # what loading needed beside the weights
         keep_freed()
         self._last = GivesBack()
+
+    @property
+    def program(self) -> NativeProgram:
+        """Return the program of whole passes. It is compiled when it is first needed: a part may run others."""
+        if self._program is None:
+            self._program = NativeProgram(self.model, list(self.adapters.values()))
+        return self._program
 
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
@@ -129,7 +137,7 @@ class NativeWorker(Worker):
     @property
     def passes(self) -> str:
         """Return in words what computes a forward pass."""
-        return "each forward pass is one compiled call"
+        return self._passes or "each forward pass is one compiled call"
 
     def run_stream(self, step: StreamStep) -> Ticket:
         """Run a step of a row stream, and return its ticket."""
@@ -139,12 +147,18 @@ class NativeWorker(Worker):
 
     def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a prepared step of a row stream, and return its ticket. fields: further ones of the kernels' call"""
+        return self.run_rows(batch, partial(self.program.over_rows, fields=fields))
+
+    def run_rows(
+        self, batch: StreamBatch, over_rows: Callable[[StreamBatch, NativePath], tuple[np.ndarray, np.ndarray]]
+    ) -> Ticket:
+        """Run a prepared step of a row stream by a function as `NativeProgram.over_rows`, and return its ticket."""
         step = batch.step
         path = self.paths.get(step.stream, NO_PATH)
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        hidden, kv = self.program.over_rows(batch, path, fields=fields)
+        hidden, kv = over_rows(batch, path)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
         self.paths[step.stream] = NativePath(kv, states)
         return ticket
@@ -173,28 +187,31 @@ class NativeWorker(Worker):
     def run_slots(self, step: SlotStep, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a step over slots, and return its ticket. fields: further ones of the kernels' call"""
         assert self.store is not None
-        config, program, last = self.model.local, self.program, self.last_run
+        program, last = self.program, self.last_run
         self.last_run = None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
         batch = None if last is None or not step.follows else last.follow(step, fields)
         if batch is None:
-            batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
-            self._check_slots(step, batch)
+            batch = self.prepare_slots(step)
         ids = program.greedy(batch, self.store, fields=fields) if self._is_greedy(step) else None
         if ids is not None:
             ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
-            ticket = self._read(step, program.over_slots(batch, self.store, fields=fields))
+            ticket = self.read_slots(step, program.over_slots(batch, self.store, fields=fields))
         self.last_run = program
         return ticket
 
-    def _check_slots(self, step: SlotStep, batch: SlotBatch) -> None:
+    def prepare_slots(self, step: SlotStep) -> SlotBatch:
+        """Return a step over slots as arrays. Raise ValueError for slots that are not there."""
         assert self.store is not None
+        config = self.model.local
+        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
         needed = max((plan.slots_needed for plan in batch.plans.values()), default=0)
         if needed > self.store.slots:
             raise ValueError(f"the step needs {needed} slots, the store has {self.store.slots}")
+        return batch
 
-    def _read(self, step: SlotStep, hidden: np.ndarray) -> Ticket:
+    def read_slots(self, step: SlotStep, hidden: np.ndarray) -> Ticket:
         """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
         if len(step.state_reads):
             self._keep(step, hidden)

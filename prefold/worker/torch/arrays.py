@@ -1,4 +1,4 @@
-"""The array operations of read-outs and of the sampler, on tensors of one device."""
+"""The array operations of an executor, on tensors of one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE
 from ...model.arrays import array_of
 from ...model.device import runs_triton, send
-from ...model.ops import log_sum_exp
+from ...model.ops import entropy, log_sum_exp
 from ..arrays import Arrays
 from ..sampler import WORK_SIZE, bare, draw_scaled, forbid, likeliest
 
@@ -31,7 +31,7 @@ class TorchArrays(Arrays[Tensor]):
         return send(array, self.device)
 
     def fetch(self, *given: Tensor) -> Callable[[], tuple[np.ndarray, ...]]:
-        hosts = [to_host(tensor) for tensor in given]
+        hosts = [to_host(tensor.detach()) for tensor in given]
         event = torch.cuda.Event() if any(tensor.is_cuda for tensor in given) else None
         if event is not None:
             event.record()
@@ -54,8 +54,14 @@ class TorchArrays(Arrays[Tensor]):
         copy[rows] = values
         return copy
 
+    def copy(self, x: Tensor) -> Tensor:
+        return x.clone()
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(parts))
+
+    def beside(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts), -1)
 
     def float32(self, x: Tensor) -> Tensor:
         return x.float()
@@ -63,8 +69,20 @@ class TorchArrays(Arrays[Tensor]):
     def where(self, condition: Tensor, x: Tensor | int, y: Tensor) -> Tensor:
         return torch.where(condition, x, y)
 
+    def silu(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x)
+
+    def dots(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x.float() * y.float()).sum(-1)
+
+    def erf_inverse(self, x: Tensor) -> Tensor:
+        return torch.erfinv(x)
+
     def log_sum_exp(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return log_sum_exp(logits)
+
+    def entropy(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return entropy(logits)
 
     def largest(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values, places = logits.topk(count, -1)

@@ -18,8 +18,6 @@ from ... import kernels
 from ...errors import InputError
 from ...kernels import CollectiveError
 from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.device import DTYPES
-from ...model.int8 import probe_tokens
 from ...model.parallel import Ranks
 from .. import tensor_parallel
 from ..loaded import Load
@@ -131,9 +129,7 @@ class GroupMeeting(Meeting):
 
 
 def meeting_of(wanted: Load) -> Callable[[int], Meeting]:
-    """Return what makes the meeting of so many ranks. Raise InputError for int8 arithmetic, before any rank starts."""
-    dtype, device = DTYPES[wanted.dtype], torch.device(wanted.device)
-    probe_tokens(wanted.options, wanted.checkpoint, wanted.config, None, dtype, device)
-    if device.type == "cpu" and kernels.load() is not None:
+    """Return what makes the meeting of so many ranks."""
+    if wanted.device == "cpu" and kernels.load() is not None:
         return TensorMeeting
     return lambda size: GroupMeeting(size, wanted.device)

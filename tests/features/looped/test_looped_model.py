@@ -13,15 +13,17 @@ from running import as_request, prompts, run
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
 
-from prefold import LLM
+from prefold import LLM, kernels
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
-from prefold.features.looped.gates import RowExits
-from prefold.features.looped.model import LoopedLM, position_noise
+from prefold.features.looped.gates import position_noise
+from prefold.features.looped.model import LoopedLM, RowExits
 from prefold.features.looped.train import visit_logprobs
 from prefold.model import config_from, load_model
 from prefold.spec.requests import Namespace, Readout
 from prefold.train import TrainBatch, logprobs, save_model
+from prefold.worker.native.arrays import NumpyArrays, erf_inverse
+from prefold.worker.torch.arrays import TorchArrays
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
 VARIANTS = [
@@ -195,18 +197,33 @@ def test_recomputing_gives_the_same_gradients(folder):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_the_noise_is_that_of_the_definition():
+@pytest.fixture(params=["native", "torch"])
+def arrays(request):
+    return NumpyArrays(kernels.load()) if request.param == "native" else TorchArrays(torch.device("cpu"))
+
+
+def test_the_noise_is_that_of_the_definition(arrays):
+    def noise_of(seed, positions, columns):
+        return torch.as_tensor(position_noise(arrays, seed, arrays.send(np.array(positions)), columns))
+
     for seed in (0, 7, 2**40 + 3, 2**63 - 1):
-        found = position_noise(seed, torch.arange(5), 33)
+        found = noise_of(seed, range(5), 33)
         torch.testing.assert_close(found, state_noise(seed, 5, 33), rtol=1e-5, atol=1e-5)
-        assert torch.equal(position_noise(seed, torch.tensor([3, 3, 1]), 33), found[[3, 3, 1]])
-    noise = position_noise(1, torch.arange(300), 2000)
+        assert torch.equal(noise_of(seed, [3, 3, 1], 33), found[[3, 3, 1]])
+    noise = noise_of(1, range(300), 2000)
     assert abs(float(noise.mean())) < 0.01
     # The standard deviation of the normal distribution cut off at three.
     assert abs(float(noise.std()) - 0.98658) < 0.005
     assert noise.abs().max() < 3
     assert abs(float((noise[1:] * noise[:-1]).mean())) < 0.01
     assert abs(float((noise[:, 1:] * noise[:, :-1]).mean())) < 0.01
+
+
+def test_the_inverse_of_the_error_function():
+    tails = 1 - 10.0 ** -np.arange(1, 16)
+    numbers = np.concatenate((np.linspace(-1, 1, 20001), tails, -tails))
+    expected = torch.erfinv(torch.from_numpy(numbers)).numpy()
+    np.testing.assert_allclose(erf_inverse(numbers), expected, rtol=1e-14, atol=1e-15)
 
 
 def test_planes_and_sizes():

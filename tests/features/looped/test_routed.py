@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from looped_dense import LOOPED, Dense, looped_checkpoint
@@ -15,9 +16,9 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.looped.config import Routing
-from prefold.features.looped.gates import choose, mixture
+from prefold.features.looped.gates import choose
 from prefold.features.looped.model import LoopedLM
-from prefold.features.looped.train import routed, routed_logprobs, whole_sequences
+from prefold.features.looped.train import mixture, routed, routed_logprobs, whole_sequences
 from prefold.model import config_from, load_model
 from prefold.spec.requests import Readout
 from prefold.train import TrainBatch, save_model
@@ -102,12 +103,13 @@ def test_routes_that_cannot_be(tmp_path, route):
 
 
 def test_ties_go_to_the_first_and_the_threshold_counts():
-    logits = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [0.0, 0.0, 0.0]])
+    logits = np.array([[1, 1, 0], [0, 2, 2], [0, 0, 0]], np.float32)
     assert choose(logits, 0.5).tolist() == [0, 1, 0]
     assert choose(logits, 0.4).tolist() == [0, 2, 0]
-    assert choose(logits, torch.tensor([0.1, 0.9, 0.3])).tolist() == [2, 1, 2]
-    assert mixture(logits, Routing("top", top=2, threshold=0.45))[0].tolist() == [0.5, 0.5, 0]
-    assert mixture(logits, Routing("top", top=2, threshold=0.45))[1].tolist() == [0, 0, 1]
+    assert choose(logits, np.array([0.1, 0.9, 0.3])).tolist() == [2, 1, 2]
+    shares = mixture(torch.from_numpy(logits), Routing("top", top=2, threshold=0.45))
+    assert shares[0].tolist() == [0.5, 0.5, 0]
+    assert shares[1].tolist() == [0, 0, 1]
 
 
 def test_training_a_router(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from generating import ask
+from generating import ask, worker_of
 from looped_dense import LOOPED, Dense
 from visit_dense import RowByRow
 
@@ -12,7 +12,6 @@ from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.spec.model import model_keywords
 from prefold.spec.requests import Exits
-from prefold.worker.local import LocalWorker
 
 GATED = LOOPED["loop"] | {"gate": True}
 NAMES = {name: f"exit_{name}" for name in ("threshold", "change", "prompts", "visits")}
@@ -22,7 +21,7 @@ def engine_of(llm: LLM, *, rows: int = 1000, slots: int | None = None, **options
     if slots is not None:
         options["kv_memory"] = (slots + 1) * llm.engine.worker.facts.slot_bytes
     generation = GenerateOptions(**model_keywords({"exits": "save"} | options))
-    return ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=rows, generation=generation))
+    return ModelEngine(worker_of(llm), EngineOptions(max_batch_rows=rows, generation=generation))
 
 
 def request_of(tokens, exits: Exits, **sampling):
