@@ -28,10 +28,10 @@ from .steps import Passage, exits_row
 
 def looped_part(model: NativeModel) -> WorkerPart:
     """Return the part of a worker for a looped model. Raise UnsupportedModelError for a router that steps cannot
-    follow."""
+    follow, and InputError for a gate or a router that cannot be split over ranks."""
     looped = NativeLooped(model)
     loop = looped.config.loop
-    facts = facts_of(loop)
+    facts = facts_of(loop, model.ranks.size)
 
     def over_slots(worker: NativeWorker, step: SlotStep) -> Ticket:
         assert worker.store is not None

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...engine.schedule.steps import SlotStep
 from ...engine.worker import Ticket
-from ...errors import UnsupportedModelError
+from ...errors import InputError, UnsupportedModelError
 from ...worker.arrays import Array, Arrays
 from .config import Loop
 from .gates import (
@@ -36,14 +36,21 @@ from .steps import LoopedFacts, Passage, PassResult
 Batch = TypeVar("Batch")
 
 
-def facts_of(loop: Loop, *, is_whole: bool = True) -> LoopedFacts:
-    """Return the facts of a looped model. Raise UnsupportedModelError for a router that steps cannot follow."""
+def facts_of(loop: Loop, ranks: int = 1) -> LoopedFacts:
+    """Return the facts of a looped model. Raise UnsupportedModelError for a router that steps cannot follow, and
+    InputError for a gate or a router that cannot be split over ranks. ranks: that the model is split over"""
     router = loop.router if loop.router is not None and loop.router.kind != "fixed" else None
     if router is not None and (router.kind in ("soft", "top") or router.reads == "row"):
         setting = f"kind is {router.kind!r}" if router.reads == "request" else 'reads is "row"'
         works = 'steps follow a router that reads requests and picks a block: give "hard" or "fixed"'
         raise UnsupportedModelError(f"loop.router.{setting}; {works}")
-    return LoopedFacts(loop.order, loop.gate, loop.threshold, router is not None, is_whole)
+    if ranks > 1 and loop.gate and loop.gate_reads == "features":
+        message = "the gate reads what the model says after each visit, which the first rank alone knows"
+        raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
+    if ranks > 1 and router is not None:
+        message = "a router picks blocks for a model in one piece"
+        raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
+    return LoopedFacts(loop.order, loop.gate, loop.threshold, router is not None, ranks == 1)
 
 
 class StepRows(ABC, Generic[Array, Batch]):

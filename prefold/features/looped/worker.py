@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...engine.schedule.steps import SlotStep
 from ...engine.worker import Ticket
-from ...errors import InputError
 from ...model import NO_ADAPTERS, RowAdapters
 from ...model.device import send
 from ...model.layer import Layer
@@ -23,13 +22,7 @@ from .passes import StepRows, facts_of, run_slots
 def looped_part(model: LoopedLM) -> WorkerPart:
     """Return the part of a worker for a looped model. Raise UnsupportedModelError for a router that steps cannot
     follow, and InputError for a gate or a router that cannot be split over ranks."""
-    loop, facts = model.loop, facts_of(model.loop, is_whole=model.ranks.size == 1)
-    if model.ranks.size > 1 and loop.gate and loop.gate_reads == "features":
-        message = "the gate reads what the model says after each visit, which the first rank alone knows"
-        raise InputError(message, field="tensor_parallel", remedy='use 1, or a gate that reads "state"')
-    if model.ranks.size > 1 and facts.routed:
-        message = "a router picks blocks for a model in one piece"
-        raise InputError(message, field="tensor_parallel", remedy='use 1, or the kind "fixed"')
+    facts = facts_of(model.loop, model.ranks.size)
 
     def run(worker: LocalWorker, step: SlotStep) -> Ticket:
         return run_slots(TensorRows(worker, model, step), step, worker.read_slots)
