@@ -52,8 +52,8 @@ class NumpyArrays(Arrays[np.ndarray]):
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
 
-    def float32(self, x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32, copy=False)
+    def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        return x.astype(dtype, copy=False)
 
     def where(self, condition: np.ndarray, x: np.ndarray | int, y: np.ndarray) -> np.ndarray:
         return np.where(condition, x, y)

@@ -7,8 +7,9 @@ file has numbers in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -37,10 +38,17 @@ PACKED = 1.03
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
-    """Return the first thing of a model that the native executor lacks, in words; None: it runs the model.
+    """Return the first thing of a model, or of a model beside it, that the native executor lacks, in words; None: it
+    runs the model.
 
     dtype: by name; ranks: that the model is split over
     """
+    found = (_missing(one, dtype, ranks) for one in (config, *config.models_beside))
+    return next((thing for thing in found if thing is not None), None)
+
+
+def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
+    """Return the first thing of one model that the native executor lacks; None: it runs the model."""
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
@@ -100,19 +108,32 @@ def load_native(
     program = config.program()
     check_tensors(checkpoint, shapes_of(program.weights), source)
     stored = kept_as_stored(keep, program, source, number, compiled, invariant=config.invariant)
-    sizes = [stored.get(weight, weight.size * _itemsize(weight, number)) for weight in program.weights]
-    remedy = "use a smaller model, or more memory"
-    if dtype == "float32":
-        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
-    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype}", remedy)
+    check_memory(checkpoint, program, number, stored)
     model = NativeModel(config, program, number, compiled)
-    _Loader(model, source, stored).load()
+    fill(model, source, stored)
     return model
+
+
+def fill(model: NativeModel, source: StoredSource, stored: Mapping[Weight, int] = MappingProxyType({})) -> None:
+    """Read the weights of a model. stored: the matrices that stay as they are stored, as of `kept_as_stored`"""
+    _Loader(model, source, stored).load()
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by their names."""
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
+
+
+def check_memory(
+    checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
+) -> None:
+    """Raise OutOfMemoryError if the weights of a program do not fit. stored: as of `fill`"""
+    sizes = [stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in program.weights]
+    remedy = "use a smaller model, or more memory"
+    if dtype.itemsize == 4:
+        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
+    # While a matrix is packed it is there twice.
+    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
 
 
 def kept_as_stored(
@@ -186,7 +207,7 @@ def settle_threads(threads: int | None) -> None:
 class _Loader:
     """Fills the memory of a model."""
 
-    def __init__(self, model: NativeModel, source: StoredSource, stored: dict[Weight, int]):
+    def __init__(self, model: NativeModel, source: StoredSource, stored: Mapping[Weight, int]):
         self._model, self._source, self._stored = model, source, stored
         self._pool, self._types = PanelPool(), set[str]()
 

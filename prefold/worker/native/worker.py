@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...errors import InputError, OutOfMemoryError, not_invariant
 from ...kernels import BFLOAT16
 from ...model.adapters import AdapterArrays
 from ...model.machine import GivesBack, available_memory, give_back, keep_freed
-from ..parts import WorkerPart
+from ..parts import WorkerPart, in_vocabulary
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
 from .model import NativeModel
@@ -54,6 +55,7 @@ class NativeWorker(Worker):
                 if part.varies:
                     raise not_invariant(part.varies)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
+        self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.layout = StoreLayout(
             config.kv_heads,
@@ -86,7 +88,9 @@ class NativeWorker(Worker):
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
             return None
-        return prepare_stream(message, self.model.config.planes, self.model.config.invariant)
+        step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
+        batch = prepare_stream(step, self.model.config.planes, self.model.config.invariant)
+        return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: StreamBatch | None = None) -> Ticket:
         with self._lock:
@@ -134,7 +138,9 @@ class NativeWorker(Worker):
         if (rows := path.rows) < step.path:
             raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
         path = path if rows == step.path else path.truncate(step.path)
-        hidden, kv = self.program.over_rows(batch, path, **fields)
+        media = None if self._media is None else self._media(step.tokens)
+        x = None if media is None else self.program.embedded(batch, media)
+        hidden, kv = self.program.over_rows(batch, path, x, **fields)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
         self.paths[step.stream] = NativePath(kv, states)
         return ticket
@@ -165,17 +171,22 @@ class NativeWorker(Worker):
         assert self.store is not None
         config, program, last = self.model.config, self.program, self.last_run
         self.last_run = None
+        media = None if self._media is None else self._media(step.tokens)
+        if media is not None:
+            step = replace(step, tokens=in_vocabulary(step.tokens))
+        changes = bool(fields) or media is not None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
-        batch = None if last is None or fields or not step.follows else last.follow(step)
+        batch = None if last is None or changes or not step.follows else last.follow(step)
         if batch is None:
             batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
             self._check_slots(step, batch)
-        ids = program.greedy(batch, self.store, **fields) if self._is_greedy(step) else None
+        x = None if media is None else program.embedded(batch, media)
+        ids = program.greedy(batch, self.store, x, **fields) if self._is_greedy(step) else None
         if ids is not None:
             ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
-            ticket = self._read(step, program.over_slots(batch, self.store, **fields))
-        self.last_run = None if fields else program
+            ticket = self._read(step, program.over_slots(batch, self.store, x, **fields))
+        self.last_run = None if changes else program
         return ticket
 
     def _check_slots(self, step: SlotStep, batch: SlotBatch) -> None:
