@@ -43,14 +43,23 @@ add_counter(
 def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
     if checkpoint is None or not isinstance(model.config, SeeingConfig):
         return None
-    from .tower_weights import load_tower
+    from .tensors import load_tower
     from .worker import image_part
 
     # Each rank encodes whole images, because each needs all of their rows.
     return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
 
 
-add_part(_part, concerns=lambda config: isinstance(config, SeeingConfig))
+def _native_part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
+    if checkpoint is None:
+        return None
+    from .native import load_tower
+    from .worker import image_part
+
+    return image_part(load_tower(checkpoint, model, seed))
+
+
+add_part(_part, native=_native_part, concerns=lambda config: isinstance(config, SeeingConfig))
 
 
 @add_engine_part
