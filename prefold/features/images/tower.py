@@ -42,8 +42,8 @@ class TowerExecutor(ABC, Generic[Array]):
 
     @abstractmethod
     def run(self, part: int, buffers: Mapping[Buffer, Array]) -> None:
-        """Run the operations of one of `parts_of`. They read these arrays, all of as many rows, and write into them;
-        buffers that are not given are theirs alone."""
+        """Run one of `parts_of` over contiguous arrays, [rows, width] each. It reads them and writes into them; buffers
+        that are not given it makes for itself."""
 
     @abstractmethod
     def plan(self, end: np.ndarray, query_rows: np.ndarray, first: np.ndarray) -> RowPlan:

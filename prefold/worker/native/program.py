@@ -558,11 +558,14 @@ class NativeProgram:
 
 
 class ProgramParts:
-    """A ProgramParts runs parts of a program, one at a time, over rows that the caller holds. Parts have no
-    attention."""
+    """A ProgramParts runs parts of a program, one at a time, over rows that the caller holds. A part has neither
+    attention nor states.
+
+    If a part ends with a sum and the next part begins with the norm of it, that norm adds: it needs both buffers.
+    """
 
     def __init__(self, model: NativeModel, parts: Iterable[Sequence[Operation]]):
-        """parts: in the order in which each row goes through them: a norm may add what the part before it has left"""
+        """parts: in the order in which each row goes through them"""
         self._model, compiler = model, Compiler(model)
         self._ends, self._names = [0], list[frozenset[Buffer]]()
         for operations in parts:
@@ -576,9 +579,10 @@ class ProgramParts:
         self._widths = np.array([model.widths[name] for name in compiler.number], np.int64)
 
     def run(self, part: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
-        """Run a part. It reads these arrays, [rows, width] each, and writes into them; it makes those that are not
-        given."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in buffers.items()}
+        """Run a part over contiguous arrays, [rows, width] each. It reads them and writes into them; buffers that are
+        not given it makes for itself."""
+        arrays = dict(buffers)
+        assert all(array.flags.c_contiguous for array in arrays.values()), "a buffer is not contiguous"
         rows = len(next(iter(arrays.values())))
         for name in self._names[part] - arrays.keys():
             arrays[name] = np.empty((rows, self._model.widths[name]), self._model.dtype)
