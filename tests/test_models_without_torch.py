@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 from adapters import write_adapter
 from looped_dense import looped_checkpoint
 from tiny import tiny_checkpoint
+from tiny_vision import PLACEHOLDER, drawing, tiny_vision
 
-from prefold import LLM
+from prefold import LLM, TextWithImages
 
 sys.path.insert(0, str(Path(__file__).parent / "features" / "hybrid"))
 from hybrids import HYBRIDS, hybrid_checkpoint
@@ -98,6 +100,42 @@ def test_a_model_gives_what_it_gives_with_pytorch(tmp_path, blocked, kind, ranks
     if adapter:
         np.testing.assert_allclose(found["adapted"], llm.embed(texts, adapter="a"), atol=1e-5)
         assert np.abs(np.array(found["adapted"]) - found["embed"]).max() > 1e-3
+
+
+WITH_IMAGES = """
+import json, sys
+from prefold import LLM, TextWithImages
+folder, text, *pictures = sys.argv[1:]
+llm = LLM(folder, dtype="float32")
+items = [TextWithImages(text, [picture]) for picture in pictures]
+found = {
+    "generate": [list(one.tokens) for one in llm.generate(items, max_tokens=6, ignore_eos=True)],
+    "embed": llm.embed(items).tolist(),
+    "runs": llm.stats.tower_runs,
+}
+assert "torch" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_images_are_seen_as_with_pytorch(tmp_path, blocked, family):
+    folder, pictures = tiny_vision(tmp_path, family), []
+    for number, size in enumerate([(26, 26), (60, 20)]):
+        pictures.append(str(tmp_path / f"{number}.png"))
+        PIL.Image.fromarray(drawing(number, *size)).save(pictures[-1])
+    text = f"see {PLACEHOLDER[family]} and say"
+    calls = [sys.executable, "-c", WITH_IMAGES, str(folder), text, *pictures]
+    done = subprocess.run(calls, capture_output=True, text=True, env=blocked[0])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    llm = LLM(str(folder), dtype="float32", executor="torch")
+    items = [TextWithImages(text, [picture]) for picture in pictures]
+    generated = llm.generate(items, max_tokens=6, ignore_eos=True)
+    assert found["generate"] == [list(one.tokens) for one in generated]
+    np.testing.assert_allclose(found["embed"], llm.embed(items), atol=1e-5)
+    assert np.abs(np.subtract(*found["embed"])).max() > 1e-2, "what the images show makes no difference"
+    assert found["runs"] == 2
 
 
 def test_a_job_of_the_command_line_and_what_needs_pytorch(tmp_path, blocked):

@@ -14,11 +14,11 @@ from .config import ModelConfig, Plane, RopeConfig
 from .decoders import decoder
 from .families import config_from, fallbacks, register_family, supported_architectures
 from .names import Names
-from .program import add_operation
+from .program import MediaRows, add_operation
 
 if TYPE_CHECKING:
     from .lora import NO_ADAPTERS, Adapter, RowAdapters, load_adapter
-    from .transformer import CausalLM, MediaRows
+    from .transformer import CausalLM
     from .weights import load_model
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "supported_architectures",
 ]
 
-_LATE = {"CausalLM": "transformer", "MediaRows": "transformer", "load_model": "weights"}
+_LATE = {"CausalLM": "transformer", "load_model": "weights"}
 _LATE |= dict.fromkeys(("NO_ADAPTERS", "Adapter", "RowAdapters", "load_adapter"), "lora")
 
 

@@ -232,6 +232,11 @@ class ModelConfig:
         return self
 
     @property
+    def models_beside(self) -> Sequence[ModelConfig]:
+        """Return the configs of the models that run beside this one, on the same executor."""
+        return ()
+
+    @property
     def span_rows(self) -> int:
         """Returns the most rows that see each other both ways, and are computed in one step; 0: there are none."""
         return 0

@@ -98,9 +98,13 @@ class Layer(nn.Module):
         """Return what a buffer has after operations without attention, which begin with the residual stream x + delta
         [rows, hidden]; may write into x. The other arguments are as of `Rows`."""
         rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, self.invariant, states)
+        self.run(rows)
+        return rows.get(name)
+
+    def run(self, rows: Rows) -> None:
+        """Take rows through all operations. Buffers stay until the rows go."""
         for run, operation, weights, _ in self._steps:
             run(operation, weights, rows)
-        return rows.get(name)
 
     def keys_values(
         self, x: Tensor, cos_sin: Tensor, ops: Ops, adapters: RowAdapters = NO_ADAPTERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -162,13 +162,6 @@ class HeldWeight:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
-
-
-def linear_weights(linear: Linear, *parts: tuple[str, int]) -> Iterator[HeldWeight]:
-    """Yields the weight of a linear, and its bias. parts: the modules that lie side by side in it, with their rows."""
-    yield HeldWeight(linear, "weight", tuple((name + ".weight", rows) for name, rows in parts))
-    if linear.bias is not None:
-        yield HeldWeight(linear, "bias", tuple((name + ".bias", rows) for name, rows in parts))
 
 
 def recomputed(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:

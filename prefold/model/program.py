@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 Buffer = str
+Array = TypeVar("Array")
 X, H, DELTA = "x", "h", "delta"  # the residual stream; what a part of a layer reads; what it gives
 OUT = "out"  # the final norm
 
@@ -385,6 +386,18 @@ class Program:
     def linears(self, layer: int) -> list[Linear]:
         """Return the linears of a layer that every row goes through; adapters may add to them."""
         return [operation for operation in self.layers[layer] if isinstance(operation, Linear) and operation.name]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRows(Generic[Array]):
+    """MediaRows are rows of a step that begin with other numbers than an embedding.
+
+    at      int64 [n]: which rows of the step they are. Their tokens may be any ids of the vocabulary
+    values  [n, hidden], which stand in place of their embeddings
+    """
+
+    at: Array
+    values: Array
 
 
 # By the type of an operation that features and extensions compute with tensors: see `add_operation`.

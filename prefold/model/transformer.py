@@ -27,7 +27,7 @@ from .operations import EXECUTE, Place, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Panels, Product, pack_head, row_by_row, wide_product
-from .program import OUT, Linear
+from .program import OUT, Linear, MediaRows
 from .rotary_tables import RotaryTables
 
 
@@ -40,18 +40,6 @@ class Attend(Protocol):
     """
 
     def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class MediaRows:
-    """MediaRows are the rows of a step that images have, and what a tower made of them.
-
-    at      int64 [n]: which rows of the step they are. Their tokens may be any ids of the vocabulary
-    values  [n, hidden], of the model's dtype: they stand in place of embeddings
-    """
-
-    at: Tensor
-    values: Tensor
 
 
 @dataclass(slots=True)
@@ -172,7 +160,7 @@ class CausalLM(nn.Module):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
-        media: MediaRows | None = None,
+        media: MediaRows[Tensor] | None = None,
         states: object = None,
     ) -> Tensor:
         """Returns hidden states after the final norm, [rows read, hidden], in the order of `read_rows`.
@@ -196,7 +184,7 @@ class CausalLM(nn.Module):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
-        media: MediaRows | None = None,
+        media: MediaRows[Tensor] | None = None,
     ) -> Pass:
         """Returns rows before the first layer; the arguments are those of a call of the model."""
         if adapters.adapters and (read_rows is None) != (adapters.read_rows is None):
@@ -304,7 +292,7 @@ class CausalLM(nn.Module):
             self.head_product = self.head_product or (weight if isinstance(weight, Panels) else pack_head(weight))
         return self.head_product
 
-    def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows[Tensor] | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
         x = self.ranks.embed(tokens, self.matrix("embedding"), self.shard.vocab)
         if self.embedding_scale != 1:

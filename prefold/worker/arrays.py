@@ -83,8 +83,12 @@ class Arrays(ABC, Generic[Array]):
         """Return the columns of all parts [rows, columns], one part beside the other."""
 
     @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """Return x in a dtype, by its name; may be x itself."""
+
     def float32(self, x: Array) -> Array:
         """Return x in float32; may be x itself."""
+        return self.cast(x, "float32")
 
     @abstractmethod
     def where(self, condition: Array, x: Array | int, y: Array) -> Array:

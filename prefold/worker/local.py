@@ -8,7 +8,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,9 +18,8 @@ from ..model import Adapter, CausalLM
 from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
 from ..model.machine import GivesBack, give_back, keep_freed
 from ..model.shard import Shard
-from ..trie import MEDIA_BASE
 from .attention import KVStore, RowAttention
-from .parts import WorkerPart, parts_of
+from .parts import WorkerPart, in_vocabulary, parts_of
 from .program import Program, missing, program_of
 from .readouts import SlotTicket, greedy, read_stream
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
@@ -150,7 +148,7 @@ class LocalWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        step = message if self._media is None else replace(message, tokens=_in_vocabulary(message.tokens))
+        step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
         batch = prepare(step, self.model.config.planes, self._attention, tuple(self.adapters.values()))
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
@@ -257,7 +255,7 @@ class LocalWorker(Worker):
         arguments = dict(call_arguments)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
-            step = replace(step, tokens=_in_vocabulary(step.tokens))
+            step = replace(step, tokens=in_vocabulary(step.tokens))
         program, self.last_run = self.last_run, None
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
         batch = None if program is None or arguments or not step.follows else program.follow(step)
@@ -300,8 +298,3 @@ _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
     MakeStore: LocalWorker._make_store,
     EndStream: LocalWorker._end_stream,
 }
-
-
-def _in_vocabulary(tokens: np.ndarray) -> np.ndarray:
-    """Returns the ids of a step's rows with 0 in place of those of media, which the embedding does not have."""
-    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)

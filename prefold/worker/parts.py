@@ -11,6 +11,7 @@ import numpy as np
 from ..engine.schedule.steps import Message
 from ..engine.worker import Ticket
 from ..spec.plugins import load_plugins
+from ..trie import MEDIA_BASE
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -33,10 +34,15 @@ class WorkerPart:
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
     facts: object = None
-    media: Callable[[np.ndarray], MediaRows | None] | None = None
+    media: Callable[[np.ndarray], MediaRows[Any] | None] | None = None
     forget: Callable[[int], object] | None = None
     varies: str = ""
     passes: str = ""
+
+
+def in_vocabulary(tokens: np.ndarray) -> np.ndarray:
+    """Return the ids of a step's rows with 0 in place of those of media, which the embedding does not have."""
+    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]

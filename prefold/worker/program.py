@@ -139,7 +139,7 @@ class Program:
         """Returns whether the model's linears have the products that they had when this was made."""
         return all([linear.linear.product is linear.product for linear in self._linears])
 
-    def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> Tensor:
+    def over_slots(self, batch: SlotBatch, store: KVStore, media: MediaRows[Tensor] | None = None) -> Tensor:
         """Returns what `worker.slots.forward` returns."""
         return self._run(self._over(batch, store, self._embedded(batch, media)))
 
@@ -158,7 +158,7 @@ class Program:
         self._call(step)
         return x[: step.call.picked] if self._picks else x
 
-    def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows | None = None) -> np.ndarray | None:
+    def greedy(self, batch: SlotBatch, store: KVStore, media: MediaRows[Tensor] | None = None) -> np.ndarray | None:
         """Returns what `worker.slots.greedy` returns of the hidden states of a step, without making logits, in memory
         that the next step may write into; None, and nothing is computed, where the head is no product of the
         kernels."""
@@ -226,7 +226,7 @@ class Program:
             self._head, self._last = head, None
         return head is not None and head is self._head
 
-    def over_rows(self, batch: Batch, path: Path, media: MediaRows | None = None) -> tuple[Tensor, PathKV]:
+    def over_rows(self, batch: Batch, path: Path, media: MediaRows[Tensor] | None = None) -> tuple[Tensor, PathKV]:
         """Returns what `worker.rows.forward_stream` returns."""
         config, kept_path, kept_new = self.model.local, len(batch.keep_path), len(batch.keep_new)
         shape = (len(config.planes), 2, kept_path + kept_new, config.kv_heads, config.head_dim)
@@ -251,7 +251,7 @@ class Program:
         hidden = self._run(step)
         return hidden, {plane: (keys, values) for plane, (keys, values) in enumerate(kv)}
 
-    def _embedded(self, batch: SlotBatch | Batch, media: MediaRows | None) -> Tensor | None:
+    def _embedded(self, batch: SlotBatch | Batch, media: MediaRows[Tensor] | None) -> Tensor | None:
         return None if media is None else self.model.embed(batch.tokens, batch.positions, media)
 
     def _empty(self, rows: int) -> Tensor:

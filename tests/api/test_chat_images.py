@@ -242,7 +242,7 @@ def test_texts_alone_need_no_tower(folder, tmp_path, monkeypatch):
     def load(*args, **options):
         raise AssertionError("the tower is loaded")
 
-    monkeypatch.setattr("prefold.features.images.tower_weights.load_tower", load)
+    monkeypatch.setattr("prefold.features.images.native.load_tower", load)
     monkeypatch.chdir(tmp_path)
     with LLM(str(folder), dtype="float32", images=False) as llm:
         text = llm.generate("what?", max_tokens=4, ignore_eos=True).text

@@ -20,6 +20,8 @@ from prefold.model import MediaRows, machine
 from prefold.spec.requests import Readout
 from prefold.trie import MEDIA_BASE, Spool
 from prefold.worker import local
+from prefold.worker.native.worker import NativeWorker
+from prefold.worker.parts import WorkerPart
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,32 @@ def test_rows_of_images_are_for_no_graph(llm):
     values = torch.randn(1, llm.model.embedding.shape[1])
     worker._media = lambda tokens: MediaRows(torch.tensor([0]), values)
     assert len(worker.start(slot_step([MEDIA_BASE], 0)).result().ids) == 1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
+def test_rows_of_media_in_both_executors(tmp_path, kind):
+    """Of a model with learned positions, which all rows have, and of one whose embeddings are scaled."""
+    folder, rng = str(tiny_checkpoint(tmp_path, kind)), np.random.default_rng(0)
+    ids = np.array([5, MEDIA_BASE, MEDIA_BASE + 1, 6], np.int32)
+    found = []
+    for executor in ("native", "torch"):
+        llm = LLM(folder, dtype="float32", device="cpu", executor=executor)
+        model, is_native = llm.model, executor == "native"
+        if not found:
+            values = rng.normal(size=(2, model.config.hidden)).astype(np.float32)
+        at, rows = (np.array([1, 2]), values) if is_native else (torch.tensor([1, 2]), torch.from_numpy(values))
+        part = WorkerPart({}, media=lambda tokens, at=at, rows=rows: MediaRows(at, rows) if len(tokens) > 2 else None)
+        worker = (NativeWorker if is_native else local.LocalWorker)(model, parts=[part])
+        worker.start(MakeStore(9))
+        first = worker.start(slot_step(ids.tolist(), 0)).result().ids
+        second = worker.start(slot_step([7, 8], len(ids))).result().ids
+        with Spool() as spool:
+            spool.add(as_request(ids))
+            window = next(iter(spool.windows(max_tokens=1 << 20)))
+        step = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=9).plan()
+        found.append((first.tolist(), second.tolist(), worker.start(step.message).result().values))
+    assert found[0][:2] == found[1][:2]
+    np.testing.assert_allclose(found[0][2], found[1][2], rtol=0, atol=1e-4)
 
 
 def no_memory(*given) -> None:

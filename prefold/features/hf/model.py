@@ -19,7 +19,8 @@ from ...model.lora import NO_ADAPTERS, RowAdapters
 from ...model.ops import wide
 from ...model.parallel import ALONE
 from ...model.products import Product, pack, wide_product
-from ...model.transformer import Attend, CausalLM, MediaRows
+from ...model.program import MediaRows
+from ...model.transformer import Attend, CausalLM
 from .config import PlaneHeads, TransformersConfig
 
 # The name of our attention in transformers' table.
@@ -217,7 +218,7 @@ class TransformersLM(CausalLM):
         attend: Attend,
         read_rows: Tensor | None = None,
         adapters: RowAdapters = NO_ADAPTERS,
-        media: MediaRows | None = None,
+        media: MediaRows[Tensor] | None = None,
         states: object = None,
     ) -> Tensor:
         rows = self.rows

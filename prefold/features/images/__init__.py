@@ -1,4 +1,4 @@
 """The room of images: decoded pixels, the tower that makes rows of them, and what a prompt has in their place.
 
-Only `tower`, `tower_weights` and `worker` import torch. Pillow is imported with the first image.
+Only `tensors` imports torch. Pillow is imported with the first image.
 """

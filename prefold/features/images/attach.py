@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.checkpoint import TOWERS
 from ...engine.schedule.parts import EnginePart, add_engine_part
@@ -12,6 +12,11 @@ from ...worker.parts import WorkerPart, add_part
 from .config import config_with_tower
 from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
 from .steps import ImageFacts
+
+if TYPE_CHECKING:
+    from ...checkpoint import Checkpoint
+    from ...model import CausalLM
+    from ...worker.native.model import NativeModel
 
 add_families(
     {
@@ -40,17 +45,26 @@ add_counter(
 )
 
 
-def _part(model: Any, checkpoint: Any, seed: int) -> WorkerPart | None:
+def _part(model: CausalLM, checkpoint: Checkpoint | None, seed: int) -> WorkerPart | None:
     if checkpoint is None or not isinstance(model.config, SeeingConfig):
         return None
-    from .tower_weights import load_tower
+    from .tensors import load_tower
     from .worker import image_part
 
     # Each rank encodes whole images, because each needs all of their rows.
     return image_part(load_tower(checkpoint, model.config, dtype=model.dtype, device=model.device, seed=seed))
 
 
-add_part(_part, concerns=lambda config: isinstance(config, SeeingConfig))
+def _native_part(model: NativeModel, checkpoint: Checkpoint | None, seed: int) -> WorkerPart | None:
+    if checkpoint is None:
+        return None
+    from .native import load_tower
+    from .worker import image_part
+
+    return image_part(load_tower(checkpoint, model, seed))
+
+
+add_part(_part, native=_native_part, concerns=lambda config: isinstance(config, SeeingConfig))
 
 
 @add_engine_part

@@ -99,14 +99,6 @@ class TowerConfig:
         """Returns how many numbers the projector reads for a row."""
         return self.hidden if self.kind == "gemma3" else self.hidden * self.merge**2
 
-    @property
-    def num_parameters(self) -> int:
-        """Returns how many parameters there are."""
-        h, i = self.hidden, self.intermediate
-        layer = 4 * h * h + 2 * h * i + 4 * h + i + h + 4 * h
-        projector = self.merged * self.output + (h if self.kind == "gemma3" else 0)
-        return (self.patch_inputs + 1) * h + self.patches * h + self.layers * layer + 2 * h + projector
-
     def pieces(self, tiles: int) -> np.ndarray:
         """Returns the floating-point operations of each piece of work that so many tiles make in one layer, in order,
         float64 [pieces].

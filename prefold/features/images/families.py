@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...checkpoint.settings import Settings
 from ...errors import UnsupportedModelError
-from ...model.config import ModelConfig
+from ...model.builders import ATTENDED, QKV, WIDE, LayerBuilder, Module, norm, widths_of
+from ...model.config import ModelConfig, Plane
 from ...model.decoders import HFConfig, gemma3, llama
+from ...model.program import DELTA, OUT, Add, Attend, Buffer, Embed, H, Linear, Norm, Operation, Program, Weight, X
 from .config import TEXT, TOWER, TowerConfig, tower_config
 
 
@@ -34,6 +36,10 @@ class SeeingConfig(ModelConfig):
         return image_inputs(checkpoint, self.tower, tokenizer, table, **options)
 
     @property
+    def models_beside(self) -> Sequence[ModelConfig]:
+        return (tower_model(self.tower),)
+
+    @property
     def span_rows(self) -> int:
         return self.tower.rows if self.tower.span else 0
 
@@ -45,6 +51,79 @@ def tower_of(config: ModelConfig) -> TowerConfig | None:
 
 def _fields(config: ModelConfig) -> dict[str, object]:
     return {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+
+
+# Buffers of a tower beside those of decoders: the numbers of a patch, and of a square of patches.
+PATCHES, MERGED = "patches", "merged"
+PROJECTOR_NORM = "mm_soft_emb_norm.weight"
+# By TowerConfig.kind. The matrix of Gemma 3 is stored as [inputs, outputs], in folders and in GGUF files.
+PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerModel(ModelConfig):
+    """A TowerModel is the ModelConfig of a tower. A row is a patch of a tile, and its token is its place in the
+    tile."""
+
+    tower: TowerConfig
+
+    def program(self, copies: int = 1) -> Program:
+        return tower_program(self)
+
+
+def tower_model(tower: TowerConfig) -> TowerModel:
+    """Return a tower as a model whose program executors run."""
+    return TowerModel(
+        tower=tower, vocab_size=tower.patches, hidden=tower.hidden, layers=tower.layers, heads=tower.heads,
+        kv_heads=tower.heads, head_dim=tower.head_dim, intermediate=tower.intermediate, norm_eps=tower.norm_eps,
+        norm="layer", rope=None, max_positions=tower.patches, planes=(Plane(),) * tower.layers, mlp="plain",
+        activation="gelu_tanh", lm_head=False,
+    )  # fmt: skip
+
+
+def tower_program(model: TowerModel) -> Program:
+    """Return the program of a tower.
+
+    Attention lets the patches of a tile see each other. The end begins with a norm, which fills H. Then squares of
+    patches are put together, which is no operation: it fills MERGED, with a row for each square. The operations that
+    follow are those of the projector, over these rows.
+    """
+    tower, hidden = model.tower, model.hidden
+    patch = Weight((("embeddings.patch_embedding.weight", hidden),), (tower.patch_inputs,))
+    bias = Weight((("embeddings.patch_embedding.bias", hidden),))
+    embedding: tuple[Operation, ...] = (Linear(PATCHES, DELTA, patch, bias), Add(X, DELTA))
+    layers = [_tower_layer(model, number) for number in range(model.layers)]
+    projector: list[Operation] = []
+    if tower.kind == "gemma3":
+        # It is stored less one, and wide, because adding 1 in a shorter type would lose the last bits.
+        weight = Weight(((PROJECTOR_NORM, hidden),), offset=1.0, wide=True)
+        projector.append(Norm(MERGED, MERGED, weight, tower.projector_eps))
+    projector.append(Linear(MERGED, OUT, Weight(((PROJECTION[tower.kind], tower.output),), (tower.merged,))))
+    return Program(
+        widths=widths_of(model, layers) | {PATCHES: tower.patch_inputs, MERGED: tower.merged, OUT: tower.output},
+        embed=Embed(X, Weight((("embeddings.position_embedding.weight", tower.patches),), (hidden,))),
+        layers=(embedding + layers[0], *layers[1:]),
+        end=(norm(model, "post_layernorm", X, H), *projector),
+    )
+
+
+def _tower_layer(model: TowerModel, number: int) -> tuple[Operation, ...]:
+    builder, hidden, width = LayerBuilder(model, number), model.hidden, model.intermediate
+
+    def linear(source: Buffer, out: Buffer, inputs: int, *modules: Module, activation: str = "") -> None:
+        builder.linear("", modules, source, out, inputs, biased=modules, activation=activation)
+
+    builder.norm("layer_norm1", X, H)
+    linear(H, QKV, hidden, *((f"self_attn.{name}_proj", hidden) for name in "qkv"))
+    heads, dim = model.heads, model.head_dim
+    builder.add(Attend(QKV, 0, dim, QKV, hidden, ATTENDED, heads, heads, dim))
+    linear(ATTENDED, DELTA, hidden, ("self_attn.out_proj", hidden))
+    builder.add(Add(X, DELTA))
+    builder.norm("layer_norm2", X, H)
+    linear(H, WIDE, hidden, ("mlp.fc1", width), activation=model.activation)
+    linear(WIDE, DELTA, width, ("mlp.fc2", hidden))
+    builder.add(Add(X, DELTA))
+    return tuple(builder.operations)
 
 
 # What a config leaves out of its text_config is as in transformers.

@@ -1,105 +1,54 @@
-"""Loads a checkpoint's tower: checks names, shapes and memory first, then reads once."""
+"""The tensors of a tower by the names of its program, from a folder or a GGUF file, or random. No torch."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
-import torch
 
 from ...checkpoint import Checkpoint
 from ...checkpoint.gguf import GGUFFile
 from ...errors import CheckpointError, UnsupportedModelError
+from ...kernels import StoredRows
 from ...model.checks import check_tensors
 from ...model.config import ModelConfig
-from ...model.layers import HeldWeight, Norm, linear_weights
 from ...model.names import Names
-from ...model.sources import RandomSource, SafetensorsSource, TensorSource, put
-from ...model.weights import check_memory, fill_all, wanted_shapes
+from ...model.sources import RandomSource, SafetensorsSource, StoredSource, put
 from .config import TOWER, TowerConfig
-from .families import tower_of
-from .tower import Tower, TowerLayer
+from .families import PROJECTION, PROJECTOR_NORM, TowerModel, tower_model, tower_of
 
 
-def load_tower(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    pack: bool = True,
-    seed: int = 0,
-) -> Tower:
-    """Returns the tower of `checkpoint`, in evaluation mode. config: of the whole model; the others as of `load_model`.
+def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[TowerModel, StoredSource]:
+    """Return the tower of a model, and the source of its tensors.
 
-    Raises UnsupportedModelError for a model without a tower, OutOfMemoryError (before anything is read), and
-    CheckpointError, naming every tensor that is missing, unexpected or misshapen.
+    Raise UnsupportedModelError for a model without a tower, and CheckpointError with the names of tensors that are
+    missing, unexpected or misshapen.
     """
-    device = torch.device(device)
     settings = tower_of(config)
     if settings is None:
         raise UnsupportedModelError(f"{checkpoint.name} has no tower: it takes text alone")
-    tower = Tower(settings, dtype=dtype, device=torch.device("meta"))
-    weights = list(tower_weights(tower))
-    source: TensorSource
+    model = tower_model(settings)
+    shapes = {name: shape for weight in model.program().weights for name, shape in weight.shapes.items()}
+    source: StoredSource
     if checkpoint.format == "dummy":
-        source = _RandomTower(wanted_shapes(weights), seed)
+        source = _RandomTower(shapes, seed, {PROJECTOR_NORM: 1.0})
     elif checkpoint.mmproj is not None:
         source = _of_gguf(checkpoint.mmproj, settings)
     else:
         source = _of_folder(checkpoint)
-    check_tensors(checkpoint, wanted_shapes(weights), source)
-    check_memory(checkpoint, weights, device, dtype)
-    fill_all(weights, source, device, pack=pack)
-    return tower.eval()
-
-
-def tower_weights(tower: Tower) -> Iterator[HeldWeight]:
-    """Yields every parameter of the tower with the names of its tensors."""
-    config: TowerConfig = tower.config
-    hidden = config.hidden
-    yield from linear_weights(tower.patch, ("embeddings.patch_embedding", hidden))
-    yield HeldWeight(tower, "positions", (("embeddings.position_embedding.weight", config.patches),))
-    for number, layer in enumerate(tower.layers):
-        yield from _layer(cast(TowerLayer, layer), f"layers.{number}.", config)
-    yield from _norm(tower.norm, "post_layernorm", hidden)
-    if tower.projector_norm is not None:
-        yield HeldWeight(tower.projector_norm, "weight", ((PROJECTOR_NORM, hidden),), offset=1.0)
-    yield HeldWeight(tower.projector, "weight", ((PROJECTION[config.kind], config.output),))
-
-
-def _layer(layer: TowerLayer, prefix: str, config: TowerConfig) -> Iterator[HeldWeight]:
-    hidden, attention, mlp = config.hidden, prefix + "self_attn.", prefix + "mlp."
-    yield from _norm(layer.input_norm, prefix + "layer_norm1", hidden)
-    yield from linear_weights(layer.qkv, *((f"{attention}{name}_proj", hidden) for name in "qkv"))
-    yield from linear_weights(layer.o, (attention + "out_proj", hidden))
-    yield from _norm(layer.post_norm, prefix + "layer_norm2", hidden)
-    yield from linear_weights(layer.up, (mlp + "fc1", config.intermediate))
-    yield from linear_weights(layer.down, (mlp + "fc2", hidden))
-
-
-def _norm(norm: Norm, name: str, hidden: int) -> Iterator[HeldWeight]:
-    yield HeldWeight(norm, "weight", ((name + ".weight", hidden),))
-    yield HeldWeight(norm, "bias", ((name + ".bias", hidden),))
-
-
-PROJECTOR_NORM = "mm_soft_emb_norm.weight"
-# By TowerConfig.kind. That of Gemma 3 is stored as [inputs, outputs], in folders and in GGUF files.
-PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}
+    check_tensors(checkpoint, shapes, source)
+    return model, source
 
 
 class _RandomTower(RandomSource):
     """A _RandomTower gives random weights, with norms that change nothing."""
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        if name == PROJECTOR_NORM:
-            target.fill(0)  # stored less one
-        elif re.search(r"norm\d?\.weight$", name):
+        if re.search(r"layer_norm\d\.weight$", name):
             target.fill(1)
         else:
             super().read_into(name, target, part)
@@ -126,6 +75,12 @@ class _StoredTower:
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         put(target, self.read(name, part))
+
+    def stored_type(self, name: str) -> tuple[str, int]:
+        return "", 0
+
+    def stored(self, name: str) -> StoredRows | None:
+        return None
 
 
 # The head that SigLIP pools with, which these models have and do not use, and positions that are no weights.

@@ -1,58 +1,30 @@
 """The rows of images on a worker: the tower computes them a few pieces at a time, and steps use them in place of
-embeddings."""
+embeddings. No torch."""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Generic
 
-from ...engine.worker import DONE, CompletedTicket, Ticket
+import numpy as np
+
+from ...engine.worker import DONE, CompletedTicket, Ticket, Worker
 from ...model import MediaRows
-from ...model.device import send
 from ...trie import MEDIA_BASE
-from ...worker.attention import Heads, RowAttention, RowPlan
-from ...worker.local import LocalWorker
+from ...worker.arrays import Array, Arrays
 from ...worker.parts import WorkerPart
 from .steps import DropImages, EncodedImage, EncodeImage, ImageFacts
-from .tower import Tower, TowerPass
-
-MOST_PLANS = 256  # attention plans that are kept, one for each shape of queries and keys
+from .tower import Tower, TowerAttend, TowerPass
 
 
-class TowerAttend:
-    """A TowerAttend is the `attend` of a tower: the interval attention of rows, in which each tile is one span."""
-
-    def __init__(self, tower: Tower):
-        config = tower.config
-        self._attention = RowAttention(Heads(config.heads, config.heads, config.head_dim, tower.dtype), tower.device)
-        self._patches, self._scale = config.patches, config.head_dim**-0.5
-        self._plans: dict[tuple[int, int, int], RowPlan] = {}
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Returns attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
-        # Only the tiles that the queries are in count.
-        low, high = start // self._patches * self._patches, -(-(start + len(q)) // self._patches) * self._patches
-        k, v = k[low:high], v[low:high]
-        shape = start - low, len(q), len(k)
-        plan = self._plans.get(shape)
-        if plan is None:
-            every = np.arange(len(k))
-            first = every - every % self._patches
-            queries = every[start - low : start - low + len(q)]
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[shape] = self._attention.plan(first + self._patches, queries, first=first)
-        return self._attention.attend(q, k, v, plan, scale=self._scale)
-
-
-class ImageRows:
+class ImageRows(Generic[Array]):
     """An ImageRows holds the rows of encoded images, and the passes of those that are being encoded, by first id."""
 
-    def __init__(self, tower: Tower):
-        self._tower, self._attend = tower, TowerAttend(tower)
-        self._runs: dict[int, TowerPass] = {}
-        self._images: dict[int, tuple[np.ndarray, Tensor]] = {}
+    def __init__(self, tower: Tower[Array]):
+        self._tower: Tower[Array] = tower
+        self._attend: TowerAttend[Array] = TowerAttend(tower.executor)
+        self._arrays: Arrays[Array] = tower.executor.arrays
+        self._runs: dict[int, TowerPass[Array]] = {}
+        self._images: dict[int, tuple[np.ndarray, Array]] = {}
         self._firsts = np.empty(0, np.int64)
 
     def encode(self, message: EncodeImage) -> EncodedImage:
@@ -66,8 +38,8 @@ class ImageRows:
                 return EncodedImage(False)
             error = None
         except Exception as problem:
-            rows = torch.full((len(message.ids), self._tower.config.output), torch.nan, dtype=self._tower.dtype)
-            self._enter(first, message.ids, rows.to(self._tower.device))
+            rows = np.full((len(message.ids), self._tower.config.output), np.nan, np.float32)
+            self._enter(first, message.ids, self._arrays.cast(self._arrays.send(rows), self._tower.executor.dtype))
             error = f"{type(problem).__name__}: {problem}"
         self._runs.pop(first, None)
         return EncodedImage(True, error)
@@ -79,7 +51,7 @@ class ImageRows:
             self._images.pop(first, None)
         self._firsts = np.array(sorted(self._images), np.int64)
 
-    def rows(self, tokens: np.ndarray) -> MediaRows | None:
+    def rows(self, tokens: np.ndarray) -> MediaRows[Array] | None:
         """Returns the rows of images among a step's rows with these ids; None where there are none. Raises ValueError
         for rows that have not been made."""
         at = np.flatnonzero(tokens >= MEDIA_BASE)
@@ -87,7 +59,7 @@ class ImageRows:
             return None
         ids = tokens[at]
         images, image_of = np.unique(np.searchsorted(self._firsts, ids, side="right") - 1, return_inverse=True)
-        index, parts, start = np.empty(len(ids), np.int64), [], 0
+        index, parts, start = np.empty(len(ids), np.int64), list[Array](), 0
         for number, image in enumerate(images.tolist()):
             of_image = image_of == number
             if image < 0 or ids[of_image].max() > (entry := self._images[int(self._firsts[image])])[0][-1]:
@@ -96,44 +68,44 @@ class ImageRows:
             index[of_image] = start + np.searchsorted(image_ids, ids[of_image])
             parts.append(rows)
             start += len(rows)
-        device = self._tower.device
-        values = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return MediaRows(send(at, device), values.index_select(0, send(index, device)))
+        arrays = self._arrays
+        values = parts[0] if len(parts) == 1 else arrays.join(parts)
+        return MediaRows(arrays.send(at), arrays.take(values, arrays.send(index)))
 
     def _go_on(self, first: int, message: EncodeImage) -> bool:
         """Does a message's work, and returns whether the image's rows are there."""
         tower = self._tower
         if message.tiles is not None:
-            self._runs[first] = tower.start(torch.from_numpy(message.tiles).to(tower.device), self._attend)
+            self._runs[first] = tower.start(self._arrays.send(message.tiles), self._attend)
         run = self._runs[first]
         if not tower.go_on(run, message.stop):
             return False
         rows = tower.finish(run)
         if len(rows) != len(message.ids):
             raise ValueError(f"the tower made {len(rows)} rows of an image that has {len(message.ids)}")
-        if not bool(rows.isfinite().all()):
+        (numbers,) = self._arrays.fetch(self._arrays.float32(rows))()
+        if not np.isfinite(numbers).all():
             raise ValueError("the tower's results are not finite numbers")
         self._enter(first, message.ids, rows)
         return True
 
-    def _enter(self, first: int, ids: np.ndarray, rows: Tensor) -> None:
+    def _enter(self, first: int, ids: np.ndarray, rows: Array) -> None:
         self._images[first] = ids, rows
         self._firsts = np.array(sorted(self._images), np.int64)
 
 
-def image_part(tower: Tower) -> WorkerPart:
+def image_part(tower: Tower[Array]) -> WorkerPart:
     """Returns the part of a worker that has a tower, and the rows of images."""
     images = ImageRows(tower)
 
-    def encode(worker: LocalWorker, message: EncodeImage) -> Ticket:
+    def encode(worker: Worker, message: EncodeImage) -> Ticket:
         encoded = images.encode(message)
-        if tower.device.type == "cuda":  # the host measures how long the work takes
-            torch.cuda.synchronize(tower.device)
+        tower.executor.wait()  # the host measures how long the work takes
         return CompletedTicket(encoded)
 
-    def drop(worker: LocalWorker, message: DropImages) -> Ticket:
+    def drop(worker: Worker, message: DropImages) -> Ticket:
         images.drop(message.firsts)
         return DONE
 
-    facts = ImageFacts(tower.config, tower.config.output * tower.dtype.itemsize)
+    facts = ImageFacts(tower.config, tower.config.output * tower.executor.table.itemsize)
     return WorkerPart({EncodeImage: encode, DropImages: drop}, facts, images.rows, varies="the rows of images")

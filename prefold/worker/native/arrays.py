@@ -58,8 +58,8 @@ class NumpyArrays(Arrays[np.ndarray]):
     def beside(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts, -1)
 
-    def float32(self, x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32, copy=False)
+    def cast(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        return x.astype(dtype, copy=False)
 
     def where(self, condition: np.ndarray, x: np.ndarray | int, y: np.ndarray) -> np.ndarray:
         return np.where(condition, x, y)

@@ -7,8 +7,9 @@ file has numbers in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -40,10 +41,17 @@ PACKED = 1.03
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
-    """Return the first thing of a model that the native executor lacks, in words; None: it runs the model.
+    """Return the first thing of a model, or of a model beside it, that the native executor lacks, in words; None: it
+    runs the model.
 
     dtype: by name; ranks: that the model is split over
     """
+    found = (_missing(one, dtype, ranks) for one in (config, *config.models_beside))
+    return next((thing for thing in found if thing is not None), None)
+
+
+def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
+    """Return the first thing of one model that the native executor lacks; None: it runs the model."""
     compiled = kernels.load()
     if config.loading:
         return "modules of transformers"
@@ -109,20 +117,40 @@ def load_native(
         message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
         raise InputError(message, field="weights", remedy="leave --weights out")
     # One memory for all ranks.
-    counted = model.program if model.ranks.rank else whole
-    sizes = [stored.get(weight, weight.size * _itemsize(weight, number)) for weight in counted.weights]
-    remedy = "use a smaller model, or more memory"
-    if dtype == "float32":
-        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
-    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype}", remedy)
-    probe = None if int8 is None else Probe(model, int8)
-    _Loader(model, source, stored, probe).load()
+    check_memory(checkpoint, model.program if model.ranks.rank else whole, number, stored)
+    fill(model, source, stored, None if int8 is None else Probe(model, int8))
     return model
+
+
+def fill(
+    model: NativeModel,
+    source: StoredSource,
+    stored: Mapping[Weight, int] = MappingProxyType({}),
+    probe: Probe | None = None,
+) -> None:
+    """Read the weights of a model.
+
+    stored  the matrices that stay as they are stored, as of `kept_as_stored`
+    probe   says which layers multiply in int8; None: none does
+    """
+    _Loader(model, source, stored, probe).load()
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by their names."""
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
+
+
+def check_memory(
+    checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
+) -> None:
+    """Raise OutOfMemoryError if the weights of a program do not fit. stored: as of `fill`"""
+    sizes = [stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in program.weights]
+    remedy = "use a smaller model, or more memory"
+    if dtype.itemsize == 4:
+        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
+    # While a matrix is packed it is there twice.
+    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
 
 
 def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[Weight, int]:
@@ -207,7 +235,9 @@ def settle_threads(threads: int | None) -> None:
 class _Loader:
     """Fills the memory of a model. probe: says which layers multiply in int8; None: none does"""
 
-    def __init__(self, model: NativeModel, source: StoredSource, stored: dict[Weight, int], probe: Probe | None = None):
+    def __init__(
+        self, model: NativeModel, source: StoredSource, stored: Mapping[Weight, int], probe: Probe | None = None
+    ):
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = PanelPool(), set[str]()
         self._split = model.shard.split(model.config)

@@ -25,6 +25,7 @@ from ...model.program import (
     OUT,
     Add,
     Attend,
+    Buffer,
     Embed,
     Experts,
     Gate,
@@ -32,6 +33,7 @@ from ...model.program import (
     H,
     Linear,
     Mamba2,
+    MediaRows,
     Norm,
     Operation,
     Pick,
@@ -416,6 +418,24 @@ class NativeProgram:
         self._adapters = PackedAdapters(model, adapters, compiler.linears)
         self._last: PreparedStep | None = None  # the last step over slots
 
+    def embedded(self, batch: SlotBatch | StreamBatch, media: MediaRows[np.ndarray]) -> np.ndarray:
+        """Return what the rows of a step begin with, [rows, hidden]: their embeddings, or what media have in place of
+        these."""
+        model, at = self.model, media.at
+        x, learned = self._empty(len(batch.tokens)), model.program.embed.positions
+        buffers = np.zeros(len(self._number), np.int64)
+        buffers[self._number[X]] = x.ctypes.data
+        call = ProgramCall(
+            operations=addressof(self._array), count=1, buffers=buffers.ctypes.data, widths=self._widths.ctypes.data,
+            rows=len(x), tokens=batch.tokens.ctypes.data, positions=batch.positions.ctypes.data, threads=threads(),
+            is_bf16=model.dtype.itemsize == 2, ranks=None if model.view is None else addressof(model.view),
+        )  # fmt: skip
+        self._kernels.run_program(call)
+        x[at] = media.values
+        if learned is not None:
+            x[at] += model.memory.arrays[learned][batch.positions[at]]
+        return x
+
     def over_slots(
         self, batch: SlotBatch, store: NativeStore, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> np.ndarray:
@@ -632,6 +652,47 @@ class NativeProgram:
 def before_attention(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Return the operations of a layer that come before its attention."""
     return tuple(takewhile(lambda one: not isinstance(one, Attend), operations))
+
+
+class ProgramParts:
+    """A ProgramParts runs parts of a program, one at a time, over rows that the caller holds. A part has neither
+    attention nor states.
+
+    If a part ends with a sum and the next part begins with the norm of it, that norm adds: it needs both buffers.
+    """
+
+    def __init__(self, model: NativeModel, parts: Iterable[Sequence[Operation]]):
+        """parts: in the order in which each row goes through them"""
+        self._model, compiler = model, Compiler(model)
+        self._ends, self._names = [0], list[frozenset[Buffer]]()
+        for operations in parts:
+            compiler.compile(operations)
+            self._ends.append(len(compiler.operations))
+            self._names.append(frozenset(name for one in operations for name in one.buffers))
+        compiler.finish()
+        self._ends[-1] = len(compiler.operations)
+        self._number, self._keepalive = compiler.number, compiler.keepalive
+        self._array = (CompiledOperation * len(compiler.operations))(*compiler.operations)
+        self._widths = np.array([model.widths[name] for name in compiler.number], np.int64)
+
+    def run(self, part: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
+        """Run a part over contiguous arrays, [rows, width] each. It reads them and writes into them; buffers that are
+        not given it makes for itself."""
+        arrays = dict(buffers)
+        assert all(array.flags.c_contiguous for array in arrays.values()), "a buffer is not contiguous"
+        rows = len(next(iter(arrays.values())))
+        for name in self._names[part] - arrays.keys():
+            arrays[name] = np.empty((rows, self._model.widths[name]), self._model.dtype)
+        addresses = np.zeros(len(self._number), np.int64)
+        for name, array in arrays.items():
+            addresses[self._number[name]] = array.ctypes.data
+        first, end = self._ends[part], self._ends[part + 1]
+        call = ProgramCall(
+            operations=addressof(self._array) + first * sizeof(CompiledOperation), count=end - first,
+            buffers=addresses.ctypes.data, widths=self._widths.ctypes.data, rows=rows, threads=threads(),
+            is_bf16=self._model.dtype.itemsize == 2,
+        )  # fmt: skip
+        self._model.kernels.run_program(call)
 
 
 def visits_of(config: ModelConfig) -> list[Visit]:

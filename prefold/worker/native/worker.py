@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...kernels import BFLOAT16
 from ...model.adapters import AdapterArrays
 from ...model.machine import GivesBack, available_memory, give_back, keep_freed
 from ...model.shard import Shard
-from ..parts import WorkerPart
+from ..parts import WorkerPart, in_vocabulary
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
 from .model import NativeModel
@@ -71,6 +72,7 @@ class NativeWorker(Worker):
                     raise not_invariant(part.varies)
         self._handlers = {**_HANDLERS, **{kind: do for part in parts for kind, do in part.handlers.items()}}
         self._passes = next((part.passes for part in parts if part.passes), "")
+        self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.layout = layout_of(model, model.local.kv_heads)
         self.facts = Facts(
@@ -104,7 +106,9 @@ class NativeWorker(Worker):
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
             return None
-        return prepare_stream(message, self.model.config.planes, self.model.config.invariant)
+        step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
+        batch = prepare_stream(step, self.model.config.planes, self.model.config.invariant)
+        return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: StreamBatch | None = None) -> Ticket:
         with self._lock:
@@ -147,7 +151,9 @@ class NativeWorker(Worker):
 
     def run_batch(self, batch: StreamBatch, fields: Mapping[str, Any] = NO_FIELDS) -> Ticket:
         """Run a prepared step of a row stream, and return its ticket. fields: further ones of the kernels' call"""
-        return self.run_rows(batch, partial(self.program.over_rows, fields=fields))
+        media = None if self._media is None else self._media(batch.step.tokens)
+        x = None if media is None else self.program.embedded(batch, media)
+        return self.run_rows(batch, partial(self.program.over_rows, x=x, fields=fields))
 
     def run_rows(
         self, batch: StreamBatch, over_rows: Callable[[StreamBatch, NativePath], tuple[np.ndarray, np.ndarray]]
@@ -189,16 +195,20 @@ class NativeWorker(Worker):
         assert self.store is not None
         program, last = self.program, self.last_run
         self.last_run = None
+        media = None if self._media is None else self._media(step.tokens)
+        if media is not None:
+            step = replace(step, tokens=in_vocabulary(step.tokens))
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
-        batch = None if last is None or not step.follows else last.follow(step, fields)
+        batch = None if last is None or media is not None or not step.follows else last.follow(step, fields)
         if batch is None:
             batch = self.prepare_slots(step)
-        ids = program.greedy(batch, self.store, fields=fields) if self._is_greedy(step) else None
+        x = None if media is None else program.embedded(batch, media)
+        ids = program.greedy(batch, self.store, x, fields) if self._is_greedy(step) else None
         if ids is not None:
             ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
         else:
-            ticket = self.read_slots(step, program.over_slots(batch, self.store, fields=fields))
-        self.last_run = program
+            ticket = self.read_slots(step, program.over_slots(batch, self.store, x, fields))
+        self.last_run = None if media is not None else program
         return ticket
 
     def prepare_slots(self, step: SlotStep) -> SlotBatch:

@@ -63,8 +63,8 @@ class TorchArrays(Arrays[Tensor]):
     def beside(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(parts), -1)
 
-    def float32(self, x: Tensor) -> Tensor:
-        return x.float()
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        return x.to(getattr(torch, dtype))
 
     def where(self, condition: Tensor, x: Tensor | int, y: Tensor) -> Tensor:
         return torch.where(condition, x, y)

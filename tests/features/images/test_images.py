@@ -22,6 +22,8 @@ from prefold.features.images.decode import Image
 from prefold.features.images.processor import Processor, load_processor
 from prefold.features.images.steps import ImageFacts
 from prefold.spec.requests import Generated, Namespace, Readout, Request, Sampling
+from prefold.worker.local import LocalWorker
+from prefold.worker.native.worker import NativeWorker
 
 FAMILIES = ("gemma3", "smolvlm")
 MAX_TOKENS = 8
@@ -50,7 +52,7 @@ class Case:
 
     def __init__(self, folder, family: str, **options):
         self.folder, self.family = folder, family
-        self.llm = LLM(str(folder), dtype="float32", **options)
+        self.llm = LLM(str(folder), **{"dtype": "float32", **options})
         self.processor: Processor = load_processor(self.llm.checkpoint, self.llm.config.tower, self.llm.tokenizer)
         self.images = [Image(drawing(seed, *size)) for seed, size in enumerate(SIZES)]
         self.oracle = vision_reference(folder)
@@ -189,6 +191,36 @@ def test_rows_of_the_stream(case, sharing, more):
         np.testing.assert_allclose(one.values, states.mean(0), rtol=0, atol=tolerance)
     images = {number for prompt in asked for number in prompt.images}
     assert engine.stats.tower_runs == len(images), "an image is encoded once, in two runs"
+
+
+def test_the_executor_of_pytorch(case):
+    """It is the native executor that the other tests are of."""
+    native, asked, hidden, greedy, tolerance = case
+    assert isinstance(native.llm.worker, NativeWorker)
+    found = Case(native.folder, native.family, executor="torch")
+    assert isinstance(found.llm.worker, LocalWorker)
+    engine = engine_of(found.llm, rows=smallest(found) + 2, kv_memory=1 << 22)
+    llm, requests = SimpleNamespace(engine=engine), [found.request(engine, prompt) for prompt in asked]
+    read = run(llm, requests, Readout("last"), sharing="full", rows=smallest(found) + 2)
+    for one, states in zip(read, hidden, strict=True):
+        np.testing.assert_allclose(one.values, states[-1], rtol=0, atol=tolerance)
+    assert tokens_of(generate(engine, found.asked(engine, asked))) == greedy
+
+
+def test_bfloat16_of_both_executors(case):
+    """Both round at other places: they differ by no more than each does from float32."""
+    exact, asked, hidden, *_ = case
+    states = {}
+    for executor in ("native", "torch"):
+        found = Case(exact.folder, exact.family, dtype="bfloat16", executor=executor)
+        engine = engine_of(found.llm)
+        requests = [found.request(engine, prompt) for prompt in asked]
+        read = run(SimpleNamespace(engine=engine), requests, Readout("last"), sharing="full", rows=4096)
+        states[executor] = np.stack([one.values for one in read])
+    wide = np.stack([states[-1] for states in hidden])
+    apart = {name: np.abs(values - wide).mean() for name, values in states.items()}
+    assert apart["native"] <= 1.5 * apart["torch"] < 0.1 * np.abs(wide).mean(), apart
+    assert np.abs(states["native"] - states["torch"]).mean() <= sum(apart.values())
 
 
 @pytest.mark.covering(1)

@@ -13,31 +13,53 @@ from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
 from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_reference, write_gguf_tower
 
+from prefold import LLM
 from prefold.checkpoint import resolve
-from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.images import config as tower_config
 from prefold.features.images import tower as tower_module
 from prefold.features.images.decode import Image
+from prefold.features.images.families import tower_model
+from prefold.features.images.native import load_tower as load_natively
 from prefold.features.images.processor import load_processor
-from prefold.features.images.tower_weights import load_tower
-from prefold.features.images.worker import TowerAttend
+from prefold.features.images.tensors import load_tower
+from prefold.features.images.tower import TowerAttend
+from prefold.kernels import MAX_HEAD_DIM
 from prefold.model import MediaRows, config_from, load_model
 from prefold.text import load_tokenizer
+from prefold.worker.local import LocalWorker
+from prefold.worker.native.load import load_native, missing
 
 FLOAT = {"dtype": torch.float32, "device": "cpu"}
+# Who computes: PyTorch with its own products and with the kernels', and the native executor.
+HOW = ("torch", "packed", "native")
 
 
-def loaded(folder, pack=False, **options):
+def tower_at(checkpoint, config, how="torch", **options):
+    if how == "native":
+        return load_natively(checkpoint, load_native(checkpoint, config, dtype="float32"), **options)
+    return load_tower(checkpoint, config, pack=how == "packed", **options, **FLOAT)
+
+
+def loaded(folder, how="torch", **options):
     checkpoint = resolve(str(folder), **options)
     config = config_from(checkpoint.config)
     processor = load_processor(checkpoint, config.tower, None)
-    return load_tower(checkpoint, config, pack=pack, **FLOAT), processor
+    return tower_at(checkpoint, config, how), processor
+
+
+def book_attend(tower):
+    """Attention by the book, over the arrays of a tower."""
+    attend = tile_attend(tower.config.patches)
+    if isinstance(tower.executor.table, torch.Tensor):
+        return attend
+    return lambda layer, q, k, v, start: attend(layer, *map(torch.from_numpy, (q, k, v)), start).numpy()
 
 
 def rows_of(tower, processor, image):
-    tiles = torch.from_numpy(processor.tiles(image))
     with torch.no_grad():
-        return tower(tiles, tile_attend(tower.config.patches))
+        rows = tower(tower.executor.arrays.send(processor.tiles(image)), book_attend(tower))
+        return torch.as_tensor(rows)
 
 
 def oracle_rows(folder, processor, image, attention="eager"):
@@ -50,11 +72,11 @@ def oracle_rows(folder, processor, image, attention="eager"):
     return (torch.cat(list(found)) if isinstance(found, (list, tuple)) else found).flatten(0, -2)
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_equal_those_of_transformers(tmp_path, family, pack):
+def test_rows_equal_those_of_transformers(tmp_path, family, how):
     folder = tiny_vision(tmp_path, family, settings={"do_pan_and_scan": True} if family == "gemma3" else None)
-    tower, processor = loaded(folder, pack)
+    tower, processor = loaded(folder, how)
     for seed, (height, width) in enumerate([(26, 26), (5, 61), (90, 31)]):
         image = Image(drawing(seed, height, width))
         rows, expected = rows_of(tower, processor, image), oracle_rows(folder, processor, image)
@@ -68,19 +90,20 @@ def test_rows_equal_those_of_transformers(tmp_path, family, pack):
 
 @pytest.mark.parametrize("size", [7, 13, 36, 50, 512])
 @pytest.mark.parametrize("own", [False, True], ids=["by the book", "our attention"])
-def test_in_pieces(tmp_path, monkeypatch, size, own):
+@pytest.mark.parametrize("how", ["torch", "native"])
+def test_in_pieces(tmp_path, monkeypatch, size, own, how):
     """Three tiles of 36 patches, in pieces of some rows, one at a time and several."""
     for module in (tower_module, tower_config):
         monkeypatch.setattr(module, "PIECE_ROWS", size)
-    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}))
-    tiles = torch.rand(3, 3, 26, 26)
-    attend = TowerAttend(tower) if own else tile_attend(tower.config.patches)
+    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}), how)
     rng = np.random.default_rng(size)
+    tiles = tower.executor.arrays.send(rng.random((3, 3, 26, 26), np.float32))
+    attend = TowerAttend(tower.executor) if own else book_attend(tower)
     pieces = 3 * len(tower.config.pieces(3))
     assert pieces == 3 * 2 * -(-3 * 36 // size)
     with torch.no_grad():
         whole = tower(tiles, attend)
-        assert (whole - tower(tiles, tile_attend(36))).abs().max() < 1e-5
+        assert abs(whole - tower(tiles, book_attend(tower))).max() < 1e-5
         for steps in (np.ones(pieces, int), rng.integers(1, 5, pieces)):
             rows = tower.start(tiles, attend)
             for stop in steps.cumsum().tolist():
@@ -88,15 +111,16 @@ def test_in_pieces(tmp_path, monkeypatch, size, own):
                 if tower.go_on(rows, stop):
                     break
             assert rows.num_done == pieces
-            assert (tower.finish(rows) - whole).abs().max() < 1e-5
+            assert abs(tower.finish(rows) - whole).max() < 1e-5
 
 
+@pytest.mark.parametrize("how", ["torch", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_of_towers(tmp_path, family):
+def test_sizes_of_towers(tmp_path, family, how):
     vision = {"hidden_size": 24, "num_attention_heads": 2, "image_size": 20, "patch_size": 5, "num_hidden_layers": 1}
     own = {"mm_tokens_per_image": 4} if family == "gemma3" else {"scale_factor": 4}
     folder = tiny_vision(tmp_path, family, vision=vision, **own)
-    tower, processor = loaded(folder)
+    tower, processor = loaded(folder, how)
     assert tower.config.rows == (4 if family == "gemma3" else 1)
     image = Image(drawing(3, 20, 20))
     torch.testing.assert_close(
@@ -223,7 +247,7 @@ def test_a_model_without_a_tower(tmp_path):
 
     checkpoint = resolve(str(tiny_checkpoint(tmp_path)))
     with pytest.raises(UnsupportedModelError, match="takes text alone"):
-        load_tower(checkpoint, config_from(checkpoint.config), **FLOAT)
+        tower_at(checkpoint, config_from(checkpoint.config))
 
 
 def write_text_gguf(folder, path):
@@ -296,6 +320,8 @@ def test_a_pair_of_gguf_files_gives_the_rows_of_the_folder(tmp_path, family, swa
         assert torch.equal(torch.from_numpy(processor.tiles(image)), torch.from_numpy(of_gguf.tiles(image)))
     expected = rows_of(tower, processor, image)
     torch.testing.assert_close(rows_of(again, processor, image), expected, rtol=0, atol=1e-5)
+    natively, _ = loaded(files / "model.gguf", "native", **mmproj)
+    torch.testing.assert_close(rows_of(natively, processor, image), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(text_logits(files / "model.gguf", **mmproj), text_logits(folder), rtol=0, atol=1e-5)
     # The folder of both is enough.
     torch.testing.assert_close(rows_of(loaded(files)[0], processor, image), expected, rtol=0, atol=1e-5)
@@ -331,14 +357,16 @@ def test_random_weights():
     }  # fmt: skip
     checkpoint = Checkpoint.dummy(config)
     found = config_from(checkpoint.config)
-    one, two, other = (load_tower(checkpoint, found, seed=seed, **FLOAT) for seed in (0, 0, 1))
+    one, two, other = (tower_at(checkpoint, found, seed=seed) for seed in (0, 0, 1))
     processor = load_processor(checkpoint, found.tower, None)
     image = Image(drawing(1, 24, 24))
     rows = rows_of(one, processor, image)
     assert torch.equal(rows, rows_of(two, processor, image)) and not torch.equal(rows, rows_of(other, processor, image))
     assert rows.isfinite().all() and rows.std() > 0
-    parameters = sum(p.numel() for p in load_tower(checkpoint, found, pack=False, **FLOAT).parameters())
-    assert parameters == found.tower.num_parameters
+    natively = rows_of(tower_at(checkpoint, found, "native"), processor, image)
+    torch.testing.assert_close(natively, rows, rtol=0, atol=1e-5)
+    parameters = sum(p.numel() for p in one.executor.weights.parameters())
+    assert parameters == tower_model(found.tower).num_parameters
 
 
 def test_shapes_of_well_known_towers():
@@ -346,8 +374,26 @@ def test_shapes_of_well_known_towers():
 
     gemma = config_from(GEOMETRIES["gemma3-4b"])
     assert gemma.tower.rows == 256 and gemma.tower.span and gemma.hidden == 2560
-    assert gemma.tower.num_parameters == pytest.approx(420e6, rel=0.01)  # as the model's card says
+    assert tower_model(gemma.tower).num_parameters == pytest.approx(420e6, rel=0.01)  # as the model's card says
     assert gemma.tower.layers * gemma.tower.pieces(1).sum() == pytest.approx(5.5e12, rel=0.02)
     smol = config_from(GEOMETRIES["smolvlm-256m"])
     assert smol.tower.rows == 64 and not smol.tower.span
-    assert smol.num_parameters + smol.tower.num_parameters == pytest.approx(256e6, rel=0.01)
+    assert smol.num_parameters + tower_model(smol.tower).num_parameters == pytest.approx(256e6, rel=0.01)
+
+
+def test_a_tower_that_the_native_executor_lacks(tmp_path):
+    """Heads of its attention may be larger than those that the kernels take, and patches of an odd number of pixels
+    have no whole words of two numbers."""
+    wide = {"hidden_size": 2 * (MAX_HEAD_DIM + 2), "num_attention_heads": 2}
+    for vision, dtype, what in (
+        (wide, "float32", "heads of this size"),
+        ({"patch_size": 5}, "bfloat16", "rows of whole words"),
+        ({"patch_size": 5}, "float32", None),
+    ):
+        folder = tiny_vision(tmp_path, "smolvlm", vision={"image_size": 40, "num_hidden_layers": 1} | vision)
+        config = config_from(resolve(str(folder)).config)
+        assert missing(config, dtype) == what and missing(config.text, dtype) is None
+    folder = tiny_vision(tmp_path, "smolvlm", vision=wide)
+    assert isinstance(LLM(str(folder), dtype="float32").worker, LocalWorker)
+    with pytest.raises(InputError, match="native executor lacks heads of this size"):
+        LLM(str(folder), dtype="float32", executor="native")
