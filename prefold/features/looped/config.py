@@ -226,7 +226,7 @@ class LoopedConfig(ModelConfig):
 
     @property
     def first_planes(self) -> list[int]:
-        """Returns the first plane of each layer, whose window and rotation all visits to the layer have; 0 for a layer
+        """Return the first plane of each layer, whose window and rotation all visits to the layer have; 0 for a layer
         that only routes of requests visit."""
         visited = list(self.visited)
         return [visited.index(layer) if layer in visited else 0 for layer in range(self.layers)]

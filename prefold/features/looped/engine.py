@@ -59,18 +59,59 @@ class NotLooped(EnginePart):
             refuse_exits(asked.exits)
 
 
-class LoopedPart(EnginePart):
-    """The EnginePart for a looped model.
+class Ways:
+    """Which way the rows of requests go, and so their namespaces: by route, by rule, and by router.
 
     leaves  whether rows leave for good, by rules or because a router says so; otherwise they make all visits of their
             route, and are only read earlier
     """
 
+    def __init__(self, facts: LoopedFacts, exits: str):
+        """exits: as of `LoopedOptions`"""
+        self._facts, self.leaves = facts, facts.routed or exits != "read"
+        self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # that the router chose, by prompt
+
+    def asks(self, exits: Exits | None) -> bool:
+        """Return whether a router chooses the route of a request."""
+        return self._facts.routed and (exits is None or exits.route is None)
+
+    def filled(self, exits: Exits | None) -> Exits:
+        """Return exits with the model's threshold if they have none."""
+        exits = exits or Exits()
+        return replace(exits, threshold=self._facts.threshold) if exits.threshold is None else exits
+
+    def namespace_of(
+        self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray, key: Hashable = None
+    ) -> Namespace:
+        """Return the namespace of a prompt's rows. key: of its request, which may ask the router"""
+        exits = None if asked is None else asked.exits
+        if exits is not None and namespace.part(KeptStates, None) is not None:
+            namespace = namespace.with_part(ReadAfter(exits))
+        filled, asker = self.filled(exits), None
+        route, rule = filled.route, replace(filled, route=None)
+        if self.asks(exits):
+            asker = Asker(key, filled.min_visits, filled.max_visits or len(self._facts.order))
+        if not self._facts.routed and route == self._facts.order:
+            route = None
+        way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
+        if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
+            way = replace(way, route=route, asker=None)
+        return namespace if way == MODEL_ORDER else namespace.with_part(way)
+
+    def remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
+        """Keep the route that the router chose for a prompt, for later requests with the prompt."""
+        self._routes[_place(namespace, namespace.part(Way, MODEL_ORDER), tokens)] = route
+        if len(self._routes) > MOST_ROUTES:
+            self._routes.popitem(last=False)
+
+
+class LoopedPart(EnginePart):
+    """The EnginePart for a looped model. The scheduler holds its `ways`, and not the part, which holds the worker."""
+
     def __init__(self, worker: Worker, options: GenerateOptions, facts: LoopedFacts):
         self._worker, self._options, self._facts = worker, options, facts
-        self.leaves = facts.routed or options.looped.exits != "read"
+        self.ways = Ways(facts, options.looped.exits)
         self._keys: Keys = "project" if options.looped.exits == "project" else "last"
-        self._routes: OrderedDict[Hashable, tuple[int, ...]] = OrderedDict()  # that the router chose, by prompt
         self._leaving: tuple[object, np.ndarray] | None = None  # computed rows of the last step, and their exits
 
     def check(self, asked: Asked, sharing: Sharing = "full") -> None:
@@ -80,8 +121,8 @@ class LoopedPart(EnginePart):
             raise InputError("rows that leave share all or nothing", field="sharing", remedy=remedy)
         if exits is None:
             return
-        if self.leaves:
-            if exits.prompts and self._asks(exits):
+        if self.ways.leaves:
+            if exits.prompts and self.ways.asks(exits):
                 message = "exit_prompts is given, and the router reads the prompt's rows after each visit"
                 raise InputError(message, field="exit_prompts", remedy="leave it out, or give a route", code="no_exits")
             return
@@ -97,52 +138,17 @@ class LoopedPart(EnginePart):
     def in_slots(self, asked: Asked) -> bool:
         exits = asked.exits
         # A row stream shares rows by their tokens alone, and its rows make all visits.
-        return self._asks(exits) or (self.leaves and may_leave(self._filled(exits)))
-
-    def _asks(self, exits: Exits | None) -> bool:
-        """Return whether a router chooses the route of a request."""
-        return self._facts.routed and (exits is None or exits.route is None)
-
-    def _filled(self, exits: Exits | None) -> Exits:
-        """Return exits with the model's threshold if they have none."""
-        exits = exits or Exits()
-        return replace(exits, threshold=self._facts.threshold) if exits.threshold is None else exits
+        return self.ways.asks(exits) or (self.ways.leaves and may_leave(self.ways.filled(exits)))
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> LoopedScheduler:
-        hooks: dict[str, Any] = {"namespace_of": self._namespace_of, "on_route": self._remember}
+        hooks: dict[str, Any] = {"namespace_of": self.ways.namespace_of, "on_route": self.ways.remember}
         kind: Any = partial(LoopedScheduler, routed=self._facts.routed, **hooks)
         scheduler: LoopedScheduler = over_store(kind, self._worker, self._options, max_batch_rows, holds_rows)
         return scheduler
 
-    # ------------------------------------------------------------------------------------------- namespaces
-
     def submit(self, request: Any) -> Mapping[str, Any]:
-        namespace = self._namespace_of(request.namespace, request.readers[0].asked, request.rows, request.key)
+        namespace = self.ways.namespace_of(request.namespace, request.readers[0].asked, request.rows, request.key)
         return {"namespace": namespace}
-
-    def _namespace_of(
-        self, namespace: Namespace, asked: Asked | None, tokens: np.ndarray, key: Hashable = None
-    ) -> Namespace:
-        """Return the namespace of a prompt's rows. key: of its request, which may ask the router"""
-        exits = None if asked is None else asked.exits
-        if exits is not None and namespace.part(KeptStates, None) is not None:
-            namespace = namespace.with_part(ReadAfter(exits))
-        filled, asker = self._filled(exits), None
-        route, rule = filled.route, replace(filled, route=None)
-        if self._asks(exits):
-            asker = Asker(key, filled.min_visits, filled.max_visits or len(self._facts.order))
-        if not self._facts.routed and route == self._facts.order:
-            route = None
-        way = Way(route, rule if self.leaves and may_leave(filled) else None, asker)
-        if asker is not None and (route := self._routes.get(_place(namespace, way, tokens))) is not None:
-            way = replace(way, route=route, asker=None)
-        return namespace if way == MODEL_ORDER else namespace.with_part(way)
-
-    def _remember(self, namespace: Namespace, tokens: np.ndarray, route: tuple[int, ...]) -> None:
-        """Keep the route that the router chose for a prompt, for later requests with the prompt."""
-        self._routes[_place(namespace, namespace.part(Way, MODEL_ORDER), tokens)] = route
-        if len(self._routes) > MOST_ROUTES:
-            self._routes.popitem(last=False)
 
     # ------------------------------------------------------------------------------------------- messages
 
@@ -153,7 +159,7 @@ class LoopedPart(EnginePart):
         own: dict[str, Any] = {"routes": tuple(numbers)}
         if len(numbers) > 1:
             own["route"] = np.repeat(route, [stop - first for _, first, stop in ways])
-        if self.leaves:
+        if self.ways.leaves:
             own |= {"leave_after": self._leave_after(step, ways), "keys": self._keys}
         else:
             own["read_after"] = self._read_after(step, readers)

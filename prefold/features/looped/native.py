@@ -46,12 +46,12 @@ def looped_part(model: NativeModel) -> WorkerPart:
     def over_batch(worker: NativeWorker, batch: StreamBatch) -> Ticket:
         return worker.run_rows(batch, lambda batch, path: run_stream(looped, programs_of(worker), batch, path))
 
-    made: list[Programs] = []
+    programs: Programs | None = None
 
     def programs_of(worker: NativeWorker) -> Programs:
-        if not made:
-            made.append(Programs(model, worker))
-        return made[0]
+        nonlocal programs
+        programs = programs or Programs(model, worker)
+        return programs
 
     handlers: dict[type, Callable[[Any, Any], Ticket]] = {
         SlotStep: over_slots,
@@ -69,11 +69,11 @@ class NativeLooped:
         assert isinstance(model.config, LoopedConfig)
         self.native, self.arrays = model, NumpyArrays(model.kernels)
         self._config = model.config
-        arrays = model.memory.arrays
-        self._weights = {weight.parts[0][0]: arrays[weight] for weight in model.program.beside}
-        self._packed = {
-            name: model.kernels.pack_words(matrix) for name, matrix in self._weights.items() if name.endswith(".weight")
-        }
+        self._weights = {weight.parts[0][0]: weight for weight in model.program.beside}
+        memory = model.memory
+        for name, weight in self._weights.items():
+            if name.endswith(".weight") and weight not in memory.matrices:  # not another worker's, which has packed it
+                memory.matrices[weight] = model.kernels.pack_words(memory.arrays.pop(weight))
 
     @property
     def config(self) -> LoopedConfig:
@@ -90,12 +90,13 @@ class NativeLooped:
         return self.native.head(hidden)
 
     def multiply(self, name: str, x: np.ndarray) -> np.ndarray:
-        outputs = len(self._weights[f"{name}.weight"])
-        packed, bias = self._packed[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        return self.native.kernels.linear(x, packed, outputs, bias)
+        memory, weight = self.native.memory, self._weights[f"{name}.weight"]
+        bias = self._weights.get(f"{name}.bias")
+        added = None if bias is None else memory.arrays[bias]
+        return self.native.kernels.linear(x, memory.matrices[weight], weight.rows, added)
 
     def weight(self, name: str) -> np.ndarray:
-        return self._weights[name]
+        return self.native.memory.arrays[self._weights[name]]
 
     def norm_rows(self, x: np.ndarray) -> np.ndarray:
         (norm,) = self.native.program.end

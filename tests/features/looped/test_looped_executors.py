@@ -152,6 +152,7 @@ def test_memory_goes_back_with_the_last_reference(tmp_path):
     """Without the garbage collector's help, as of other models."""
     llm = LLM(str(looped_checkpoint(tmp_path, "huginn")), dtype="float32", device="cpu")
     llm.embed([[5, 6, 7]])
+    llm.generate([[5, 6]], max_tokens=2)
     model = weakref.ref(llm.model)
     gc.collect()
     gc.disable()

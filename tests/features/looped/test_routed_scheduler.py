@@ -26,7 +26,7 @@ def route_of(prompt) -> tuple[int, ...]:
 
 
 def scheduler_of(part: LoopedPart, rng: np.random.Generator) -> LoopedScheduler:
-    hooks = {"namespace_of": part._namespace_of, "on_route": part._remember}
+    hooks = {"namespace_of": part.ways.namespace_of, "on_route": part.ways.remember}
     cache = CacheOptions(min_overlap=int(rng.integers(0, 4))) if rng.random() < 0.7 else None
     limits = {"max_batch_rows": int(rng.integers(4, 30)), "max_running": int(rng.integers(1, 6)), "cache": cache}
     scheduler = LoopedScheduler(SlotPool(int(rng.integers(20, 60))), routed=True, **hooks, **limits)
@@ -124,15 +124,15 @@ def test_a_prompt_is_asked_about_once():
         SimpleNamespace(namespace=Namespace(), readers=[SimpleNamespace(asked=with_exits(None))], rows=prompt, key=1)
     )
     assert first["namespace"].part(Way, MODEL_ORDER).asker.key == 1
-    part._remember(first["namespace"], prompt, (0, 1))
+    part.ways.remember(first["namespace"], prompt, (0, 1))
     for exits, tokens, route in ((None, prompt, (0, 1)), (Exits(min_visits=2), prompt, None), (None, prompt[:3], None)):
-        assert part._namespace_of(Namespace(), with_exits(exits), tokens, 2).part(Way, MODEL_ORDER).route == route
+        assert part.ways.namespace_of(Namespace(), with_exits(exits), tokens, 2).part(Way, MODEL_ORDER).route == route
 
 
 def test_a_request_that_was_on_hold_is_asked_about_with_all_of_its_rows():
     """Its rows are computed anew: the router reads the states of all of them."""
     part, prompt = LoopedPart(None, GenerateOptions(), FACTS), np.array([1, 2, 0, 1], np.int32)
-    hooks = {"namespace_of": part._namespace_of, "on_route": part._remember, "routed": True}
+    hooks = {"namespace_of": part.ways.namespace_of, "on_route": part.ways.remember, "routed": True}
     options = {"max_batch_rows": 20, "max_running": 4, "cache": CacheOptions(min_overlap=1)}
     scheduler = LoopedScheduler(SlotPool(30), **hooks, **options)
     for _ in range(2):
