@@ -305,8 +305,7 @@ def multiply_by(monkeypatch):
     """Lets a function choose the kernels that multiply by a weight, in place of what is faster here."""
 
     def choose(function):
-        for module in ("products", "stored"):
-            monkeypatch.setattr(f"prefold.model.{module}.product_kernels", function)
+        monkeypatch.setattr("prefold.model.products.product_kernels", function)
 
     return choose
 

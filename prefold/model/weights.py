@@ -11,18 +11,15 @@ from torch import nn
 
 from .. import kernels
 from ..checkpoint import Checkpoint
-from ..errors import InputError, not_invariant
 from ..spec.plugins import named_class
 from .arrays import array_of
 from .checks import check_tensors, settled_lm_head
 from .config import ModelConfig
 from .device import check_fits
 from .families import config_from
-from .layers import ActivatedLinear, HeldWeight, Linear
+from .layers import HeldWeight, Linear
 from .parallel import ALONE, Alone
-from .products import Panels
 from .sources import TensorSource, open_source
-from .stored import NOTHING, StoredWeights, stored_weights
 from .transformer import CausalLM
 
 
@@ -35,7 +32,6 @@ def load_model(
     seed: int = 0,
     ranks: Alone = ALONE,
     config: ModelConfig | None = None,
-    keep: str = "dtype",
 ) -> CausalLM:
     """Returns the model of `checkpoint`, in evaluation mode.
 
@@ -45,7 +41,6 @@ def load_model(
     seed    of random weights
     ranks   those the model is split over: this one's share is read, and no more
     config  of the checkpoint, where it is known already
-    keep    which linears stay as the checkpoint stores them, as `stored_weights` says, where they are packed
 
     Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
     and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
@@ -53,19 +48,12 @@ def load_model(
     device = torch.device(device)
     config = config or config_from(checkpoint.config)
     if config.loading:
-        if config.invariant:
-            raise not_invariant("the modules of transformers")
-        if keep == "file":
-            message = "weights of models that other modules than prefold's compute do not stay as they are stored"
-            raise InputError(message, field="weights", remedy="leave --weights out")
         options: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
         return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
-    keep = keep if pack else "dtype"
-    if keep == "dtype" or checkpoint.gguf is None:
-        # By its numbers alone, before there is an object for each layer of what is far too large.
-        size = replace(config, lm_head=False).num_parameters * dtype.itemsize
-        size //= 1 if device.type == "cpu" else ranks.size
-        check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
+    # By its numbers alone, before there is an object for each layer of what is far too large.
+    size = replace(config, lm_head=False).num_parameters * dtype.itemsize
+    size //= 1 if device.type == "cpu" else ranks.size
+    check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
     # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
     model = _shapes(config, dtype)
     every = list(model.held)
@@ -81,64 +69,20 @@ def load_model(
             check_memory(checkpoint, weights, device, dtype)
         model = _shapes(settled, dtype, ranks)
         weights = list(model.held)
-    stored = stored_weights(keep, weights, source, dtype, device, ranks, invariant=config.invariant)
-    check_memory(checkpoint, weights, device, dtype, stored)
-    fill_all(weights, source, device, pack=pack, stored=stored)
-    model.may_pack, model.stored_as = pack, stored.words
-    if config.invariant:
-        _settle(model)
+    check_memory(checkpoint, weights, device, dtype)
+    fill_all(weights, source, device, pack=pack)
+    model.may_pack = pack
     return model.eval()
 
 
-def _settle(model: CausalLM) -> None:
-    """Let a model give a row the same result whatever other rows there are. Raise InputError for a product that cannot,
-    and for a module that says what of it `varies`."""
-    for module in model.modules():
-        if what := getattr(module, "varies", None):
-            raise not_invariant(what)
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    products = [linear.product for linear in linears]
-    products += [one for name in ("embedding", "head") if isinstance(one := model.matrix(name), Panels)]
-    for product in products:
-        if product is None or not product.settle():
-            raise not_invariant("products of PyTorch's")
-    for linear in linears:
-        if isinstance(linear, ActivatedLinear):
-            linear.settled = True
-
-
-def fill_all(
-    weights: Iterable[HeldWeight],
-    source: TensorSource,
-    device: torch.device,
-    *,
-    pack: bool,
-    stored: StoredWeights = NOTHING,
-) -> None:
-    """Fills all parameters but those that stay as they are stored; with `pack` those of linears are packed, each at
-    once, so that only one is there twice."""
+def fill_all(weights: Iterable[HeldWeight], source: TensorSource, device: torch.device, *, pack: bool) -> None:
+    """Fills all parameters; with `pack` those of linears are packed, each at once, so that only one is there twice."""
     pool = kernels.PanelPool()
     with torch.no_grad():
-        for number, weight in enumerate(weights):
-            _fill_one(number, weight, pool, source=source, device=device, stored=stored, pack=pack)
-
-
-def _fill_one(
-    number: int,
-    weight: HeldWeight,
-    pool: kernels.PanelPool,
-    *,
-    source: TensorSource,
-    device: torch.device,
-    stored: StoredWeights,
-    pack: bool = True,
-) -> None:
-    """Fills a parameter, unless it stays as it is stored. number: its place among the model's weights"""
-    if stored.use(number, weight, pool):
-        return
-    fill(weight, source, device)
-    if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
-        weight.owner.pack(pool)
+        for weight in weights:
+            fill(weight, source, device)
+            if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
+                weight.owner.pack(pool)
 
 
 def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
@@ -150,16 +94,10 @@ def wanted_shapes(weights: Iterable[HeldWeight]) -> dict[str, tuple[int, ...]]:
     return {name: shape for weight in weights for name, shape in weight.shapes.items()}
 
 
-def check_memory(
-    checkpoint: Checkpoint,
-    weights: list[HeldWeight],
-    device: torch.device,
-    dtype: torch.dtype,
-    stored: StoredWeights = NOTHING,
-) -> None:
-    size = sum(stored.size(number, weight) for number, weight in enumerate(weights))
+def check_memory(checkpoint: Checkpoint, weights: list[HeldWeight], device: torch.device, dtype: torch.dtype) -> None:
+    size = sum(weight.parameter.nbytes for weight in weights)
     # While a parameter is packed it is there twice.
-    largest = max(stored.size(number, weight) for number, weight in enumerate(weights))
+    largest = max(weight.parameter.nbytes for weight in weights)
     remedy = "use a smaller model, or more memory"
     if dtype == torch.float32:
         remedy = f"use bfloat16 ({size / 2e9:.1f} GB), or a smaller model"

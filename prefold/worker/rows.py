@@ -29,7 +29,7 @@ def heads_of(model: CausalLM) -> Heads:
 def heads_in(config: ModelConfig, dtype: torch.dtype) -> Heads:
     """Returns the heads of a model, or of a rank's part of it, by its config and the dtype of rows."""
     kept = None if config.kv_dtype is None else getattr(torch, config.kv_dtype)
-    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept, config.invariant)
+    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept)
 
 
 PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each

@@ -176,7 +176,7 @@ class TransformersLM(CausalLM):
         self.position_embedding = self.lm_head = self.score = None
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
-        self.head_product, self._stored = None, {}
+        self.head_product = None
         self.ready_states: ReadyStates | None = None
         self.wide_head: Head | None = None
 

@@ -179,8 +179,7 @@ class RowAttention:
 
         path: how many of the keys, the first ones, are those of the carried path.
         """
-        compiled, invariant = self._compiled is not None, self.heads.invariant
-        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=compiled, invariant=invariant)
+        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
         if self._fused:
             gpu.place_rows(plan, path, self.heads, self.device)
         return plan

@@ -35,12 +35,11 @@ def load_worker(
     if ranks is not None and place.type == "cuda":
         place = torch.device("cuda", ranks.rank)
     where: dict[str, Any] = {"dtype": number, "device": place, "ranks": ranks or ALONE}
-    model = load_model(checkpoint, **where, seed=options.seed, config=config, keep=options.weights)
+    model = load_model(checkpoint, **where, seed=options.seed, config=config)
     parts = parts_of(model, checkpoint, options.seed)
     adapters = {
         name: load_adapter(folder, model.config, **where, name=name)
         for name, folder in (options.adapters or {}).items()
     }
     worker = LocalWorker(model, adapters, parts=parts)
-    passes = "; ".join(filter(None, (worker.passes, model.stored_as)))
-    return Loaded(worker, model.config, model, "torch", passes)
+    return Loaded(worker, model.config, model, "torch", worker.passes)

@@ -37,9 +37,6 @@ class MemoryTensors(Ranks):
         summed = x.contiguous() if x.dtype in ARRAY_DTYPES else x.float().contiguous()
         return tensor_of(self._memory.sum(array_of(summed))).to(x.dtype)
 
-    def agree(self, own: bool) -> bool:
-        return bool(self.sum(torch.tensor([float(own)])) == self.size)
-
     def collect(self, piece: Tensor) -> list[Tensor] | None:
         pieces = self._memory.collect(array_of(piece))
         return None if pieces is None else list(tensor_of(pieces))
