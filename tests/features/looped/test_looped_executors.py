@@ -119,14 +119,10 @@ def test_a_route_through_a_block_that_the_order_leaves_out(tmp_path):
     assert np.abs(np.subtract(*made[0][:2])).max() > 0.1
 
 
-def test_both_refuse_the_same(tmp_path):
+def test_gates_and_routers_are_not_invariant(tmp_path):
     folder = looped_checkpoint(tmp_path, "looped", loop=GATED | {"router": {"kind": "hard"}})
-    said = []
-    for executor in ("native", "torch"):
-        with pytest.raises(InputError) as caught:
-            LLM(str(folder), device="cpu", executor=executor, invariant=True)
-        said.append(str(caught.value))
-    assert said[0] == said[1] and "gates and routers of looped models" in said[0]
+    with pytest.raises(InputError, match="gates and routers of looped models"):
+        LLM(str(folder), device="cpu", invariant=True)
 
 
 def test_company_changes_no_bit(tmp_path):
