@@ -190,7 +190,7 @@ def facts_of(llm: Any) -> ReplicaFacts:
 
     identity = {
         "prefold": __version__,
-        "executor": _executor_of(llm),
+        "executor": _with_version(llm.executor),
         "weights": model_identity(llm.checkpoint)["digest"],
         "dtype": str(llm.dtype).removeprefix("torch."),
         "adapters": ", ".join(llm.engine.facts.adapters),
@@ -208,10 +208,10 @@ def facts_of(llm: Any) -> ReplicaFacts:
     )
 
 
-def _executor_of(llm: Any) -> str:
-    """Return what runs the steps of an LLM; of PyTorch with its version."""
-    if llm.executor != "torch":
-        return str(llm.executor)
+def _with_version(executor: str) -> str:
+    """Return the name of an executor; of PyTorch with its version."""
+    if executor != "torch":
+        return executor
     import torch
 
     return f"torch {torch.__version__}"
