@@ -158,6 +158,15 @@ def test_a_table_and_its_report(prefold, folder, llm):
     assert f'"totals":{{"tokens":{tokens},"rows":{computed}}}' in (folder / "page.html").read_text()
 
 
+def test_what_a_job_would_take_and_what_sharing_changes(prefold):
+    job = ("rows.csv", "--task", "embed", "--prompt", "body")
+    measured = re.search(r"measured: (\d+) rows of this job, (.*); counted in", prefold("plan", *job).stdout)
+    assert int(measured[1]) > 0
+    assert measured[2] == "random weights in float32 on cpu; each forward pass is one compiled call"
+    verified = prefold("verify", *job).stdout
+    assert float(re.search(r"largest difference +(\S+) in", verified)[1]) < 1e-4
+
+
 def test_a_gguf_file(lines):
     path = str(fetch(BUILT_IN["smollm2-135m"]))
     query, documents = "why are there tides", ["The moon pulls on the sea.", "A loaf keeps best in a cloth bag."]
