@@ -79,6 +79,7 @@ class LLM(NumericTasks, Texts):
         config = replace(config, invariant=o.invariant)
         self._loaded = load(self.checkpoint, config, o, self.tokenizer, dtype=self.dtype, device=self.device)
         self.model, self.config, self.worker = self._loaded.model, self._loaded.config, self._loaded.worker
+        self.executor = self._loaded.executor
         # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
         rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
         self.passes = "; ".join(filter(None, (self._loaded.passes, rounded, self.config.chosen_positions)))

@@ -68,7 +68,7 @@ LAYERS = {
         features/images/test_pixels.py
         test_blocks.py test_device.py test_extend.py test_examples.py
         test_imports.py test_invariant.py test_llm.py test_llm_generate.py test_markers.py test_setup.py
-        test_task_options.py test_types.py test_models_without_torch.py
+        test_task_options.py test_types.py test_models_without_torch.py test_bare_environment.py
         checkpoint/test_resolve.py checkpoint/test_stored.py
         engine/schedule/test_window_planner.py engine/schedule/test_steps.py
         jobs/test_live_jobs.py jobs/test_output.py jobs/test_plan.py jobs/test_run.py

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 from adapters import write_adapter
 from looped_dense import looped_checkpoint
 from tiny import tiny_checkpoint
 from tiny_vision import PLACEHOLDER, drawing, tiny_vision
 
 from prefold import LLM, TextWithImages
+from prefold.cluster.native_host import facts_of
 
 sys.path.insert(0, str(Path(__file__).parent / "features" / "hybrid"))
 from hybrids import HYBRIDS, hybrid_checkpoint
@@ -158,3 +160,38 @@ def test_a_job_of_the_command_line_and_what_needs_pytorch(tmp_path, blocked):
     )
     assert ended.returncode and "the dtype float16" in ended.stderr
     assert "pip install 'prefold[torch]'" in ended.stderr
+
+
+EVALUATED = """
+import json, sys
+from lm_eval.api.instance import Instance
+from prefold.integrations.lm_eval import PrefoldLM
+model = PrefoldLM(sys.argv[1], device="cuda", dtype="float32")
+found = model.loglikelihood([Instance("loglikelihood", {}, ("the cat", " sat"), 0)])
+assert "torch" not in sys.modules
+print(json.dumps([found, str(model.device)]))
+"""
+
+
+def test_the_evaluation_harness_scores_without_pytorch(tmp_path, blocked):
+    pytest.importorskip("lm_eval")
+    folder = tiny_checkpoint(tmp_path, "llama")
+    done = subprocess.run(
+        [sys.executable, "-c", EVALUATED, str(folder)], capture_output=True, text=True, env=blocked[0]
+    )
+    assert done.returncode == 0, done.stderr
+    [[logprob, greedy]], device = json.loads(done.stdout.splitlines()[-1])
+    with LLM(str(folder), dtype="float32", executor="torch") as llm:
+        expected = llm.score("the cat", " sat")
+    assert (logprob, greedy, device) == (pytest.approx(expected.logprob, abs=1e-4), expected.greedy, "cpu")
+    assert "there is no device cuda here" in done.stderr and "; using cpu" in done.stderr
+    assert "pip install 'prefold[torch]'" in done.stderr
+
+
+def test_replicas_of_two_executors_are_told_apart(tmp_path):
+    folder, identities = tiny_checkpoint(tmp_path, "llama"), {}
+    for executor in ("native", "torch"):
+        with LLM(str(folder), dtype="float32", executor=executor) as llm:
+            identities[executor] = facts_of(llm).identity
+    assert identities["native"] | {"executor": f"torch {torch.__version__}"} == identities["torch"]
+    assert identities["native"]["executor"] == "native", "replicas with another PyTorch, or none, give the same"

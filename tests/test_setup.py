@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,58 @@ def test_the_demo_takes_less_than_the_tests_and_both_run_in_either_order(setup, 
     scripts = {name: (ROOT / "scripts" / name).read_text() for name in ("demo", "check", "test")}
     assert "\nscripts/setup base\n" in scripts.pop("demo")
     assert all("\nscripts/setup\n" in script for script in scripts.values())
+    assert "\nscripts/setup bare\n" in scripts["test"] and "bare" not in scripts["check"]
 
 
 def test_torch_is_installed_first_where_there_is_none(setup, tmp_path):
     (tmp_path / ".venv" / "bin" / "python").write_text('#!/bin/sh\n[ "$2" != "import torch" ]\n')
     assert setup() == ["torch==2.13.0", "-e .[dev]"]
+
+
+@pytest.fixture
+def bare(setup, tmp_path):
+    """The environment of `setup("bare")`, which this Python makes; pip still installs nothing."""
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    return tmp_path / ".venv" / "bare"
+
+
+BARE = [
+    "--python .venv/bare/bin/python install --quiet -r .venv/bare/dependencies.txt",
+    "--python .venv/bare/extras/bin/python install --quiet -r .venv/bare/extras.txt",
+]
+
+
+def test_a_bare_environment_has_the_dependencies_and_another_one_the_extras(setup, bare):
+    assert setup("bare") == BARE and setup("bare") == []
+    dependencies, extras = ((bare / f"{name}.txt").read_text().splitlines() for name in ("dependencies", "extras"))
+    assert any(line.startswith("numpy") for line in dependencies)
+    assert {line for line in extras if line.startswith(("ray", "uvicorn", "pillow"))} >= {"ray>=2.40,<2.60"}
+    assert not [line for line in (*dependencies, *extras) if line.startswith(("torch", "prefold", "transformers"))]
+    (bare / "lib" / "marked.py").touch()
+    (bare.parents[1] / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + "\n")
+    assert setup("bare") == BARE and not (bare / "lib" / "marked.py").exists(), "another pyproject.toml: made anew"
+
+
+def test_the_extras_see_the_dependencies_and_neither_sees_pip(setup, bare):
+    setup("bare")
+    (package,) = bare.glob("lib/python*/site-packages")
+    (package / "of_the_base.py").touch()
+    look = "import importlib.util as u, sys; print(*(u.find_spec(name) is not None for name in ('of_the_base', 'pip')))"
+    for python in (bare / "bin" / "python", bare / "extras" / "bin" / "python"):
+        found = subprocess.run([python, "-c", look], capture_output=True, text=True, check=True)
+        assert found.stdout == "True False\n"
+
+
+def test_a_bare_environment_that_was_interrupted_is_made_anew(setup, bare):
+    pip = bare.parent / "bin" / "pip"
+    working = pip.read_text()
+    pip.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        setup("bare")
+    assert bare.is_dir()
+    pip.write_text(working)
+    assert setup("bare") == BARE and setup("bare") == []
+    (bare / "bin" / "python").unlink()  # its interpreter has gone
+    assert setup("bare") == BARE
+    assert setup("base") == ["-e ."] and setup("bare") == [], "either leaves the other alone"

@@ -55,10 +55,10 @@ def measure_speed(input: Any, job_plan: Any) -> Speed:
 
 def _depths(checkpoint: Any, config: Any, model: ModelSpec) -> tuple[int, ...]:
     """Return how many layers to measure: all, or two numbers of them if memory is too small for all."""
-    from ..model.device import available_memory, choose_device, choose_dtype
+    from ..model.machine import DTYPES, available_memory, choose_device, choose_dtype
 
     device = choose_device(model.device)
-    size = choose_dtype(model.dtype, checkpoint.config, device).itemsize
+    size = DTYPES[choose_dtype(model.dtype, checkpoint.config, device)]
     most = min(MOST_BYTES, available_memory(device) // 2)
     if config.num_parameters * size <= most:
         return (config.layers,)

@@ -186,13 +186,11 @@ def _difference(now: object, before: object, of: Sequence[Field[Any]]) -> dict[s
 
 def facts_of(llm: Any) -> ReplicaFacts:
     """Returns the facts of a replica with an LLM."""
-    import torch
-
     from .. import __version__
 
     identity = {
         "prefold": __version__,
-        "torch": torch.__version__,
+        "executor": _with_version(llm.executor),
         "weights": model_identity(llm.checkpoint)["digest"],
         "dtype": str(llm.dtype).removeprefix("torch."),
         "adapters": ", ".join(llm.engine.facts.adapters),
@@ -208,3 +206,12 @@ def facts_of(llm: Any) -> ReplicaFacts:
         reports_cache=True,
         reserves_output=generation.reserve_output,
     )
+
+
+def _with_version(executor: str) -> str:
+    """Return the name of an executor; of PyTorch with its version."""
+    if executor != "torch":
+        return executor
+    import torch
+
+    return f"torch {torch.__version__}"

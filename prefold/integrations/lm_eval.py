@@ -22,10 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..errors import InputError, MissingExtraError, PrefoldError
 from ..llm import LLM
+from ..model.machine import choose_device
 from ..spec.fields import check_options
 from ..spec.model import ModelSpec
 from ..spec.task import FILTERS, PENALTIES
@@ -91,7 +91,7 @@ class PrefoldLM(LM):
             name = self.llm.checkpoint.name
             raise InputError(f"{name} has no tokenizer", field="pretrained", remedy="give a model that has one")
         self._tokenizer = self.llm.tokenizer
-        self._device = torch.device(self.llm.device)
+        self._device = self.llm.device
         self.max_length = max_length or self.llm.config.max_positions
         self.max_gen_toks = max_gen_toks
         self.think_end_token = think_end_token
@@ -202,12 +202,22 @@ def device_or_cpu(name: str | None) -> str:
     """Returns the name of the device to load on. A missing GPU is replaced by "cpu", with a line on standard error."""
     if name is None:
         return "auto"
-    kind = str(name).partition(":")[0]
-    available = {"cuda": torch.cuda.is_available(), "mps": False, "npu": False, "xpu": False}
-    if available.get(kind, True):
+    if (reason := _missing(str(name))) is None:
         return str(name)
-    print(f"prefold: there is no device {name} here; using cpu", file=sys.stderr)
+    print(f"prefold: there is no device {name} here{reason}; using cpu", file=sys.stderr)
     return "cpu"
+
+
+def _missing(name: str) -> str | None:
+    """Return why a GPU of this name is not here, to be put behind a sentence; None: there is no such reason."""
+    kind = name.partition(":")[0]
+    if kind != "cuda":
+        return "" if kind in ("mps", "npu", "xpu") else None
+    try:
+        choose_device(name)
+    except InputError as error:
+        return f" ({error})"
+    return None
 
 
 def _check_options(pretrained: object, options: Mapping[str, object]) -> None:

@@ -62,7 +62,7 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
 
 
 def load_llm(model: ModelSpec, checkpoint: Any, tokenizer: Any, media: Any = None, *, is_job: bool = True) -> Any:
-    """Return the LLM of a checkpoint. Imports torch.
+    """Return the LLM of a checkpoint.
 
     media   the MediaTable of tasks that were made before
     is_job  whether steps have many rows, as the steps of a job have; a server and the texts of a command have few

@@ -282,7 +282,7 @@ def open_job(input: Input, notify: Notify) -> Job:
 
 
 def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
-    """Return the answers that --answers names. Imports torch."""
+    """Return the answers that --answers names."""
     from ..model.machine import choose_device, choose_dtype
 
     model, config = input.spec.model.for_job(), input.checkpoint.config

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..model import ModelConfig
+from ..model.machine import DTYPES
 from ..spec.requests import Request
 from ..trie import RowCost, StreamCost, Window, common_prefix_lengths, lexsort_sequences
 from ..trie.segments import keys_seen
@@ -129,8 +130,7 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
 
 def kv_row_bytes(config: ModelConfig) -> int:
     """Returns the bytes of one row's K/V in all planes, in the dtype that the checkpoint is stored in."""
-    size = 2 if config.dtype in ("bfloat16", "float16") else 4
-    return 2 * config.kv_size * len(config.planes) * size
+    return 2 * config.kv_size * len(config.planes) * DTYPES.get(config.dtype or "float32", 4)
 
 
 def _rows_mlp(window: Window, max_batch_rows: int) -> int:

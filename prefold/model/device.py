@@ -87,9 +87,9 @@ def choose_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> 
     return DTYPES[machine.choose_dtype(name, config, device.type)]
 
 
-def available_memory(device: torch.device) -> int:
-    """Returns the bytes that can be allocated on `device` without swapping; on a CPU within the limits of the container
-    and of the process (`ulimit -v`), if any."""
+def available_memory(device: torch.device | str) -> int:
+    """Returns what `machine.available_memory` does."""
+    device = torch.device(device)
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.available_memory()
 
 

@@ -25,14 +25,16 @@ _malloc_trim, _mallopt = getattr(_LIBC, "malloc_trim", None), getattr(_LIBC, "ma
 MALLOC_OPTIONS = {-1: "MALLOC_TRIM_THRESHOLD_", -3: "MALLOC_MMAP_THRESHOLD_"}
 # Arrays of a step are smaller than this, and memory of so many free bytes is kept for the next one.
 MALLOC_KEEPS = 1 << 30
-DTYPES = ("float32", "bfloat16", "float16")  # that a model may be loaded in
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}  # that a model may be loaded in: the bytes of a number
 # With these a CPU multiplies bfloat16 numbers faster than float32, by products of words or by widening.
 _X86_BF16 = ({"avx512f", "avx512bw", "avx512vl", "avx512dq"}, {"avx_ne_convert"})
 
 
-def available_memory() -> int:
-    """Return the bytes that can be allocated without swapping, within the limits of the container and of the process
-    (`ulimit -v`), if any."""
+def available_memory(device: str = "cpu") -> int:
+    """Return the bytes that can be allocated on a device without swapping; on a CPU within the limits of the container
+    and of the process (`ulimit -v`), if any."""
+    if device != "cpu":
+        return int(named_class("prefold.model.device:available_memory")(device))
     free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
     return min(limit for limit in free if limit is not None)
 

@@ -6,6 +6,13 @@
 
 from __future__ import annotations
 
+from ..errors import MissingExtraError
+
+try:
+    import torch as _torch
+except ImportError:
+    raise MissingExtraError("torch", "train", "training") from None
+
 from .batch import Examples, TrainBatch, accumulate, micro_batches
 from .losses import dpo_loss, dpo_margins, group_loss, logprobs, sft_loss
 from .save import save_model
