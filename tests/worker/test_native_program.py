@@ -20,6 +20,7 @@ from prefold import LLM, kernels
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.spec.requests import Namespace, Readout, Request
 from prefold.trie import Spool
+from prefold.worker.native.arrays import NumpyArrays
 from prefold.worker.native.program import NativeProgram
 from prefold.worker.native.worker import NativeWorker
 from prefold.worker.readouts import greedy as likeliest_of_rows
@@ -81,7 +82,7 @@ def assert_near(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 def use(worker: NativeWorker, kind: type[NativeProgram]) -> None:
     """Let a worker run its passes by a program of another class."""
-    worker._program = kind(worker.model, list(worker.adapters.values()))
+    worker.program = kind(worker.model, list(worker.adapters.values()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -137,7 +138,7 @@ def test_greedy_tokens_are_those_of_the_logits(tmp_path, family, dtype):
     class Compared(NativeProgram):
         def greedy(self, batch, store, *given):
             hidden = super().over_slots(batch, store, *given)
-            expected = likeliest_of_rows(worker._arrays, worker.model, hidden)
+            expected = likeliest_of_rows(NumpyArrays(worker.model.kernels), worker.model, hidden)
             found = super().greedy(batch, store, *given)
             assert found is not None and found.tolist() == expected.tolist()
             rows.append(len(found))
@@ -291,23 +292,23 @@ def test_python_calls_are_as_many_for_any_number_of_layers(tmp_path):
     assert each[0] == each[1] < 150
 
 
-def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path, monkeypatch):
+def test_a_step_that_follows_another_takes_few_calls_of_python(tmp_path):
     """Between two passes of one sequence's decoding; the code that runs then is not in the caches, so each counts."""
     llm, counts = load(tmp_path), []
-    run_program = kernels.Kernels.run_program
 
     def count(frame, event, argument):
         counts[-1] += event == "call"
 
-    def counted(compiled, call):
-        sys.setprofile(None)
-        try:
-            run_program(compiled, call)
-        finally:
-            counts.append(0)
-            sys.setprofile(count if len(counts) < 24 else None)
+    class Counted(kernels.Kernels):
+        def run_program(self, call):
+            sys.setprofile(None)
+            try:
+                super().run_program(call)
+            finally:
+                counts.append(0)
+                sys.setprofile(count if len(counts) < 24 else None)
 
-    monkeypatch.setattr(kernels.Kernels, "run_program", counted)
+    llm.model.kernels = Counted(llm.model.kernels.path)
     llm.generate(["some text, and some more of it"], max_tokens=30, ignore_eos=True)
     assert 30 < min(counts[8:20]) < 65
 

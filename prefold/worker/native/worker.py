@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,6 @@ class NativeWorker(Worker):
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
         self.store: NativeStore | None = None
-        self._program: NativeProgram | None = None
         self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
         self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
         self.paths: dict[int, NativePath] = {}
@@ -96,12 +95,10 @@ class NativeWorker(Worker):
         keep_freed()
         self._last = GivesBack()
 
-    @property
+    @cached_property
     def program(self) -> NativeProgram:
         """Return the program of whole passes. It is compiled when it is first needed: a part may run others."""
-        if self._program is None:
-            self._program = NativeProgram(self.model, list(self.adapters.values()))
-        return self._program
+        return NativeProgram(self.model, list(self.adapters.values()))
 
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
