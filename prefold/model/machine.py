@@ -34,7 +34,7 @@ def available_memory(device: str = "cpu") -> int:
     """Return the bytes that can be allocated on a device without swapping; on a CPU within the limits of the container
     and of the process (`ulimit -v`), if any."""
     if device != "cpu":
-        return int(named_class("prefold.model.device:available_memory")(device))
+        return int(named_class("prefold.worker.torch.device:available_memory")(device))
     free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
     return min(limit for limit in free if limit is not None)
 
@@ -126,7 +126,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not has_torch():
         raise missing_torch(f"device is {name!r}", "device")
-    return str(named_class("prefold.model.device:choose_device")(name))
+    return str(named_class("prefold.worker.torch.device:choose_device")(name))
 
 
 def missing_torch(message: str, field: str) -> InputError:

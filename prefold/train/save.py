@@ -16,10 +16,11 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model import CausalLM, ModelConfig
-from ..model.arrays import array_of, tensor_of
+from ..model import ModelConfig
 from ..model.sources import SafetensorsSource, as_stored
 from ..text import load_tokenizer
+from ..worker.torch.model import CausalLM
+from ..worker.torch.tensors import array_of, tensor_of
 
 # Files that lie beside the weights: tokenizer, chat templates, settings of generation.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")

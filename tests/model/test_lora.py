@@ -17,8 +17,9 @@ from tiny import EVERY, MIXTURES, DenseAttend, reference, tiny_checkpoint
 from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import RowAdapters, load_adapter, load_model
 from prefold.model.adapter_config import Pattern, read_adapter_config
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.lora import RowAdapters, load_adapter
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)

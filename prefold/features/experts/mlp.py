@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import kernels
-from ...model.device import TRITON_DTYPES, runs_triton
-from ...model.layers import Linear
-from ...model.operations import Execution, Place, Rows
-from ...model.ops import Ops, wide
-from ...model.products import wide_product
 from ...model.program import Experts
+from ...worker.torch.device import TRITON_DTYPES, runs_triton
+from ...worker.torch.layers import Linear
+from ...worker.torch.operations import Execution, Place, Rows
+from ...worker.torch.ops import Ops, wide
+from ...worker.torch.products import wide_product
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
 GROUPED_BYTES = 16

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.device import send
+from ...worker.torch.device import send
 from .config import HybridConfig, StateShape
 from .states import StateFlow, StateTable
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedModelError
-from ...model.operations import Rows, Weights
-from ...model.ops import PYTORCH
 from ...model.program import GatedDelta, Mamba2, ShortConv
+from ...worker.torch.operations import Rows, Weights
+from ...worker.torch.ops import PYTORCH
 from .carry import Carry, Group, LayerStates
 
 # Rows of a chunk, within which all is products of matrices.

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ...engine.schedule.steps import StreamStep
 from ...errors import InputError
 from ...model.config import ModelConfig
-from ...model.layers import Linear
-from ...model.ops import choose_ops
-from ...model.parallel import ALONE, Alone
-from ...model.transformer import CausalLM, Pass
 from ...spec.requests import Exits
 from ...worker.torch.arrays import TorchArrays
+from ...worker.torch.layers import Linear
+from ...worker.torch.model import CausalLM, Pass
+from ...worker.torch.ops import choose_ops
+from ...worker.torch.parallel import ALONE, Alone
 from .config import GATE_FEATURES, LoopedConfig
 from .gates import VisitOutputs, first_states, gate_logits, injected, read_state
 from .steps import exits_row

@@ -17,11 +17,11 @@ from torch import distributed as dist
 from ... import kernels
 from ...errors import InputError
 from ...kernels import CollectiveError
-from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.parallel import Ranks
 from .. import tensor_parallel
 from ..loaded import Load
 from ..tensor_parallel import Meeting, MemoryMeeting, MemoryRanks
+from .parallel import Ranks
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 _HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
 

@@ -15,14 +15,16 @@ from torch.nn import functional as F
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.features.experts.families import ExpertsConfig, build_experts, mixture
-from prefold.model import ModelConfig, Plane, config_from, load_adapter, load_model
+from prefold.model import ModelConfig, Plane, config_from
 from prefold.model.builders import LayerBuilder
-from prefold.model.layer import Layer
-from prefold.model.operations import Place
-from prefold.model.ops import PYTORCH, choose_ops
-from prefold.model.parallel import ALONE
 from prefold.model.program import DELTA, X
 from prefold.spec.plugins import load_plugins
+from prefold.worker.torch.layer import Layer
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.lora import load_adapter
+from prefold.worker.torch.operations import Place
+from prefold.worker.torch.ops import PYTORCH, choose_ops
+from prefold.worker.torch.parallel import ALONE
 
 load_plugins()  # the kind of MLP
 CPU = torch.device("cpu")

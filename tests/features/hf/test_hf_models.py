@@ -21,8 +21,9 @@ from prefold.checkpoint import resolve
 from prefold.cli.models import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from prefold.features.hf import fused
-from prefold.model import config_from, load_model
+from prefold.model import config_from
 from prefold.spec.requests import Namespace, Readout, Request
+from prefold.worker.torch.load import load_model
 
 
 @pytest.fixture

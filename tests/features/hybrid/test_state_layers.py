@@ -11,11 +11,11 @@ from prefold.features.hybrid.config import HybridConfig
 from prefold.features.hybrid.steps import StateRuns
 from prefold.model import config_from
 from prefold.model.builders import LayerBuilder
-from prefold.model.layer import Layer
-from prefold.model.operations import Place
-from prefold.model.ops import PYTORCH
-from prefold.model.parallel import ALONE
 from prefold.model.program import DELTA, X
+from prefold.worker.torch.layer import Layer
+from prefold.worker.torch.operations import Place
+from prefold.worker.torch.ops import PYTORCH
+from prefold.worker.torch.parallel import ALONE
 
 CPU, SLOTS = torch.device("cpu"), 5
 LFM2 = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}

@@ -18,8 +18,8 @@ from visit_checks import GATED, engine_of, request_of
 from prefold import LLM, InputError, kernels
 from prefold.errors import UnsupportedModelError
 from prefold.spec.requests import Exits, Namespace, Readout
-from prefold.worker.local import LocalWorker
 from prefold.worker.native.worker import NativeWorker
+from prefold.worker.torch.worker import TorchWorker
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
@@ -52,7 +52,7 @@ def pair(request, tmp_path_factory):
     looped_adapter(folder, adapter)
     options = {"dtype": "float32", "device": "cpu", "adapters": {"one": str(adapter)}}
     native, torch = LLM(str(folder), **options), LLM(str(folder), executor="torch", **options)
-    assert isinstance(native.engine.worker, NativeWorker) and isinstance(torch.engine.worker, LocalWorker)
+    assert isinstance(native.engine.worker, NativeWorker) and isinstance(torch.engine.worker, TorchWorker)
     return native, torch
 
 

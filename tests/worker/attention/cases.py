@@ -7,17 +7,10 @@ import torch
 from dense import dense_attention
 from nests import Nest, nest_of
 
-from prefold.worker.attention import (
-    Heads,
-    KeyRuns,
-    KVStore,
-    RowAttention,
-    RowPlan,
-    SlotPlan,
-    plan_rows,
-    plan_slots,
-    visibility,
-)
+from prefold.worker.attention import KeyRuns, RowPlan, SlotPlan, plan_rows, plan_slots, visibility
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 PLANES = 2

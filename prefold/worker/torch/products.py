@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import kernels
-from ..kernels import LANES
-from .arrays import ARRAY_DTYPES, array_of, tensor_of
+from ... import kernels
+from ...kernels import LANES
+from ...model.machine import computes_bf16
 from .device import available_memory
-from .machine import computes_bf16
 from .ops import wide
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # Vocabulary entries of an LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096

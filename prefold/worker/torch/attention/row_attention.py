@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...model.arrays import array_of, tensor_of
+from ...attention.row_plan import RowPlan, plan_rows
+from ..tensors import array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
-from .row_plan import RowPlan, plan_rows
 
 
 def blocked_attention(

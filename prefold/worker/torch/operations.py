@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
-from ..spec.plugins import named_class
+from ...errors import UnsupportedModelError
+from ...model.program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
+from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
 from .ops import Ops, wide
 from .parallel import Alone
-from .program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
 
 
 @dataclass(slots=True)

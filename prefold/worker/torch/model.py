@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine.schedule.steps import StreamStep
-from ..errors import InputError, no_lm_head
+from ...engine.schedule.steps import StreamStep
+from ...errors import InputError, no_lm_head
+from ...model.config import ModelConfig
+from ...model.program import OUT, Linear, MediaRows
 from . import layers
-from .config import ModelConfig
 from .layer import Layer, held_weights
 from .layers import HeldWeight, recomputed
 from .logits import LogitShape
@@ -27,7 +28,6 @@ from .operations import EXECUTE, Place, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
-from .program import OUT, Linear, MediaRows
 from .rotary_tables import RotaryTables
 
 

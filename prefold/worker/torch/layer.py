@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from ...model.program import Attend, Buffer, Linear, Norm, Operation, Rope, X
+from ...model.shard import WHOLE, Split
 from . import layers
 from .layers import HeldWeight
 from .lora import NO_ADAPTERS, RowAdapters
 from .operations import Execution, Place, Rows, execution_of, keys_values
 from .ops import Ops
-from .program import Attend, Buffer, Linear, Norm, Operation, Rope, X
-from .shard import WHOLE, Split
 
 
 class Layer(nn.Module):

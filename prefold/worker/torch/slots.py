@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import SlotStep
-from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
-from ..model.config import Plane
-from ..model.device import send
-from .attention import KeyRuns, KVStore, SlotPlan
+from ...engine.schedule.steps import SlotStep
+from ...model.config import Plane
+from ..attention import KeyRuns, SlotPlan
+from .attention.store import KVStore
+from .device import send
+from .lora import NO_ADAPTERS, Adapter, RowAdapters
+from .model import CausalLM
 from .rows import heads_of
 
 

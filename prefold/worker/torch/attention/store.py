@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...model.arrays import array_of, tensor_of
-from ...model.device import PAGE, zero_pages
+from .... import kernels
+from ...attention.slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
+from ..device import PAGE, zero_pages
+from ..tensors import array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
 from .row_attention import attend_block, finite
-from .slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
 
 # Queries share one gathered list of keys as long as they see, together, at least this part of the square of queries
 # and keys; and at most so many of them.

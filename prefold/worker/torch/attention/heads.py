@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...model.arrays import ARRAY_DTYPES
-from ...model.device import TRITON_DTYPES, runs_triton
+from .... import kernels
+from ..device import TRITON_DTYPES, runs_triton
+from ..tensors import ARRAY_DTYPES
 
 # Of the kernels in Triton.
 MAX_HEAD_DIM = 256

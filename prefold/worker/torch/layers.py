@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import kernels
+from ... import kernels
 from .ops import ACTIVATIONS, Ops
 from .products import Product, pack
 

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
-from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
-from ..errors import InputError, OutOfMemoryError
-from ..model import Adapter, CausalLM
-from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
-from ..model.machine import GivesBack, give_back, keep_freed
-from ..model.shard import Shard
-from .attention import KVStore, RowAttention
-from .parts import WorkerPart, in_vocabulary, parts_of
-from .readouts import SlotTicket, greedy, read_stream
+from ...engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
+from ...engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
+from ...errors import InputError, OutOfMemoryError
+from ...model.machine import GivesBack, give_back, keep_freed
+from ...model.shard import Shard
+from ..parts import WorkerPart, in_vocabulary, parts_of
+from ..readouts import SlotTicket, greedy, read_stream
+from .arrays import TorchArrays
+from .attention.row_attention import RowAttention
+from .attention.store import KVStore
+from .device import available_memory, compile_seconds, free_cached, on, runs_triton, send
+from .lora import Adapter
+from .model import CausalLM
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
 from .slots import SlotBatch, forward, make_store, prepare_slots
-from .torch.arrays import TorchArrays
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
 ROWS_ON_CPU = 4096
@@ -75,7 +77,7 @@ def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
 NO_PATH = Path()
 
 
-class LocalWorker(Worker):
+class TorchWorker(Worker):
     """Runs the steps of one model. Of a model that is split over ranks every rank has one, and all are given the same
     messages in the same order; what steps give is rank 0's.
 
@@ -236,9 +238,9 @@ class LocalWorker(Worker):
 
 # By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
 _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
-    StreamStep: LocalWorker._run_stream,
-    Batch: LocalWorker.run_batch,
-    SlotStep: LocalWorker.run_slots,
-    MakeStore: LocalWorker._make_store,
-    EndStream: LocalWorker._end_stream,
+    StreamStep: TorchWorker._run_stream,
+    Batch: TorchWorker.run_batch,
+    SlotStep: TorchWorker.run_slots,
+    MakeStore: TorchWorker._make_store,
+    EndStream: TorchWorker._end_stream,
 }

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...model.shard import OneRank, columns_of, own_rows, piece_width
 from .device import send
-from .shard import OneRank, columns_of, own_rows, piece_width
 
 
 class Alone(OneRank[Tensor]):

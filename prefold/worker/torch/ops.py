@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import kernels
-from .arrays import ARRAY_DTYPES, array_of, tensor_of
+from ... import kernels
 from .device import TRITON_DTYPES, runs_triton
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # By ModelConfig.activation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}

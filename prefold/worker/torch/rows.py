@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import StreamStep
-from ..model import CausalLM
-from ..model.config import ModelConfig, Plane
-from ..model.device import send
-from ..model.lora import NO_ADAPTERS, Adapter, RowAdapters
-from .attention import Heads, RowAttention, RowPlan
-from .pool import PoolPlan, plan_pool, sent
-from .torch.arrays import TorchArrays
+from ...engine.schedule.steps import StreamStep
+from ...model.config import ModelConfig, Plane
+from ..attention import RowPlan
+from ..pool import PoolPlan, plan_pool, sent
+from .arrays import TorchArrays
+from .attention.heads import Heads
+from .attention.row_attention import RowAttention
+from .device import send
+from .lora import NO_ADAPTERS, Adapter, RowAdapters
+from .model import CausalLM
 
 
 def heads_of(model: CausalLM) -> Heads:
