@@ -88,8 +88,9 @@ void rope_head(E* x, const float* cosines, const float* sines, const W* weight, 
       b *= scale * load_some(weight + half + d, count);
     }
     const Floats c = load_some(cosines + d, count), s = load_some(sines + d, count);
-    store_some(x + d, a * c - b * s, count);
-    store_some(x + half + d, b * c + a * s, count);
+    // `fused`, so that whole vectors and the rest of a head are rounded in the same way.
+    store_some(x + d, fused(Floats(-1.0f) * b, s, a * c), count);
+    store_some(x + half + d, fused(a, s, b * c), count);
   });
 }
 
