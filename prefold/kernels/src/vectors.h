@@ -148,6 +148,21 @@ PREFOLD_INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
   }, a, b, c);
 }
 
+// c - a * b, rounded as `fused` does.
+PREFOLD_INLINE Floats fused_less(const Floats& a, const Floats& b, const Floats& c) {
+  return Floats::map([](Part<float> a, Part<float> b, Part<float> c) {
+#if defined(__AVX512F__)
+    return (Part<float>)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Part<float>)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Part<float>)vfmsq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return (Part<float>)(c - a * b);
+#endif
+  }, a, b, c);
+}
+
 typedef uint16_t HalfPart __attribute__((vector_size(kPartBytes / 2)));
 
 PREFOLD_INLINE Part<float> widen(HalfPart x) {
