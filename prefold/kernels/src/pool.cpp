@@ -8,6 +8,8 @@
 // one loop to the next, for as long as the gaps between loops have lately been, and sleep when the next loop does not
 // come by then. Spinning is free only while nobody else wants the core: the involuntary context switches of the
 // threads tell when somebody does, and then threads sleep after microseconds (`patience.h`).
+#include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <new>

@@ -7,6 +7,7 @@
 #include "interface.h"
 #include "ranks.h"
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <new>

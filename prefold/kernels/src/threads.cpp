@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #endif
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
