@@ -35,7 +35,7 @@ _ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": 
 TIMEOUT_SECONDS = 900  # of one compiler
 # The sources that take longest to compile, the longest first: no compiler is to run alone at the end.
 LONGEST = ("attention", "few_rows", "blocks", "states", "experts")
-# Flags of single sources, in place of earlier ones: -O3 compiles attention 1.6 times as long, and makes it no faster.
+# Flags of single sources, in place of earlier ones: -O3 compiles attention 2.2 times as long, and makes it no faster.
 OWN_FLAGS = {"attention": ("-O2",)}
 
 
