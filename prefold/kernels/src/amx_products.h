@@ -65,9 +65,9 @@ PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, 
   }
 }
 
-// Rows [first, stop), at most GROUP, times panel p; `store` as of `multiply_panel`. With fewer than sixteen rows,
+// Rows [first, stop), at most GROUP, times panel p. With fewer than sixteen rows,
 // these are all of the product's.
-template <int GROUP = kTileGroupRows, class Store>
+template <int GROUP = kTileGroupRows>
 void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
                              const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
@@ -100,10 +100,9 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   if (whole < product.steps) configure_tiles(rows, kTile);
 }
 
-// The whole product, in parallel; `store` as above.
-template <class Store>
-void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
-  const auto in_tiles = [&](const auto& run) {
+// The whole product, in parallel.
+inline void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
+  const auto in_tiles = [&](const Body<>& run) {
     configure_tiles(product.rows, kTile);
     run();
     _tile_release();

@@ -68,8 +68,8 @@ constexpr int low_place(int i) { return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 
 
 // The float16 numbers in the lower halves of words, as floats.
 PREFOLD_INLINE Floats of_float16(const Words& halves) {
-  return Floats::make([&](int p) {
-    const Part<uint32_t> bits = halves.part[p] & 0xffffu;
+  return Floats::map([](Part<uint32_t> word) {
+    const Part<uint32_t> bits = word & 0xffffu;
 #ifdef __AVX512F__
     return (Part<float>)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -81,14 +81,14 @@ PREFOLD_INLINE Floats of_float16(const Words& halves) {
     const Part<uint32_t> endless = size << 13 | 0x7f800000u;                               // infinity and NaN
     return (Part<float>)(sign | (size > 0x7bffu ? endless : finite));
 #endif
-  });
+  }, halves);
 }
 
 // Sixteen whole numbers of memory, as words. GCC converts vectors of bytes one by one where it is not told how.
 template <class N>
 PREFOLD_INLINE Words load_words(const uint8_t* at) {
   typedef N Numbers __attribute__((vector_size(kPartLanes * sizeof(N)), may_alias));
-  return Words::make([&](int p) {
+  return Words::make([=](int p) {
     Numbers x;
     memcpy(&x, at + p * sizeof x, sizeof x);
 #if defined(__AVX512F__)
@@ -110,29 +110,29 @@ PREFOLD_INLINE Floats load_float16(const uint8_t* at) {
 #ifdef __AVX512F__
   __m256i halves;
   memcpy(&halves, at, sizeof halves);
-  return Floats::make([&](int) { return (Part<float>)_mm512_cvtph_ps(halves); });
+  return Floats::make([=](int) { return (Part<float>)_mm512_cvtph_ps(halves); });
 #elif defined(__AVX2__) && defined(__F16C__)
-  return Floats::make([&](int p) { return (Part<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + p)); });
+  return Floats::make([=](int p) { return (Part<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + p)); });
 #else
   return of_float16(load_words<uint16_t>(at));
 #endif
 }
 
 PREFOLD_INLINE Floats to_floats(const Words& x) {
-  return Floats::make([&](int p) { return __builtin_convertvector((Part<int32_t>)x.part[p], Part<float>); });
+  return Floats::map([](Part<uint32_t> part) { return __builtin_convertvector((Part<int32_t>)part, Part<float>); }, x);
 }
 
 // Shifted to the left, or where BY is negative to the right.
 template <int BY>
 PREFOLD_INLINE Words shift(const Words& x) {
-  return Words::make([&](int p) { return BY < 0 ? x.part[p] >> (BY < 0 ? -BY : 0) : x.part[p] << (BY < 0 ? 0 : BY); });
+  return Words::map([](Part<uint32_t> part) { return BY < 0 ? part >> (BY < 0 ? -BY : 0) : part << (BY < 0 ? 0 : BY); }, x);
 }
 
 // (x & mask) | y
 template <class Y>
 PREFOLD_INLINE Words masked_or(const Words& x, uint32_t mask, const Y& y) {
 #ifdef __AVX512F__
-  return Words::make([&](int p) {
+  return Words::make([=](int p) {
     return (Part<uint32_t>)_mm512_ternarylogic_epi32((__m512i)x.part[p], _mm512_set1_epi32(mask),
                                                      (__m512i)Words(y).part[p], 0xea);
   });

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <utility>
 
 #include "block_types.h"
 #include "interface.h"
@@ -119,6 +120,15 @@ void put_pairs(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   }
 }
 
+// The even lanes of two vectors that follow each other, or the odd ones.
+template <class T>
+PREFOLD_INLINE Vec<T> of_one_parity(const Vec<T>& left, const Vec<T>& right, int odd) {
+  return Vec<T>::make([&](int p) {
+    const auto part = [&](int i) { return (Part<float>)(i < kParts ? left.part[i] : right.part[i - kParts]); };
+    return (Part<T>)every_other(part(2 * p), part(2 * p + 1), odd);
+  });
+}
+
 // Writes a pair of numbers along k of sixteen columns: of the first eight, then of the others, the two of a column in
 // neighbouring lanes.
 template <bool PAIRS>
@@ -132,39 +142,37 @@ PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& left, const
     store(reinterpret_cast<Bf16*>(words + pair * kPanel) + kLanes, right);
 #endif
   } else {
-    for (int odd = 0; odd < 2; ++odd) {
-      const Floats numbers = Floats::make([&](int p) {
-        const auto part = [&](int i) { return i < kParts ? left.part[i] : right.part[i - kParts]; };
-        return every_other(part(2 * p), part(2 * p + 1), odd);
-      });
-      store_bits(words + (2 * pair + odd) * kPanel, numbers);
-    }
+    store_bits(words + 2 * pair * kPanel, of_one_parity(left, right, 0));
+    store_bits(words + (2 * pair + 1) * kPanel, of_one_parity(left, right, 1));
   }
 }
 
-// A run of sixteen columns, from `column` on. scales, least [groups of the run][2]: of the lanes on the left and on the
-// right
+// What sixteen lanes of a run share.
+struct Lanes {
+  Words high;  // the plane of higher bits, those of the next turn first
+  Floats scale, least;
+};
+
+// Number I of a turn, decoded.
+template <class B, int I>
+PREFOLD_INLINE Floats decoded(const uint8_t* turn, const Lanes& lanes) {
+  const Floats q = number<B, I>(load_bits<uint32_t>(turn), lanes.high);
+  if constexpr (kExcess<B> == 0 && B::kKind == kScale) return q * lanes.scale;
+  else return q * lanes.scale + lanes.least;
+}
+
+// The pairs of a turn of sixteen columns.
 template <class B, bool PAIRS, int... PAIR>
-PREFOLD_INLINE void decode_run(const uint8_t* run, int column, const Floats (*scales)[2], const Floats (*least)[2],
-                               uint32_t* words, std::integer_sequence<int, PAIR...>) {
-  Words high[2];
-  for (int side = 0; side < 2; ++side) {
-    const int lane = 2 * column + side * kLanes;
-    if constexpr (B::kBits == 5) high[side] = load_words<uint16_t>(run + kLowBytes<B> + lane * 2);
-    if constexpr (B::kBits == 6) high[side] = load_bits<uint32_t>(run + kLowBytes<B> + lane * 4);
-  }
-  run += 2 * column * 4;
-  const auto pair = [&](auto number_of_pair) __attribute__((always_inline)) {
-    constexpr int kI = decltype(number_of_pair)::value, kOf = 2 * kI / B::kGroup;
-    const uint8_t* turn = run + 2 * kI / kTurn<B> * 2 * kPanel * 4;
-    const auto side = [&](int at) __attribute__((always_inline)) {
-      const Floats q = number<B, kI>(load_bits<uint32_t>(turn + at * kLanes * 4), high[at]);
-      if constexpr (kExcess<B> == 0 && B::kKind == kScale) return q * scales[kOf][at];
-      else return q * scales[kOf][at] + least[kOf][at];
-    };
-    put<PAIRS>(words, kI, side(0), side(1));
-  };
-  (pair(std::integral_constant<int, PAIR>()), ...);
+PREFOLD_INLINE void decode_turn(const uint8_t* turn, const Lanes& left, const Lanes& right, uint32_t* words,
+                                std::integer_sequence<int, PAIR...>) {
+  (put<PAIRS>(words, PAIR, decoded<B, PAIR>(turn, left), decoded<B, PAIR>(turn + kLanes * 4, right)), ...);
+}
+
+template <class B>
+PREFOLD_INLINE Words high_bits(const uint8_t* run, int lane) {
+  if constexpr (B::kBits == 5) return load_words<uint16_t>(run + kLowBytes<B> + lane * 2);
+  if constexpr (B::kBits == 6) return load_bits<uint32_t>(run + kLowBytes<B> + lane * 4);
+  return Words(0);
 }
 
 // Decodes `count` numbers along k, from `first` on.
@@ -172,28 +180,30 @@ template <int TYPE, bool PAIRS>
 void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   using B = Blocks<TYPE>;
   constexpr int kInRun = kRun / B::kGroup;  // scales
-  for (int64_t k = first; k < first + count; k += kRun, words += kRun / (PAIRS ? 2 : 1) * kPanel) {
+  constexpr int kPairs = kTurn<B> / 2, kUsed = kPairs * (B::kBits % 4);  // in a turn; bits of the plane of higher bits
+  for (int64_t k = first; k < first + count; k += kRun) {
     const auto [unit, number, run] = run_of<B>(panel, k);
 #pragma GCC unroll 1
     for (int column = 0; column < kPanel; column += kLanes) {
-      Floats scales[kInRun][2], least[kInRun][2];
+      const uint8_t* turn = run + 2 * column * 4;
+      uint32_t* to = words + column;
+      Lanes left, right;
+      left.high = high_bits<B>(run, 2 * column), right.high = high_bits<B>(run, 2 * column + kLanes);
+#pragma GCC unroll 1
       for (int g = 0; g < kInRun; ++g) {
         auto [scale, minimum] = scale_and_least<B>(unit, number * kInRun + g, column);
         if constexpr (!kHasMinima<B>) minimum = scale * Floats(-kExcess<B>);
-        scales[g][0] = doubled<0>(scale), scales[g][1] = doubled<kLanes / 2>(scale);
-        least[g][0] = doubled<0>(minimum), least[g][1] = doubled<kLanes / 2>(minimum);
+        left.scale = doubled<0>(scale), right.scale = doubled<kLanes / 2>(scale);
+        left.least = doubled<0>(minimum), right.least = doubled<kLanes / 2>(minimum);
+#pragma GCC unroll 1
+        for (int t = 0; t < B::kGroup / kTurn<B>; ++t, turn += 2 * kPanel * 4, to += kPairs * (PAIRS ? 1 : 2) * kPanel) {
+          decode_turn<B, PAIRS>(turn, left, right, to, std::make_integer_sequence<int, kPairs>());
+          if constexpr (kUsed > 0) left.high = shift<-kUsed>(left.high), right.high = shift<-kUsed>(right.high);
+        }
       }
-      decode_run<B, PAIRS>(run, column, scales, least, words + column, std::make_integer_sequence<int, kRun / 2>());
     }
+    words += kRun / (PAIRS ? 2 : 1) * kPanel;
   }
-}
-
-// The even lanes of two vectors that follow each other, or the odd ones.
-PREFOLD_INLINE Words of_one_parity(const Words& left, const Words& right, int odd) {
-  return Words::make([&](int p) {
-    const auto part = [&](int i) { return (Part<float>)(i < kParts ? left.part[i] : right.part[i - kParts]); };
-    return (Part<uint32_t>)every_other(part(2 * p), part(2 * p + 1), odd);
-  });
 }
 
 // A run of sixteen columns as whole numbers. words [kRun / 4][kPanel], in units of so many of these

@@ -88,8 +88,9 @@ void rope_head(E* x, const float* cosines, const float* sines, const W* weight, 
       b *= scale * load_some(weight + half + d, count);
     }
     const Floats c = load_some(cosines + d, count), s = load_some(sines + d, count);
-    store_some(x + d, a * c - b * s, count);
-    store_some(x + half + d, b * c + a * s, count);
+    // `fused`, so that whole vectors and the rest of a head are rounded in the same way.
+    store_some(x + d, fused_less(b, s, a * c), count);
+    store_some(x + half + d, fused(a, s, b * c), count);
   });
 }
 
@@ -122,16 +123,23 @@ void add_layer_norm(E* x, const E* delta, const E* weight, const E* bias, E* out
   });
 }
 
+// Rows [first, stop). A function of its own: what a body captures is read anew for each head.
+template <class E, class W>
+void rope_rows(E* x, const float* cos_sin, const W* weight, int64_t first, int64_t stop, int64_t heads, int64_t dim,
+               int64_t row, int64_t head, float eps) {
+  for (int64_t i = first; i < stop; ++i) {
+    const float* angles = cos_sin + i * dim;
+    for (int64_t h = 0; h < heads; ++h) {
+      rope_head(x + i * row + h * head, angles, angles + dim / 2, weight, dim, eps);
+    }
+  }
+}
+
 template <class E, class W>
 void rope(E* x, const float* cos_sin, const W* weight, int64_t rows, int64_t heads, int64_t dim, int64_t row,
           int64_t head, float eps, int threads) {
   parallel_ranges(rows, heads * dim, threads, [&](int64_t first, int64_t stop) {
-    for (int64_t i = first; i < stop; ++i) {
-      const float* angles = cos_sin + i * dim;
-      for (int64_t h = 0; h < heads; ++h) {
-        rope_head(x + i * row + h * head, angles, angles + dim / 2, weight, dim, eps);
-      }
-    }
+    rope_rows(x, cos_sin, weight, first, stop, heads, dim, row, head, eps);
   });
 }
 

@@ -61,8 +61,8 @@ struct Piece {
 
 // A product of each expert's rows with its matrix of `panels` panels, `steps` words along k, in pieces; body(piece) in
 // parallel.
-template <class Body>
-void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads, bool in_tiles, const Body& body) {
+void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads, bool in_tiles,
+                const Body<const Piece&>& body) {
   const int64_t experts = static_cast<int64_t>(sorted.starts.size()) - 1;
 #ifdef PREFOLD_TILES
   const int64_t most = in_tiles ? kTileGroupRows : kGroupRows;
@@ -89,7 +89,7 @@ void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads
     }
   }
   parallel_shares(static_cast<int64_t>(pieces.size()), workers, [&](int64_t i) { body(pieces[i]); },
-                  [&](const auto& run) {
+                  [&](const Body<>& run) {
                     run();
 #ifdef PREFOLD_TILES
                     if (in_tiles) _tile_release();
@@ -163,8 +163,8 @@ class Experts {
 
   // All of a piece; store(row, column, number of rows, sums [rows, kPanel]) with the pair's number among those sorted and
   // the expert's own column.
-  template <class Store>
-  void multiply_piece(const Product& product, const Piece& piece, int64_t panels, const Store& store) {
+  void multiply_piece(const Product& product, const Piece& piece, int64_t panels,
+                      const Body<int64_t, int64_t, int64_t, const float*>& store) {
     const int64_t panel = piece.expert * panels;  // the matrices lie one behind the other
     const auto put = [&](int64_t row, int64_t column, int64_t count, int64_t, const float* tile) {
       store(piece.first + row, column - panel * kPanel, count, tile);

@@ -3,6 +3,7 @@
 //
 //   Element     a number of a query, of a key or value that is packed, and of a result
 //   Kept        a number of packed keys and values: a Stored, or a Bf16, which becomes a Stored when a chunk is read
+//   Read        the same format where a Kept is a Stored: what is read from memory already does not depend on Kept
 //   Stored      what one broadcast reads: a float, or two bfloat16 numbers
 //   Lane        what a query's lane holds: the same, as the element type of a vector
 //   kWidth      numbers in one Stored
@@ -22,6 +23,7 @@ template <class E, class K = float>
 struct InFloat32 {
   using Element = E;
   using Kept = K;
+  using Read = InFloat32<E>;
   using Stored = float;
   using Lane = float;
   static constexpr int kWidth = 1;
@@ -69,6 +71,7 @@ struct InFloat32 {
 struct InBf16Pairs {
   using Element = Bf16;
   using Kept = uint32_t;
+  using Read = InBf16Pairs;
   using Stored = uint32_t;
   using Lane = uint32_t;
   static constexpr int kWidth = 2;

@@ -2,6 +2,7 @@
 #include "int8.h"
 
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <new>

@@ -94,9 +94,8 @@ constexpr int64_t kInt8Slab = 1024;  // numbers along k
 // A unit of 32 numbers with a scale and a minimum for each column, and two of sixteen.
 constexpr int64_t kMostUnitBytes = std::max(kPanel * (32 + 8), 2 * kPanel * (16 + 4));
 
-// Rows [first, stop), at most kGroupRows, times panel p; `store` as of `multiply_panel`.
-template <class Store>
-void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p, int64_t first, int64_t stop,
+// Rows [first, stop), at most kGroupRows, times panel p.
+inline void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p, int64_t first, int64_t stop,
                             const Store& store) {
   const Int8Form& form = *int8_form(product.blocks[p].type);
   const int64_t rows = stop - first, k = product.steps * 4, columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
@@ -154,8 +153,8 @@ void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p
   }
 }
 
-// The whole product, of x [rows, k] with row stride x_row, in parallel; `store` as of `multiply_all`.
-template <class E, class Store>
+// The whole product, of x [rows, k] with row stride x_row, in parallel.
+template <class E>
 void multiply_all_in_int8(const E* x, int64_t x_row, const BlockPanel* blocks, int64_t rows, int64_t columns, int64_t k,
                           int threads, const Store& store) {
   Product product{nullptr, 0, nullptr, rows, columns, int8_padded(k) / 4, blocks};
@@ -168,7 +167,7 @@ void multiply_all_in_int8(const E* x, int64_t x_row, const BlockPanel* blocks, i
   const Int8Rows quantised = quantise(x, x_row, rows, k, group, sixteens, threads);
   for_panels(product, kBlockRows, kGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
     multiply_panel_in_int8(product, quantised, panel, first, stop, store);
-  }, [&](const auto& run) {
+  }, [&](const Body<>& run) {
 #ifdef PREFOLD_INT8_TILES
     const TileScope scope(rows >= kTile && may_use_tiles());
 #endif

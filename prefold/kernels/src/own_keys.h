@@ -25,58 +25,36 @@ PREFOLD_INLINE Part<float> add_across(Part<float> x, Part<float> y) {
          pick(x, y, upper ? lane + (kPartLanes - DISTANCE) : lane + DISTANCE);
 }
 
-// One query and H heads.
+// One query and H heads, with their sums over keys that were read; as TileQueries, it does not know how keys are kept.
 template <class Format, int H>
-class OwnKeys {
+class OneQuery {
   using Element = typename Format::Element;
-  using Kept = typename Format::Kept;
   using Stored = typename Format::Stored;
   using Lane = typename Format::Lane;
   static constexpr int kWidth = Format::kWidth;
+
+ protected:
   // Keys whose scores are accumulated at once, and parts of a result's dimensions.
   static constexpr int kKeys = power_of_two(std::min(kPartLanes, kAccumulators / H));
   static constexpr int kDimParts = power_of_two(kAccumulators / H);
 
  public:
-  OwnKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
+  // dim: padded; pair_bytes: of a pair of keys where it is kept.
+  OneQuery(const TileCall& call, int64_t dim, int64_t pair_bytes, const Tile& tile)
       : call_(call),
-        packed_(packed),
         tile_(tile),
-        steps_(static_cast<int>(packed.dim / kWidth)),
-        dim_parts_(static_cast<int>(packed.dim / kPartLanes)) {}
+        dim_(dim),
+        pair_bytes_(pair_bytes),
+        steps_(static_cast<int>(dim / kWidth)),
+        dim_parts_(static_cast<int>(dim / kPartLanes)) {}
 
-  // `sums` of the tile's lists, or null where they are empty.
-  void run(int query, const TileSums* sums) {
-    const int64_t* offset = call_.own_offsets + tile_.first_query + query;
-    run_ = call_.own + offset[0];
-    run_stop_ = call_.own + offset[1];
-    used_ = 0;
-    begin(query, sums);
-    if (run_ != run_stop_) {
-      load_query(query);
-      find_chunk(next_);
-      while (next_.pairs) {
-        take_chunk();
-        score();
-        soften();
-        find_values();
-        if (packed_.any_unsafe && has_unsafe()) {
-          add_values_by_choice();
-        } else {
-          add_values<kDimParts>(0);
-        }
-      }
-    }
-    store_out(query);
-  }
-
- private:
+ protected:
   void begin(int query, const TileSums* sums) {
     for (int h = 0; h < H; ++h) {
       const int lane = h * tile_.stride + query;
       max_[h] = sums ? sums->max[lane] : -1e30f;
       sum_[h] = sums ? sums->sum[lane] : 0.0f;
-      for (int b = 0; b < packed_.dim / kLanes; ++b) {
+      for (int b = 0; b < dim_ / kLanes; ++b) {
         Floats& out = out_[b * H + h];
         out = sums ? sums->out[(b * kLanes + lane % kLanes) * sums->vectors + lane / kLanes] : zeros();
       }
@@ -92,58 +70,9 @@ class OwnKeys {
     }
   }
 
-  // Pairs of slots; bit i of `visible` says whether the query sees key i of them.
-  struct Chunk {
-    int pairs;
-    uint64_t visible;
-    int32_t pair[kOwnPairs];
-  };
-
-  // The next pairs of the query's runs; none at their end.
-  void find_chunk(Chunk& chunk) {
-    chunk.pairs = 0;
-    chunk.visible = 0;
-    while (chunk.pairs < kOwnPairs && run_ != run_stop_) {
-      const int first = run_->first + used_;
-      const int take = std::min(2 * (kOwnPairs - chunk.pairs) - (first & 1), run_->count - used_);
-      const int pairs = (first + take + 1) / 2 - first / 2;
-      for (int i = 0; i < pairs; ++i) chunk.pair[chunk.pairs + i] = first / 2 + i;
-      chunk.visible |= (~uint64_t{0} >> (64 - take)) << (2 * chunk.pairs + (first & 1));
-      chunk.pairs += pairs;
-      used_ += take;
-      if (used_ == run_->count) ++run_, used_ = 0;
-    }
-  }
-
-  // Goes on to the chunk that was found, and finds the one behind it, whose keys are fetched while this one's values
-  // are added up: the memory's own foresight ends with a page and with a run.
-  void take_chunk() {
-    const Kept* keys = packed_.key_pairs(tile_.kv_head);
-    const Kept* values = packed_.value_pairs(tile_.kv_head);
-    pairs_ = next_.pairs;
-    visible_ = next_.visible;
-    for (int j = 0; j < pairs_; ++j) {
-      pair_[j] = next_.pair[j];
-      key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.pair_size, packed_.pair_size);
-      kept_value_at_[j] = values + pair_[j] * packed_.pair_size;
-    }
-    // A register block of scores takes whole numbers of keys.
-    for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
-    find_chunk(next_);
-    for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.pair_size;
-    for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = kept_value_at_[j];
-  }
-
-  // The chunk's values, which were fetched while its keys were scored.
-  void find_values() {
-    for (int j = 0; j < pairs_; ++j) value_at_[j] = chunk_values_.at(j, kept_value_at_[j], packed_.pair_size);
-  }
-
-  PREFOLD_INLINE void fetch(const Kept* pair) const {
-    const char* at = reinterpret_cast<const char*>(pair);
-    for (int64_t i = 0; i < packed_.pair_size * static_cast<int64_t>(sizeof(Kept)); i += kLine) {
-      __builtin_prefetch(at + i);
-    }
+  PREFOLD_INLINE void fetch(const void* pair) const {
+    const char* at = static_cast<const char*>(pair);
+    for (int64_t i = 0; i < pair_bytes_; i += kLine) __builtin_prefetch(at + i);
   }
 
   // scores_[head][key] = q . k
@@ -266,7 +195,7 @@ class OwnKeys {
       if (first == 0) fetch(next_key_at_[j]);
       const Stored* v = value_at_[j] + first * kPartLanes;
 #pragma GCC unroll 2
-      for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim, ++p) {
+      for (int half = 0; half < 2 / kWidth; ++half, v += dim_, ++p) {
         Stored weight[H];
 #pragma GCC unroll 4
         for (int h = 0; h < H; ++h) weight[h] = p[h * 2 * kOwnPairs / kWidth];
@@ -288,24 +217,17 @@ class OwnKeys {
 
   Part<float>& out_part(int part, int head) { return out_[part / kParts * H + head].part[part % kParts]; }
 
-  bool has_unsafe() const {
-    for (int j = 0; j < pairs_; ++j) {
-      if ((visible_ >> (2 * j) & 3) != 3 && packed_.is_unsafe(tile_.kv_head, pair_[j])) return true;
-    }
-    return false;
-  }
-
   // As in TileKeys: where a value beside one that is seen is not finite.
   void add_values_by_choice() {
-    for (int i = 0; i < packed_.dim / kLanes * H; ++i) out_[i] *= Floats(rescale_[i % H]);
+    for (int i = 0; i < dim_ / kLanes * H; ++i) out_[i] *= Floats(rescale_[i % H]);
     for (int key = 0; key < 2 * pairs_; ++key) {
       if (!(visible_ >> key & 1)) continue;
       const int pair = key / 2, half = key & 1;
       for (int h = 0; h < H; ++h) {
         const float p = Format::value(probabilities(h) + pair * (2 / kWidth), 1, 0, half);
-        for (int64_t d = 0; d < packed_.dim; ++d) {
+        for (int64_t d = 0; d < dim_; ++d) {
           reinterpret_cast<float*>(&out_[d / kLanes * H + h])[d % kLanes] +=
-              p * Format::value(value_at_[pair], packed_.dim, d, half);
+              p * Format::value(value_at_[pair], dim_, d, half);
         }
       }
     }
@@ -323,23 +245,120 @@ class OwnKeys {
   }
 
   const TileCall& call_;
-  const Packed<Format>& packed_;
   const Tile& tile_;
+  const int64_t dim_, pair_bytes_;
   const int steps_, dim_parts_;
-  const OwnRun *run_, *run_stop_;
-  int used_;  // keys of the current run
-  Chunk next_;
   int pairs_;
-  uint64_t visible_;
-  int32_t pair_[kOwnPairs];
+  uint64_t visible_;  // bit i: whether the query sees key i of the pairs
   const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs];
-  const Kept *kept_value_at_[kOwnPairs], *next_key_at_[kOwnPairs];
-  ChunkPairs<Format, kOwnPairs, kMaxDim> chunk_keys_, chunk_values_;
+  const void *kept_value_at_[kOwnPairs], *next_key_at_[kOwnPairs];  // for `fetch`
   float max_[H], sum_[H], rescale_[H];
   float scores_[H * 2 * kOwnPairs];
   Stored probabilities_[H * 2 * kOwnPairs / kWidth];
   Vec<Lane> query_at_[kMaxDim / kWidth / kLanes * H];
   Floats out_[kMaxDim / kLanes * H];
+};
+
+// The keys of the runs of one query, where they are kept.
+template <class Format, int H>
+class OwnKeys : public OneQuery<typename Format::Read, H> {
+  using Base = OneQuery<typename Format::Read, H>;
+  using Kept = typename Format::Kept;
+  using Base::call_, Base::tile_, Base::pairs_, Base::visible_, Base::key_at_, Base::value_at_, Base::kept_value_at_,
+      Base::next_key_at_, Base::kKeys, Base::kDimParts;
+
+ public:
+  OwnKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
+      : Base(call, packed.dim, packed.pair_size * sizeof(Kept), tile), packed_(packed) {}
+
+  // `sums` of the tile's lists, or null where they are empty.
+  void run(int query, const TileSums* sums) {
+    const int64_t* offset = call_.own_offsets + tile_.first_query + query;
+    run_ = call_.own + offset[0];
+    run_stop_ = call_.own + offset[1];
+    used_ = 0;
+    this->begin(query, sums);
+    if (run_ != run_stop_) {
+      this->load_query(query);
+      find_chunk(next_);
+      while (next_.pairs) {
+        take_chunk();
+        this->score();
+        this->soften();
+        find_values();
+        if (packed_.any_unsafe && has_unsafe()) {
+          this->add_values_by_choice();
+        } else {
+          this->template add_values<kDimParts>(0);
+        }
+      }
+    }
+    this->store_out(query);
+  }
+
+ private:
+  // Pairs of slots; bit i of `visible` says whether the query sees key i of them.
+  struct Chunk {
+    int pairs;
+    uint64_t visible;
+    int32_t pair[kOwnPairs];
+  };
+
+  // The next pairs of the query's runs; none at their end.
+  void find_chunk(Chunk& chunk) {
+    chunk.pairs = 0;
+    chunk.visible = 0;
+    while (chunk.pairs < kOwnPairs && run_ != run_stop_) {
+      const int first = run_->first + used_;
+      const int take = std::min(2 * (kOwnPairs - chunk.pairs) - (first & 1), run_->count - used_);
+      const int pairs = (first + take + 1) / 2 - first / 2;
+      for (int i = 0; i < pairs; ++i) chunk.pair[chunk.pairs + i] = first / 2 + i;
+      chunk.visible |= (~uint64_t{0} >> (64 - take)) << (2 * chunk.pairs + (first & 1));
+      chunk.pairs += pairs;
+      used_ += take;
+      if (used_ == run_->count) ++run_, used_ = 0;
+    }
+  }
+
+  // Goes on to the chunk that was found, and finds the one behind it, whose keys are fetched while this one's values
+  // are added up: the memory's own foresight ends with a page and with a run.
+  void take_chunk() {
+    const Kept* keys = packed_.key_pairs(tile_.kv_head);
+    const Kept* values = packed_.value_pairs(tile_.kv_head);
+    pairs_ = next_.pairs;
+    visible_ = next_.visible;
+    for (int j = 0; j < pairs_; ++j) {
+      pair_[j] = next_.pair[j];
+      key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.pair_size, packed_.pair_size);
+      kept_value_at_[j] = values + pair_[j] * packed_.pair_size;
+    }
+    // A register block of scores takes whole numbers of keys.
+    for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
+    find_chunk(next_);
+    for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.pair_size;
+    for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = kept_value_at_[j];
+  }
+
+  // The chunk's values, which were fetched while its keys were scored.
+  void find_values() {
+    for (int j = 0; j < pairs_; ++j) {
+      value_at_[j] = chunk_values_.at(j, static_cast<const Kept*>(kept_value_at_[j]), packed_.pair_size);
+    }
+  }
+
+  bool has_unsafe() const {
+    for (int j = 0; j < pairs_; ++j) {
+      if ((visible_ >> (2 * j) & 3) != 3 && packed_.is_unsafe(tile_.kv_head, pair_[j])) return true;
+    }
+    return false;
+  }
+
+  const Packed<Format>& packed_;
+  const OwnRun *run_, *run_stop_;
+  int used_;  // keys of the current run
+  Chunk next_;
+  int32_t pair_[kOwnPairs];
+  ChunkPairs<Format, kOwnPairs, kMaxDim> chunk_keys_, chunk_values_;
 };
 
 }  // namespace prefold

@@ -4,11 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+
+#include "spin.h"
 
 namespace prefold {
-
-using Clock = std::chrono::steady_clock;
 
 // What one thread knows of its own core: how often the system has taken it away.
 struct Watch {

@@ -7,6 +7,7 @@
 #include "interface.h"
 #include "ranks.h"
 
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <new>
@@ -54,7 +55,7 @@ inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
 #ifdef PREFOLD_FEW_ROWS
 
 // x [rows, k] times the matrix, where there is a product of few rows for all its panels; returns whether there is.
-template <class Format, class Store>
+template <class Format>
 bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockPanel* blocks, int64_t rows,
                   int64_t columns, int64_t k, int threads, const Store& store) {
   const int64_t digits = blocks->type & kInInt8 ? 1 : sizeof(x[0]) == sizeof(float) ? 3 : 2, lines = rows * digits;
@@ -85,7 +86,7 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
       }
     }
     store(first, p * kPanel, rows, std::min<int64_t>(kPanel, columns - p * kPanel), sums);
-  }, [](const auto& run) { run(); });
+  }, [](const Body<>& run) { run(); });
   return true;
 }
 
@@ -93,7 +94,7 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
 
 // x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
 // or 1 where memory is short.
-template <class Format, class Store>
+template <class Format>
 int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
                 int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;

@@ -179,9 +179,11 @@ int64_t slab_steps(const Product& product, int64_t rows) {
   return product.is_decoded() && rows <= kFew ? kShort / kNumbers : kSlabSteps;
 }
 
-// Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be; store(row, column, number
-// of rows, number of columns, sums [rows, kPanel]) for each.
-template <class Format, class Store>
+// store(row, column, number of rows, number of columns, sums [rows, kPanel]), called for each block of a product.
+using Store = Body<int64_t, int64_t, int64_t, int64_t, float*>;
+
+// Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be.
+template <class Format>
 void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t stop, const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kBlockRows - 1) / kBlockRows;
   const auto block_row = [&](int64_t b) { return rows * b / blocks; };
@@ -216,10 +218,9 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
 }
 
 // body(panel, first row, stop) for all of a product, in parallel, each with at most `group_rows` rows, and with as many
-// as a block if there are so many; `with` as of `parallel_shares`.
-template <class Body, class With>
-void for_panels(const Product& product, int block_rows, int group_rows, int threads, const Body& body,
-                const With& with) {
+// as a block if there are so many; `around` as of `parallel_shares`.
+inline void for_panels(const Product& product, int block_rows, int group_rows, int threads,
+                       const Body<int64_t, int64_t, int64_t>& body, const Around& around) {
   const int64_t panels = product.panels();
   // Reading a word takes as long as multiplying it with so many rows.
   const int64_t products = std::max<int64_t>(product.rows, kFewRows) * product.columns * product.steps;
@@ -229,15 +230,15 @@ void for_panels(const Product& product, int block_rows, int group_rows, int thre
   parallel_shares(groups * panels, workers, [&](int64_t i) {
     const int64_t group = i / panels;
     body(i % panels, product.rows * group / groups, product.rows * (group + 1) / groups);
-  }, with);
+  }, around);
 }
 
-// The whole product, in parallel; `store` as above.
-template <class Format, class Store>
+// The whole product, in parallel.
+template <class Format>
 void multiply_all(const Product& product, int threads, const Store& store) {
   for_panels(product, kBlockRows, kGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {
     multiply_panel<Format>(product, panel, first, stop, store);
-  }, [](const auto& run) { run(); });
+  }, [](const Body<>& run) { run(); });
 }
 
 }  // namespace prefold

@@ -3,6 +3,7 @@
 //
 // Rows lie in buffers, [rows, width] each. An operation names the buffers it reads and writes; where nothing is said,
 // it takes all rows. After kPick only the rows that are read go on.
+#include <atomic>
 #include <cmath>
 #include <cstring>
 

@@ -3,12 +3,26 @@
 #include <dlfcn.h>
 #endif
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdlib>
+#include <mutex>
+#include <system_error>
 
 #include "interface.h"
-#include "pool.h"
+#include "system.h"
 
 namespace prefold {
+namespace {
+
+[[maybe_unused]] void sleep_for_ever() {
+  std::mutex mutex;
+  std::condition_variable never;
+  std::unique_lock<std::mutex> lock(mutex);
+  for (;;) never.wait(lock);
+}
+
+}  // namespace
 
 // Makes OpenMP's threads, which some of PyTorch's operations run on, sleep soon after their work is done.
 //

@@ -28,79 +28,43 @@ constexpr int key_block(int vectors) {
 // Dimensions of a register block of the result: a power of two, so that it divides the padded dimensions.
 constexpr int dim_block(int vectors) { return power_of_two(std::min(kAccumulators / vectors, kLanes)); }
 
-// One tile of queries and some heads that share a KV head. Lane i of its V vectors is query i % stride of head
-// i / stride: where a tile has sixteen queries a vector is a head, where it has fewer a vector holds several.
+// One tile of queries and some heads that share a KV head, with their sums over keys that were read. Lane i of its V
+// vectors is query i % stride of head i / stride: where a tile has sixteen queries a vector is a head, where it has fewer
+// a vector holds several. It does not know how keys are kept, so that formats which differ in this alone share it.
 template <class Format, int V>
-class TileKeys {
+class TileQueries {
   template <class, int>
-  friend class TileKeys;
+  friend class TileQueries;
   using Element = typename Format::Element;
-  using Kept = typename Format::Kept;
   using Stored = typename Format::Stored;
   using Lane = typename Format::Lane;
   using Vector = Vec<Lane>;
   static constexpr int kWidth = Format::kWidth;
 
  public:
-  TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
-      : call_(call), packed_(packed), tile_(tile), steps_(static_cast<int>(packed.dim / kWidth)) {
+  TileQueries(const TileCall& call, int64_t dim, const Tile& tile)
+      : call_(call), tile_(tile), dim_(dim), steps_(static_cast<int>(dim / kWidth)) {
     for (int h = 0; h < tile.heads; ++h) heads_ |= uint64_t{1} << (h * tile.stride);
-  }
-
-  void run() {
-    load_queries();
-    clear_sums();
-    ChunkReader reader(call_, tile_.number);
-    Chunk chunk;
-    const TileScope scope(in_tiles_);
-    for (bool first = true; reader.next(chunk); first = false) {
-      find_pairs(chunk);
-      score(chunk.count);
-      soften(chunk);
-      if (packed_.any_unsafe && has_unsafe(chunk)) {
-        add_values_by_choice(chunk, first);
-      } else {
-        add_values(chunk.count, first);
-      }
-    }
   }
 
   // Starts from nothing.
   void begin() {
     load_queries();
     clear_sums();
-    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = zeros();
+    for (int i = 0; i < dim_ * V; ++i) out_[i] = zeros();
   }
 
   // Starts from the sums of one query of a tile. This tile is of this query alone.
   template <int W>
-  void begin(const TileKeys<Format, W>& tile, int query) {
+  void begin(const TileQueries<Format, W>& tile, int query) {
     begin();
     for (int h = 0; h < tile_.heads; ++h) {
       const int lane = h * tile.tile_.stride + query;
       lane_of(max_[0], h) = lane_of(tile.max_[lane / kLanes], lane % kLanes);
       lane_of(sum_[0], h) = lane_of(tile.sum_[lane / kLanes], lane % kLanes);
-      for (int64_t d = 0; d < packed_.dim; ++d) {
+      for (int64_t d = 0; d < dim_; ++d) {
         lane_of(out_[d], h) = lane_of(tile.out_[d * W + lane / kLanes], lane % kLanes);
       }
-    }
-  }
-
-  // Adds keys that have places. A lane's numbers and their portions do not depend on the other lanes.
-  template <class R>
-  void go_on(PlacedReader<R> reader) {
-    PlacedChunk chunk;
-    const TileScope scope(in_tiles_);
-    while (reader.next(chunk)) {
-      const bool unsafe = find_places(chunk);
-      int pairs = chunk.count;
-      if (in_tiles_) {  // which take eight pairs at a time: what further ones give is not read
-        for (; pairs % 8; ++pairs) key_at_[pairs] = key_at_[chunk.count - 1];
-      }
-      score(pairs);
-      soften(chunk);
-      add_values(chunk.count, false, true);
-      if (unsafe) add_not_finite(chunk);
     }
   }
 
@@ -132,7 +96,7 @@ class TileKeys {
   // The sums as they are, each lane's dimensions side by side.
   TileSums turn_out() {
     for (int g = 0; g < V; ++g) {
-      for (int d = 0; d < packed_.dim; d += kLanes) {
+      for (int d = 0; d < dim_; d += kLanes) {
         Floats block[kLanes];
         for (int i = 0; i < kLanes; ++i) block[i] = out_[(d + i) * V + g];
         transpose(block);
@@ -142,7 +106,7 @@ class TileKeys {
     return {reinterpret_cast<const float*>(max_), reinterpret_cast<const float*>(sum_), out_, V};
   }
 
- private:
+ protected:
   static float& lane_of(Floats& x, int lane) { return reinterpret_cast<float*>(&x)[lane]; }
   static float lane_of(const Floats& x, int lane) { return reinterpret_cast<const float*>(&x)[lane]; }
 
@@ -182,77 +146,6 @@ class TileKeys {
 
   // A mask of queries as a mask of the lanes, sixteen bits a vector.
   uint64_t lanes(uint32_t queries) const { return (queries & ((1u << tile_.stride) - 1)) * heads_; }
-
-  void find_pairs(const Chunk& chunk) {
-    const auto* keys = packed_.key_pairs(tile_.kv_head);
-    const auto* values = packed_.value_pairs(tile_.kv_head);
-    for (int j = 0; j < chunk.count; ++j) {
-      key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
-      value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
-    }
-  }
-
-  // The pairs of a chunk whose keys have places: where two neighbours lie, or copied together. Returns whether a value
-  // that not all queries see is not finite; such values become zeros in the copy.
-  bool find_places(const PlacedChunk& chunk) {
-    bool unsafe = false;
-    for (int j = 0; j < chunk.count; ++j) {
-      const int32_t a = chunk.key[2 * j], b = chunk.key[2 * j + 1];
-      const bool together = a < 0 ? b >= 0 && b & 1 : !(a & 1) && (b < 0 || b == a + 1);
-      const bool quiet = packed_.any_unsafe && chunk.mask[j] != 0xffffffff && (is_unsafe(a) || is_unsafe(b));
-      unsafe |= quiet;
-      if (together && !quiet) {
-        const int64_t at = (a < 0 ? b : a) / 2 * packed_.pair_size;
-        key_at_[j] = chunk_keys_.at(j, packed_.key_pairs(tile_.kv_head) + at, packed_.pair_size);
-        value_at_[j] = chunk_values_.at(j, packed_.value_pairs(tile_.kv_head) + at, packed_.pair_size);
-        continue;
-      }
-      Kept *key = copied_keys_ + j * packed_.pair_size, *value = copied_values_ + j * packed_.pair_size;
-      for (int half = 0; half < 2; ++half) copy(chunk.key[2 * j + half], key, value, half, quiet);
-      key_at_[j] = chunk_keys_.at(j, key, packed_.pair_size);
-      value_at_[j] = chunk_values_.at(j, value, packed_.pair_size);
-    }
-    return unsafe;
-  }
-
-  bool is_unsafe(int32_t key) const { return key >= 0 && packed_.is_unsafe(tile_.kv_head, key / 2); }
-
-  // Copies a key and its value, or zeros, into one half of a pair. quiet: zeros in place of what is not finite
-  void copy(int32_t from, Kept* key, Kept* value, int half, bool quiet) const {
-    const int64_t size = packed_.pair_size / 2;
-    if (from < 0) {
-      memset(static_cast<void*>(key + half * size), 0, size * sizeof(Kept));
-    } else {
-      memcpy(static_cast<void*>(key + half * size),
-             packed_.key_pairs(tile_.kv_head) + from / 2 * packed_.pair_size + (from & 1) * size, size * sizeof(Kept));
-    }
-    const Kept* source = packed_.value_pairs(tile_.kv_head) + from / 2 * packed_.pair_size;
-    for (int64_t d = 0; d < packed_.dim; d += kLanes) {
-      Floats x = from < 0 ? zeros() : Format::load_half(source + d, packed_.dim, from & 1);
-      if (quiet) x = finite_or_zero(x);
-      Format::store_half(value + d, packed_.dim, x, half);
-    }
-  }
-
-  // What values that `find_places` took for zeros give the lanes that see them: an infinity or NaN.
-  void add_not_finite(const PlacedChunk& chunk) {
-    for (int key = 0; key < 2 * chunk.count; ++key) {
-      const int j = key / 2, half = key & 1;
-      if (!is_unsafe(chunk.key[key]) || chunk.mask[j] == 0xffffffff) continue;
-      const uint64_t mask = lanes(chunk.mask[j] >> (16 * half));
-      const Kept* source = packed_.value_pairs(tile_.kv_head) + chunk.key[key] / 2 * packed_.pair_size;
-      for (int64_t d = 0; d < packed_.dim; ++d) {
-        const Floats at = Format::load_half(source + d / kLanes * kLanes, packed_.dim, chunk.key[key] & 1);
-        const float v = lane_of(at, d % kLanes);
-        if (lane_of(finite_or_zero(at), d % kLanes) == v) continue;
-        for (int g = 0; g < V; ++g) {
-          const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
-          Floats& o = out_[d * V + g];
-          o = choose(mask >> (16 * g), o + p * Floats(v), o);
-        }
-      }
-    }
-  }
 
   // scores_[key][head] = q . k
   void score(int pairs) {
@@ -357,7 +250,7 @@ class TileKeys {
     Words copies[kTile * kMaxDim / 2 / kLanes];  // of keys that do not lie one after the other
     const Stored* keys = key_at_[pair];
     for (int i = 1; i < kTile / 2; ++i) {
-      if (key_at_[pair + i] == keys + i * packed_.pair_size) continue;
+      if (key_at_[pair + i] == keys + i * 2 * steps_) continue;
       auto* to = reinterpret_cast<Stored*>(copies);
       for (int j = 0; j < kTile / 2; ++j) memcpy(to + j * 2 * steps_, key_at_[pair + j], 2 * steps_ * sizeof(Stored));
       keys = to;
@@ -381,8 +274,8 @@ class TileKeys {
     for (int j = pairs; j < whole; ++j) {
       for (int g = 0; g < V; ++g) *probabilities(j, g) = zeros();
     }
-    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
-    for (int d = 0; d < packed_.dim; d += kTile) {
+    for (int i = 0; i < dim_ * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
+    for (int d = 0; d < dim_; d += kTile) {
       Words values[kChunkPairs];  // [pairs / 16][dimension][pair]
       for (int j = 0; j < whole; ++j) values[j] = Words(0);
       for (int j = 0; j < pairs; ++j) memcpy(values + j, value_at_[j] + d, sizeof(Words));
@@ -408,7 +301,7 @@ class TileKeys {
       if (in_tiles_ && (placed || pairs > kTile / 2)) return add_value_tiles(pairs, first);
     }
 #endif
-    for (int d = 0; d < packed_.dim; d += dim_block(V)) {
+    for (int d = 0; d < dim_; d += dim_block(V)) {
       for (int part = 0; part < kParts; ++part) add_value_block<dim_block(V)>(pairs, first, d, part);
     }
   }
@@ -427,7 +320,7 @@ class TileKeys {
     for (int j = 0; j < pairs; ++j) {
       const Stored* v = value_at_[j] + d;
 #pragma GCC unroll 2
-      for (int half = 0; half < 2 / kWidth; ++half, v += packed_.dim) {
+      for (int half = 0; half < 2 / kWidth; ++half, v += dim_) {
         Part<Lane> p[V];
 #pragma GCC unroll 4
         for (int g = 0; g < V; ++g) p[g] = ((const Part<Lane>*)probabilities(j, half * V + g))[part];
@@ -445,23 +338,16 @@ class TileKeys {
     }
   }
 
-  bool has_unsafe(const Chunk& chunk) const {
-    for (int j = chunk.unmasked; j < chunk.count; ++j) {
-      if (packed_.is_unsafe(tile_.kv_head, chunk.pair[j])) return true;
-    }
-    return false;
-  }
-
   // The same where a value that not all queries see is infinite or NaN: zero times that is NaN, so each
   // product is chosen by the key's mask. Slow, and rare.
   void add_values_by_choice(const Chunk& chunk, bool first) {
-    for (int i = 0; i < packed_.dim * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
+    for (int i = 0; i < dim_ * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
     for (int j = 0; j < chunk.count; ++j) {
       const uint32_t mask = j < chunk.unmasked ? 0xffffffff : chunk.mask[j];
       for (int half = 0; half < 2; ++half) {
         const uint64_t half_mask = lanes(mask >> (16 * half));
-        for (int64_t d = 0; d < packed_.dim; ++d) {
-          const float v = Format::value(value_at_[j], packed_.dim, d, half);
+        for (int64_t d = 0; d < dim_; ++d) {
+          const float v = Format::value(value_at_[j], dim_, d, half);
           for (int g = 0; g < V; ++g) {
             const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
             Floats& o = out_[d * V + g];
@@ -473,18 +359,150 @@ class TileKeys {
   }
 
   const TileCall& call_;
-  const Packed<Format>& packed_;
   const Tile& tile_;
+  const int64_t dim_;  // padded
   const int steps_;
   const bool in_tiles_ = kWidth == 2 && steps_ % kLanes == 0 && may_use_tiles();
   uint64_t heads_ = 0;  // bit 0 of every head's lanes
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
-  ChunkPairs<Format, kChunkPairs, kMaxDim> chunk_keys_, chunk_values_;
-  alignas(64) Kept copied_keys_[kChunkPairs * 2 * kMaxDim / kWidth], copied_values_[kChunkPairs * 2 * kMaxDim / kWidth];
   Floats max_[V], sum_[V], rescale_[V];
   Vector queries_at_[kMaxDim / kWidth * V];
   Floats scores_[2 * kChunkPairs * V];
   Floats out_[kMaxDim * V];
+};
+
+// A tile and its keys where they are kept.
+template <class Format, int V>
+class TileKeys : public TileQueries<typename Format::Read, V> {
+  using Base = TileQueries<typename Format::Read, V>;
+  using Kept = typename Format::Kept;
+  using Base::call_, Base::tile_, Base::in_tiles_, Base::key_at_, Base::value_at_, Base::out_, Base::lanes, Base::lane_of,
+      Base::probabilities, Base::load_queries, Base::clear_sums, Base::score, Base::soften, Base::add_values,
+      Base::add_values_by_choice;
+
+ public:
+  TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
+      : Base(call, packed.dim, tile), packed_(packed) {}
+
+  void run() {
+    load_queries();
+    clear_sums();
+    ChunkReader reader(call_, tile_.number);
+    Chunk chunk;
+    const TileScope scope(in_tiles_);
+    for (bool first = true; reader.next(chunk); first = false) {
+      find_pairs(chunk);
+      score(chunk.count);
+      soften(chunk);
+      if (packed_.any_unsafe && has_unsafe(chunk)) {
+        add_values_by_choice(chunk, first);
+      } else {
+        add_values(chunk.count, first);
+      }
+    }
+  }
+
+  // Adds keys that have places. A lane's numbers and their portions do not depend on the other lanes.
+  template <class R>
+  void go_on(PlacedReader<R> reader) {
+    PlacedChunk chunk;
+    const TileScope scope(in_tiles_);
+    while (reader.next(chunk)) {
+      const bool unsafe = find_places(chunk);
+      int pairs = chunk.count;
+      if (in_tiles_) {  // which take eight pairs at a time: what further ones give is not read
+        for (; pairs % 8; ++pairs) key_at_[pairs] = key_at_[chunk.count - 1];
+      }
+      score(pairs);
+      soften(chunk);
+      add_values(chunk.count, false, true);
+      if (unsafe) add_not_finite(chunk);
+    }
+  }
+
+ private:
+  void find_pairs(const Chunk& chunk) {
+    const auto* keys = packed_.key_pairs(tile_.kv_head);
+    const auto* values = packed_.value_pairs(tile_.kv_head);
+    for (int j = 0; j < chunk.count; ++j) {
+      key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
+      value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
+    }
+  }
+
+  // The pairs of a chunk whose keys have places: where two neighbours lie, or copied together. Returns whether a value
+  // that not all queries see is not finite; such values become zeros in the copy.
+  bool find_places(const PlacedChunk& chunk) {
+    bool unsafe = false;
+    for (int j = 0; j < chunk.count; ++j) {
+      const int32_t a = chunk.key[2 * j], b = chunk.key[2 * j + 1];
+      const bool together = a < 0 ? b >= 0 && b & 1 : !(a & 1) && (b < 0 || b == a + 1);
+      const bool quiet = packed_.any_unsafe && chunk.mask[j] != 0xffffffff && (is_unsafe(a) || is_unsafe(b));
+      unsafe |= quiet;
+      if (together && !quiet) {
+        const int64_t at = (a < 0 ? b : a) / 2 * packed_.pair_size;
+        key_at_[j] = chunk_keys_.at(j, packed_.key_pairs(tile_.kv_head) + at, packed_.pair_size);
+        value_at_[j] = chunk_values_.at(j, packed_.value_pairs(tile_.kv_head) + at, packed_.pair_size);
+        continue;
+      }
+      Kept *key = copied_keys_ + j * packed_.pair_size, *value = copied_values_ + j * packed_.pair_size;
+      for (int half = 0; half < 2; ++half) copy(chunk.key[2 * j + half], key, value, half, quiet);
+      key_at_[j] = chunk_keys_.at(j, key, packed_.pair_size);
+      value_at_[j] = chunk_values_.at(j, value, packed_.pair_size);
+    }
+    return unsafe;
+  }
+
+  bool is_unsafe(int32_t key) const { return key >= 0 && packed_.is_unsafe(tile_.kv_head, key / 2); }
+
+  // Copies a key and its value, or zeros, into one half of a pair. quiet: zeros in place of what is not finite
+  void copy(int32_t from, Kept* key, Kept* value, int half, bool quiet) const {
+    const int64_t size = packed_.pair_size / 2;
+    if (from < 0) {
+      memset(static_cast<void*>(key + half * size), 0, size * sizeof(Kept));
+    } else {
+      memcpy(static_cast<void*>(key + half * size),
+             packed_.key_pairs(tile_.kv_head) + from / 2 * packed_.pair_size + (from & 1) * size, size * sizeof(Kept));
+    }
+    const Kept* source = packed_.value_pairs(tile_.kv_head) + from / 2 * packed_.pair_size;
+    for (int64_t d = 0; d < packed_.dim; d += kLanes) {
+      Floats x = from < 0 ? zeros() : Format::load_half(source + d, packed_.dim, from & 1);
+      if (quiet) x = finite_or_zero(x);
+      Format::store_half(value + d, packed_.dim, x, half);
+    }
+  }
+
+  // What values that `find_places` took for zeros give the lanes that see them: an infinity or NaN.
+  void add_not_finite(const PlacedChunk& chunk) {
+    for (int key = 0; key < 2 * chunk.count; ++key) {
+      const int j = key / 2, half = key & 1;
+      if (!is_unsafe(chunk.key[key]) || chunk.mask[j] == 0xffffffff) continue;
+      const uint64_t mask = lanes(chunk.mask[j] >> (16 * half));
+      const Kept* source = packed_.value_pairs(tile_.kv_head) + chunk.key[key] / 2 * packed_.pair_size;
+      for (int64_t d = 0; d < packed_.dim; ++d) {
+        const Floats at = Format::load_half(source + d / kLanes * kLanes, packed_.dim, chunk.key[key] & 1);
+        const float v = lane_of(at, d % kLanes);
+        if (lane_of(finite_or_zero(at), d % kLanes) == v) continue;
+        for (int g = 0; g < V; ++g) {
+          const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
+          Floats& o = out_[d * V + g];
+          o = choose(mask >> (16 * g), o + p * Floats(v), o);
+        }
+      }
+    }
+  }
+
+  bool has_unsafe(const Chunk& chunk) const {
+    for (int j = chunk.unmasked; j < chunk.count; ++j) {
+      if (packed_.is_unsafe(tile_.kv_head, chunk.pair[j])) return true;
+    }
+    return false;
+  }
+
+  const Packed<Format>& packed_;
+  ChunkPairs<Format, kChunkPairs, kMaxDim> chunk_keys_, chunk_values_;
+  alignas(64) Kept copied_keys_[kChunkPairs * 2 * kMaxDim / Format::kWidth];
+  alignas(64) Kept copied_values_[kChunkPairs * 2 * kMaxDim / Format::kWidth];
 };
 
 }  // namespace prefold

@@ -44,27 +44,43 @@ constexpr int kPartLanes = kLanes / kParts;
 template <class T>
 using Part __attribute__((vector_size(kPartBytes), may_alias)) = T;
 
+// Parts are named one by one, and most functions of them capture nothing: through loops and captures by reference GCC
+// finds only late that parts are registers, and a source takes up to twice as long to compile.
 template <class T>
 struct Vec {
   Part<T> part[kParts];
 
-  // Lane by lane, from what `lane_part(p)` gives for part p.
+  // From what `lane_part(p)` gives for part p.
   template <class F>
   static PREFOLD_INLINE Vec make(const F& lane_part) {
     Vec x;
-#pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) x.part[p] = lane_part(p);
+    x.part[0] = lane_part(0);
+    if constexpr (kParts > 1) x.part[1] = lane_part(1);
+    if constexpr (kParts > 2) x.part[2] = lane_part(2), x.part[3] = lane_part(3);
+    return x;
+  }
+
+  // From what `f` gives for the parts of other vectors at the same place.
+  template <class F, class... V>
+  static PREFOLD_INLINE Vec map(const F& f, const V&... from) {
+    Vec x;
+    x.part[0] = f(from.part[0]...);
+    if constexpr (kParts > 1) x.part[1] = f(from.part[1]...);
+    if constexpr (kParts > 2) x.part[2] = f(from.part[2]...), x.part[3] = f(from.part[3]...);
     return x;
   }
 
   PREFOLD_INLINE Vec() = default;
   PREFOLD_INLINE Vec(T x) {
-    *this = make([&](int) { return Part<T>{} + x; });
+    const Part<T> all = Part<T>{} + x;
+    part[0] = all;
+    if constexpr (kParts > 1) part[1] = all;
+    if constexpr (kParts > 2) part[2] = all, part[3] = all;
   }
 
-#define PREFOLD_OPERATOR(op)                                              \
-  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {     \
-    return make([&](int p) { return (Part<T>)(a.part[p] op b.part[p]); }); \
+#define PREFOLD_OPERATOR(op)                                                         \
+  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {                \
+    return map([](Part<T> x, Part<T> y) { return (Part<T>)(x op y); }, a, b);        \
   }
   PREFOLD_OPERATOR(+)
   PREFOLD_OPERATOR(-)
@@ -89,7 +105,7 @@ struct Bf16 {
 // The same bits as another type.
 template <class To, class From>
 PREFOLD_INLINE Vec<To> as(const Vec<From>& x) {
-  return Vec<To>::make([&](int p) { return (Part<To>)x.part[p]; });
+  return Vec<To>::map([](Part<From> part) { return (Part<To>)part; }, x);
 }
 
 PREFOLD_INLINE Floats zeros() { return Floats(0.0f); }
@@ -97,7 +113,7 @@ PREFOLD_INLINE Floats zeros() { return Floats(0.0f); }
 // Sixteen numbers of memory, and back: part by part, since GCC copies what is larger than a register through the stack.
 template <class T>
 PREFOLD_INLINE Vec<T> load_bits(const void* p) {
-  return Vec<T>::make([&](int i) {
+  return Vec<T>::make([=](int i) {
     Part<T> x;
     memcpy(&x, static_cast<const char*>(p) + i * sizeof x, sizeof x);
     return x;
@@ -106,8 +122,11 @@ PREFOLD_INLINE Vec<T> load_bits(const void* p) {
 
 template <class T>
 PREFOLD_INLINE void store_bits(void* p, const Vec<T>& x) {
-#pragma GCC unroll 4
-  for (int i = 0; i < kParts; ++i) memcpy(static_cast<char*>(p) + i * sizeof x.part[i], &x.part[i], sizeof x.part[i]);
+  constexpr size_t kSize = sizeof(Part<T>);
+  char* to = static_cast<char*>(p);
+  memcpy(to, &x.part[0], kSize);
+  if constexpr (kParts > 1) memcpy(to + kSize, &x.part[1], kSize);
+  if constexpr (kParts > 2) memcpy(to + 2 * kSize, &x.part[2], kSize), memcpy(to + 3 * kSize, &x.part[3], kSize);
 }
 
 PREFOLD_INLINE Floats load(const float* p) { return load_bits<float>(p); }
@@ -116,17 +135,32 @@ PREFOLD_INLINE void store(float* p, const Floats& x) { store_bits(p, x); }
 // a * b + c, rounded once if the processor can. With the operators, the compiler chooses in each place which product of
 // a sum is not rounded, so that the same sum may have other bits elsewhere.
 PREFOLD_INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
-  return Floats::make([&](int p) {
+  return Floats::map([](Part<float> a, Part<float> b, Part<float> c) {
 #if defined(__AVX512F__)
-    return (Part<float>)_mm512_fmadd_ps((__m512)a.part[p], (__m512)b.part[p], (__m512)c.part[p]);
+    return (Part<float>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
-    return (Part<float>)_mm256_fmadd_ps((__m256)a.part[p], (__m256)b.part[p], (__m256)c.part[p]);
+    return (Part<float>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
-    return (Part<float>)vfmaq_f32((float32x4_t)c.part[p], (float32x4_t)a.part[p], (float32x4_t)b.part[p]);
+    return (Part<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    return (Part<float>)(a.part[p] * b.part[p] + c.part[p]);
+    return (Part<float>)(a * b + c);
 #endif
-  });
+  }, a, b, c);
+}
+
+// c - a * b, rounded as `fused` does.
+PREFOLD_INLINE Floats fused_less(const Floats& a, const Floats& b, const Floats& c) {
+  return Floats::map([](Part<float> a, Part<float> b, Part<float> c) {
+#if defined(__AVX512F__)
+    return (Part<float>)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Part<float>)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Part<float>)vfmsq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return (Part<float>)(c - a * b);
+#endif
+  }, a, b, c);
 }
 
 typedef uint16_t HalfPart __attribute__((vector_size(kPartBytes / 2)));
@@ -140,7 +174,7 @@ PREFOLD_INLINE Part<float> widen(HalfPart x) {
 }
 
 PREFOLD_INLINE Floats load(const Bf16* p) {
-  return Floats::make([&](int i) {
+  return Floats::make([=](int i) {
     HalfPart x;
     memcpy(&x, p + i * kPartLanes, sizeof x);
     return widen(x);
@@ -159,10 +193,13 @@ PREFOLD_INLINE HalfPart narrow(Part<float> x) {
 }
 
 PREFOLD_INLINE void store(Bf16* p, const Floats& x) {
-  for (int i = 0; i < kParts; ++i) {
-    const HalfPart h = narrow(x.part[i]);
+  const auto store_part = [=](int i, Part<float> part) {
+    const HalfPart h = narrow(part);
     memcpy(p + i * kPartLanes, &h, sizeof h);
-  }
+  };
+  store_part(0, x.part[0]);
+  if constexpr (kParts > 1) store_part(1, x.part[1]);
+  if constexpr (kParts > 2) store_part(2, x.part[2]), store_part(3, x.part[3]);
 }
 
 PREFOLD_INLINE float number_at(const float* p) { return *p; }
@@ -178,7 +215,7 @@ PREFOLD_INLINE float number_at(const Bf16* p) {
 template <class E>
 PREFOLD_INLINE Floats rounded_to(const Floats& x) {
   if constexpr (std::is_same_v<E, float>) return x;
-  return Floats::make([&](int p) { return widen(narrow(x.part[p])); });
+  return Floats::map([](Part<float> part) { return widen(narrow(part)); }, x);
 }
 
 // The first `count` of up to sixteen numbers, and zeros.
@@ -199,8 +236,9 @@ PREFOLD_INLINE void store_some(E* p, const Floats& x, int64_t count) {
 }
 
 PREFOLD_INLINE Part<int32_t> lane_numbers(int part) {
+  constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Part<int32_t> x;
-  for (int i = 0; i < kPartLanes; ++i) x[i] = part * kPartLanes + i;
+  memcpy(&x, kNumbers + part * kPartLanes, sizeof x);
   return x;
 }
 
@@ -222,13 +260,13 @@ PREFOLD_INLINE Floats choose(uint32_t bits, const Floats& a, const Floats& b) {
 
 // b where a is NaN.
 PREFOLD_INLINE Floats larger(const Floats& a, const Floats& b) {
-  return Floats::make([&](int p) {
+  return Floats::map([](Part<float> a, Part<float> b) {
 #ifdef __AVX512F__
-    return (Part<float>)_mm512_max_ps((__m512)a.part[p], (__m512)b.part[p]);
+    return (Part<float>)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return a.part[p] > b.part[p] ? a.part[p] : b.part[p];
+    return a > b ? a : b;
 #endif
-  });
+  }, a, b);
 }
 
 PREFOLD_INLINE float sum_of(const Floats& x) {
@@ -277,8 +315,7 @@ PREFOLD_INLINE Part<float> exp2_fraction(Part<float> f) {
 // too small becomes zero (AVX-512) or 2^-126.
 template <bool kExact>
 PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
-  return Floats::make([&](int i) {
-    Part<float> x = whole_and_fraction.part[i];
+  return Floats::map([](Part<float> x) {
 #ifdef __AVX512DQ__
     const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
     return (Part<float>)_mm512_scalef_ps((__m512)exp2_fraction<kExact>(f), (__m512)x);  // times 2^floor(x)
@@ -293,7 +330,7 @@ PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
     const Part<float> f = x - __builtin_convertvector(whole, Part<float>);
     return is_over ? infinity : exp2_fraction<kExact>(f) * (Part<float>)((whole + 127) << 23);
 #endif
-  });
+  }, whole_and_fraction);
 }
 
 // Two vectors' lanes, by number: 0.. of a, then kPartLanes.. of b.

@@ -8,50 +8,22 @@
 // one loop to the next, for as long as the gaps between loops have lately been, and sleep when the next loop does not
 // come by then. Spinning is free only while nobody else wants the core: the involuntary context switches of the
 // threads tell when somebody does, and then threads sleep after microseconds (`patience.h`).
-#pragma once
-
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <mutex>
 #include <new>
 #include <system_error>
-#include <thread>
 
+#include "parallel.h"
 #include "patience.h"
 #include "system.h"
 
 namespace prefold {
+namespace {
 
-inline void pause_briefly() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Whether `ready` came true while spinning, for so long at most.
-template <class Ready>
-bool spin(Clock::duration most, const Ready& ready) {
-  const auto until = Clock::now() + most;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (ready()) return true;
-      pause_briefly();
-    }
-  } while (Clock::now() < until);
-  return ready();
-}
-
-inline void sleep_for_ever() {
-  std::mutex mutex;
-  std::condition_variable never;
-  std::unique_lock<std::mutex> lock(mutex);
-  for (;;) never.wait(lock);
-}
+// Pieces that a thread's share of a loop is cut into, so that others can take what it has not come to.
+constexpr int64_t kPieces = 4;
 
 class Pool {
   static constexpr int kMostThreads = 1024;
@@ -71,14 +43,12 @@ class Pool {
 
   // body(participant) in the calling thread, as participant 0, and in up to `threads - 1` others that come before it
   // is done. One call of body must be enough to do all the work. Where another thread is in `run`, it is.
-  template <class Body>
-  void run(int threads, const Body& body) {
+  void run(int threads, const Body<int>& body) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-    if (!turn || threads < 2) return body(0);
+    if (!turn) return body(0);
     grow(threads < kMostThreads ? threads : kMostThreads);
     const auto started = Clock::now();
     patience_.begin(started);
-    invoke_ = [](const void* given, int participant) { (*static_cast<const Body*>(given))(participant); };
     body_ = &body;
     participants_ = threads;
     gate_.store(((gate_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | kOpen);
@@ -146,7 +116,7 @@ class Pool {
       while (open(gate) && number(gate) != seen && !entered) entered = gate_.compare_exchange_weak(gate, gate + 1);
       if (!entered) continue;
       seen = number(gate);
-      if (participant < participants_) invoke_(body_, participant);
+      if (participant < participants_) (*body_)(participant);
       const uint64_t after = gate_.fetch_sub(1) - 1;
       if (!open(after) && working(after) == 0 && caller_sleeps_.load()) {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -157,8 +127,7 @@ class Pool {
 
   std::mutex turn_;  // of those who call `run`
   int threads_ = 0;
-  void (*invoke_)(const void*, int) = nullptr;
-  const void* body_ = nullptr;
+  const Body<int>* body_ = nullptr;
   int participants_ = 0;
   alignas(64) std::atomic<uint64_t> gate_{0};
   alignas(64) std::atomic<int> sleeping_{0};
@@ -167,5 +136,58 @@ class Pool {
   std::mutex mutex_;  // of those who sleep
   std::condition_variable wake_, done_;
 };
+
+}  // namespace
+
+void together(int threads, const Body<int>& body) { threads < 2 ? body(0) : Pool::of_process().run(threads, body); }
+
+void parallel_tasks(int64_t n, int threads, const Body<int64_t>& body) {
+  std::atomic<int64_t> next{0};
+  together(static_cast<int>(std::min<int64_t>(threads, n)), [&](int) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i);
+  });
+}
+
+void parallel_shares(int64_t n, int threads, const Body<int64_t>& body, const Around& around) {
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t stop;
+  };
+  constexpr int kMaxShares = 128;
+  const int workers = static_cast<int>(std::min<int64_t>({threads, n, kMaxShares}));
+  if (workers <= 1) {
+    return around([&] {
+      for (int64_t i = 0; i < n; ++i) body(i);
+    });
+  }
+  Share shares[kMaxShares];
+  for (int w = 0; w < workers; ++w) {
+    shares[w].next.store(n * w / workers, std::memory_order_relaxed);
+    shares[w].stop = n * (w + 1) / workers;
+  }
+  together(workers, [&](int participant) {
+    around([&] {
+      for (int other = 0; other < workers; ++other) {
+        Share& share = shares[(participant + other) % workers];
+        for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.stop;) body(i);
+      }
+    });
+  });
+}
+
+void parallel_shares(int64_t n, int threads, const Body<int64_t>& body) {
+  parallel_shares(n, threads, body, [](const Body<>& run) { run(); });
+}
+
+void parallel_ranges(int64_t n, int64_t size, int threads, const Body<int64_t, int64_t>& body) {
+  const int64_t workers = std::min<int64_t>({threads, n, 1 + n * size / kNumbersPerThread});
+  if (workers <= 1) {
+    if (n > 0) body(int64_t{0}, n);
+    return;
+  }
+  const int64_t pieces = std::min<int64_t>(n, workers * kPieces);
+  parallel_shares(pieces, static_cast<int>(workers),
+                  [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
+}
 
 }  // namespace prefold
