@@ -13,10 +13,9 @@ try:
 except ImportError:
     raise MissingExtraError("torch", "train", "training") from None
 
-from ..worker.torch.load import load_model
 from .batch import Examples, TrainBatch, accumulate, micro_batches
+from .files import load_model, save_model
 from .losses import dpo_loss, dpo_margins, group_loss, logprobs, sft_loss
-from .save import save_model
 
 __all__ = [
     "Examples",

@@ -82,7 +82,7 @@ def assert_near(found: np.ndarray, expected: np.ndarray, dtype: str) -> None:
 
 def use(worker: NativeWorker, kind: type[NativeProgram]) -> None:
     """Let a worker run its passes by a program of another class."""
-    worker.program = kind(worker.model, list(worker.adapters.values()))
+    worker._program = kind(worker.model, list(worker.adapters.values()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class NativeWorker(Worker):
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
         self.store: NativeStore | None = None
+        self._program: NativeProgram | None = None
         self.last_run: NativeProgram | None = None  # the program that ran the last SlotStep and holds its call
         self._states: np.ndarray | None = None  # hidden states of rows in slots, once any are to be kept
         self.paths: dict[int, NativePath] = {}
@@ -93,12 +94,14 @@ class NativeWorker(Worker):
         self._lock = threading.Lock()
         give_back()  # what loading needed beside the weights
         keep_freed()
-        self._last = GivesBack()
+        self._last = GivesBack()  # goes when all above has gone
 
-    @cached_property
+    @property
     def program(self) -> NativeProgram:
         """Return the program of whole passes. It is compiled when it is first needed: a part may run others."""
-        return NativeProgram(self.model, list(self.adapters.values()))
+        if self._program is None:
+            self._program = NativeProgram(self.model, list(self.adapters.values()))
+        return self._program
 
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
