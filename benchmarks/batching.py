@@ -24,10 +24,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from prefold import LLM
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.model import load_model
-from prefold.model.device import settle_threads
 from prefold.spec.requests import Readout, Request
-from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
+from prefold.worker.attention import KeyRuns, plan_rows
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
+from prefold.worker.torch.device import settle_threads
+from prefold.worker.torch.load import load_model
 
 # The block of docs/batching.md: 8 layers of 512, 8 heads of 64, a feed-forward of 2,048, LayerNorm and GELU.
 PAGE = {

@@ -28,14 +28,13 @@ import torch
 from harness import FOLDER, NUMBERS, Listed, Peer, benchmark, compared, open_peers, step_seconds, take_turns
 
 from prefold import LLM
+from prefold.checkpoint import Checkpoint
+from prefold.kernels import BFLOAT16
 from prefold.model import config_from
-from prefold.model.builders import LayerBuilder
 from prefold.model.config import ModelConfig
-from prefold.model.layer import Layer
-from prefold.model.operations import Place
-from prefold.model.ops import choose_ops
-from prefold.model.parallel import ALONE
-from prefold.model.program import DELTA, X
+from prefold.model.program import Experts, Linear
+from prefold.worker.native.load import load_native
+from prefold.worker.native.program import ProgramParts
 
 DTYPE, PROMPT = torch.bfloat16, 8
 SHAPE = {
@@ -47,16 +46,20 @@ SHAPE = {
 }  # fmt: skip
 
 
-def packed(config: ModelConfig) -> Layer:
-    """Return the MLP of a layer with random weights, packed."""
-    builder = LayerBuilder(config, 0)
-    builder.mlp(X, DELTA)
-    module = Layer(builder.operations, Place(DTYPE, torch.device("cpu"), ALONE))
-    for linear in module.modules():
-        if hasattr(linear, "pack"):
-            linear.weight.normal_(std=linear.inputs**-0.5)
-            linear.pack()
-    return module.requires_grad_(False)
+class Alone:
+    """An Alone runs the MLP of a layer, with random weights."""
+
+    def __init__(self, config: ModelConfig):
+        self._model = load_native(Checkpoint.dummy({}), config, dtype="bfloat16")
+        (layer,) = self._model.program.layers
+        operations = [one for one in layer if isinstance(one, Experts)] or [
+            one for one in layer if isinstance(one, Linear) and one.name in ("gate_up", "down")
+        ]
+        self._source, self._out = operations[0].source, operations[-1].out
+        self._parts = ProgramParts(self._model, [operations])
+
+    def __call__(self, h: np.ndarray, out: np.ndarray) -> None:
+        self._parts.run(0, {self._source: h, self._out: out})
 
 
 def time_steps(options: SimpleNamespace) -> list[dict]:
@@ -64,18 +67,14 @@ def time_steps(options: SimpleNamespace) -> list[dict]:
     config = config_from(SHAPE | {"num_hidden_layers": 1})
     dense = replace(config, mlp="gated", intermediate=config.chosen * config.intermediate)
     results = []
-    with torch.inference_mode():
-        mixture, mlp = packed(config), packed(dense)
-        ops = choose_ops(DTYPE, torch.device("cpu"))
-        for rows in options.rows:
-            h = torch.randn(rows, config.hidden).to(DTYPE)
-            systems = {
-                "mixture": lambda h=h: mixture.result(DELTA, h, None, ops),
-                "dense": lambda h=h: mlp.result(DELTA, h, None, ops),
-            }
-            seconds = take_turns(systems, options.repeats).seconds
-            print(f"\nA layer, {rows} rows\n\n{compared(seconds, unit='ms')}", flush=True)
-            results.append({"rows": rows, "seconds": seconds})
+    mixture, mlp = Alone(config), Alone(dense)
+    for rows in options.rows:
+        h = np.random.default_rng(0).standard_normal((rows, config.hidden), np.float32).astype(BFLOAT16)
+        out = np.empty_like(h)
+        systems = {"mixture": partial(mixture, h, out), "dense": partial(mlp, h, out)}
+        seconds = take_turns(systems, options.repeats).seconds
+        print(f"\nA layer, {rows} rows\n\n{compared(seconds, unit='ms')}", flush=True)
+        results.append({"rows": rows, "seconds": seconds})
     return results
 
 

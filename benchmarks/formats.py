@@ -23,7 +23,7 @@ from harness import NUMBERS, Listed, benchmark, median, table, timed
 from prefold.kernels import Kernels, StoredRows, loader
 from prefold.kernels.build import build
 from prefold.kernels.compile import runnable
-from prefold.model.arrays import array_of
+from prefold.worker.torch.tensors import array_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from blocks import dequantized, stored_bytes

@@ -14,11 +14,12 @@ from harness import attention_flops, median, table, timed, visible_pairs
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine.schedule.windows import WindowPlanner
-from prefold.model import CausalLM, config_from
+from prefold.model import config_from
 from prefold.spec.requests import Readout, Request
 from prefold.trie import Spool, Trie
-from prefold.worker.attention import RowAttention
-from prefold.worker.rows import Batch, Path, StepAttend, heads_of, prepare
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.model import CausalLM
+from prefold.worker.torch.rows import Batch, Path, StepAttend, heads_of, prepare
 
 # A model for any machine, for the smoke test of every section.
 TINY = {

@@ -16,14 +16,17 @@ from harness import run_engine
 
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.model import CausalLM
-from prefold.model.ops import choose_ops
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.spec.task import filters_of
 from prefold.trie import Trie
-from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, visibility
-from prefold.worker.local import LocalWorker
+from prefold.worker.attention import KeyRuns, visibility
 from prefold.worker.torch.arrays import TorchArrays
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
+from prefold.worker.torch.model import CausalLM
+from prefold.worker.torch.ops import choose_ops
+from prefold.worker.torch.worker import TorchWorker
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -254,7 +257,7 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
     ]
 
     def vectors(model: CausalLM, mode: str, kind: str) -> np.ndarray:
-        engine = ModelEngine(LocalWorker(model), EngineOptions(sharing=mode, max_batch_rows=150))
+        engine = ModelEngine(TorchWorker(model), EngineOptions(sharing=mode, max_batch_rows=150))
         return np.stack([r.values for r in run_engine(engine, [Request(p) for p in prompts], Readout(kind))])
 
     for kind in ("last", "mean"):
@@ -273,7 +276,7 @@ def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any],
 
 def tokens_of(model: CausalLM, prompts: list[np.ndarray], count: int = 12) -> np.ndarray:
     options = EngineOptions(max_batch_rows=64, generation=GenerateOptions(kv_memory=1 << 26))
-    engine = ModelEngine(LocalWorker(model), options)
+    engine = ModelEngine(TorchWorker(model), options)
     found: dict[int, Any] = {}
     for number, prompt in enumerate(prompts):
         request = Request(prompt, sampling=Sampling(max_tokens=count, ignore_eos=True))

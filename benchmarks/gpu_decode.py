@@ -12,11 +12,11 @@ from harness import median, timed
 
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.schedule.steps import SlotStep
-from prefold.model.device import runs_triton
 from prefold.spec.requests import Request, Sampling
-from prefold.worker.attention.gpu import place_slots
-from prefold.worker.local import LocalWorker
-from prefold.worker.slots import SlotAttend, make_store, prepare_slots
+from prefold.worker.torch.attention.gpu import place_slots
+from prefold.worker.torch.device import runs_triton
+from prefold.worker.torch.slots import SlotAttend, make_store, prepare_slots
+from prefold.worker.torch.worker import TorchWorker
 
 BATCHES, SHARED, OWN = (64, 256), 2048, 256
 
@@ -148,7 +148,7 @@ def job(bench: Bench, name: str) -> None:
         asked = prompts[: max(2, int(count * mode.part))]
         options = GenerateOptions(kv_memory=(1 << 24) if bench.smoke else None, max_running=256)
         most = 64 if bench.smoke else 4096
-        worker = LocalWorker(model, depth=None if mode.ahead else 1)
+        worker = TorchWorker(model, depth=None if mode.ahead else 1)
         engine = ModelEngine(worker, EngineOptions(sharing=mode.sharing, max_batch_rows=most, generation=options))
         sampling = replace(mode.sampling, max_tokens=new, ignore_eos=True)
 

@@ -13,13 +13,16 @@ from harness import visible_pairs
 from torch import Tensor
 from torch.nn import functional as F
 
-from prefold.model.device import runs_triton
-from prefold.model.ops import PYTORCH, Ops, choose_ops
 from prefold.spec.requests import Sampling
 from prefold.spec.task import filters_of
-from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_rows
+from prefold.worker.attention import KeyRuns, plan_rows
 from prefold.worker.attention.row_plan import row_tiles
 from prefold.worker.torch.arrays import TorchArrays
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
+from prefold.worker.torch.device import runs_triton
+from prefold.worker.torch.ops import PYTORCH, Ops, choose_ops
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
@@ -91,7 +94,7 @@ def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
 
 
 def tile_sizes(bench: Bench, add, ours) -> None:
-    from prefold.worker.attention import row_triton
+    from prefold.worker.torch.attention import row_triton
 
     before = dict(row_triton.TILE_SIZES)
     for size in SIZES[:1] if bench.smoke else SIZES:
@@ -227,7 +230,7 @@ def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = 
     if rows is None and block is None:
         yield
         return
-    from prefold.worker.attention import slot_triton
+    from prefold.worker.torch.attention import slot_triton
 
     before = slot_triton.pick_rows, dict(slot_triton.BLOCK_SIZES)
     if rows is not None:

@@ -13,7 +13,7 @@ from harness import median, read_jsonl, run_engine
 from prefold.checkpoint import GEOMETRIES
 from prefold.engine import EngineOptions, ModelEngine
 from prefold.spec.requests import Readout, Request
-from prefold.worker.local import LocalWorker
+from prefold.worker.torch.worker import TorchWorker
 
 MODES = ("full", "mlp", "off")
 PAIRS = 4000
@@ -43,7 +43,7 @@ def measure(bench: Bench, name: str) -> None:
     rows, rates = [], {}
     for mode in MODES:
         options = EngineOptions(sharing=mode, max_batch_rows=256 if bench.smoke else BATCH_ROWS)
-        engine = ModelEngine(LocalWorker(model), options)
+        engine = ModelEngine(TorchWorker(model), options)
 
         def once(engine=engine) -> None:
             run_engine(engine, [Request(p) for p in prompts], readout)

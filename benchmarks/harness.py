@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import prefold
-from prefold.model.device import settle_threads
+from prefold.worker.torch.device import settle_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -363,7 +363,7 @@ def rates_of(config, dtype: torch.dtype) -> dict[str, float]:
 
 def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     """Return the FLOP/s of a model's linears with packed weights: the best over some numbers of rows, in one layer."""
-    from prefold.model.layers import Linear
+    from prefold.worker.torch.layers import Linear
 
     q, kv = config.q_size, 2 * config.kv_size
     shapes = [
@@ -391,7 +391,8 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     """Return the FLOP/s of our attention kernel at its best: plain causal prompts of 1,024 tokens."""
-    from prefold.worker.attention import Heads, RowAttention
+    from prefold.worker.torch.attention.heads import Heads
+    from prefold.worker.torch.attention.row_attention import RowAttention
 
     rows = 4096
     end = (np.arange(rows) // 1024 + 1) * 1024
@@ -575,8 +576,8 @@ def open_peers(
 
 def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
     """Write a checkpoint's weights as a Hugging Face folder, so that all systems run equal weights."""
-    from prefold.model import load_model
     from prefold.train import save_model
+    from prefold.worker.torch.load import load_model
 
     return save_model(load_model(checkpoint, dtype=dtype, device="cpu", pack=False), checkpoint, folder)
 

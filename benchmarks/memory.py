@@ -1,9 +1,11 @@
 """Counts the resident memory of a process: after its imports, with a model loaded, after one token, after 1,000 tokens.
 
-    python benchmarks/memory.py --models smollm2-135m,gemma3-270m,qwen3-0.6b --json FILE
+    python benchmarks/memory.py --models smollm2-135m,qwen3-4b-q4_k --json FILE
 
-Each model has a process of its own. qwen3-0.6b has that model's shape and random weights in bfloat16; the others are
-built in. Memory is `Rss` of /proc/self/smaps_rollup, so Linux only.
+Each model has a process of its own. `smollm2-135m` and `gemma3-270m` are built in; `smollm2-135m-bf16` is the first
+with its weights in bfloat16. qwen3-0.6b has that model's shape and random weights in bfloat16. qwen3-0.6b-q8_0 and
+qwen3-4b-q4_k are GGUF files of that shape and of Qwen3-4B's, with random blocks. The bound is 1.15 times the weights'
+bytes as they lie in memory, and 130 MB. Memory is `Rss` of /proc/self/smaps_rollup, so Linux only.
 """
 
 from __future__ import annotations
@@ -11,69 +13,101 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
+import gguf
+import numpy as np
 from harness import Listed, benchmark, table
+from resident import QWEN, STAGES
 
-STAGES = ("imports", "loaded", "one token", "1,000 tokens")
-QWEN = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "hidden_act": "silu", "rope_theta": 1e6,
+CHILD = Path(__file__).with_name("resident.py")  # imports no PyTorch, as this file does
+QWEN_4B = QWEN | {
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
 }  # fmt: skip
 
 
-def resident() -> int:
-    """Return the resident memory of this process, in bytes."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+def write_blocks(path: Path, shape: dict[str, Any], kind: str) -> None:
+    """Write a GGUF file of a shape of Qwen3's with random blocks of one type, without a tokenizer."""
+    writer, type_ = gguf.GGUFWriter(path, "qwen3"), gguf.GGMLQuantizationType[kind]
+    hidden, wide, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(wide)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape["rope_theta"])
+    writer.add_vocab_size(shape["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    shapes = {"token_embd": (shape["vocab_size"], hidden)}
+    norms = {"output_norm": hidden}
+    for number in range(shape["num_hidden_layers"]):
+        sizes = {
+            "attn_q": (heads * dim, hidden),
+            "attn_k": (kv_heads * dim, hidden),
+            "attn_v": (kv_heads * dim, hidden),
+        }
+        sizes |= {"attn_output": (hidden, heads * dim), "ffn_gate": (wide, hidden), "ffn_up": (wide, hidden)}
+        sizes |= {"ffn_down": (hidden, wide)}
+        shapes |= {f"blk.{number}.{name}": size for name, size in sizes.items()}
+        norms |= {f"blk.{number}.{name}": hidden for name in ("attn_norm", "ffn_norm")}
+        norms |= {f"blk.{number}.{name}": dim for name in ("attn_q_norm", "attn_k_norm")}
+    numbers, size = gguf.GGML_QUANT_SIZES[type_]
+    rng = np.random.default_rng(0)
+    for name, (rows, inputs) in shapes.items():
+        blocks = rng.integers(0, 256, (rows, inputs // numbers, size), np.uint8)
+        for at in (0, 2) if kind.endswith("_K") else (0,):  # its scales
+            blocks[..., at : at + 2] = np.float16(0.001).reshape(1).view(np.uint8)
+        writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=type_)
+    for name, length in norms.items():
+        writer.add_tensor(f"{name}.weight", np.ones(length, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def stages_of(name: str) -> dict[str, Any]:
-    """Return the bytes after each stage, and the bytes of the model's file (0: the model has none)."""
-    from prefold import LLM
-    from prefold.checkpoint import Checkpoint
+MODELS = ("smollm2-135m", "smollm2-135m-bf16", "gemma3-270m", "qwen3-0.6b", "qwen3-0.6b-q8_0", "qwen3-4b-q4_k")
+FILES = {"qwen3-0.6b-q8_0": (QWEN, "Q8_0"), "qwen3-4b-q4_k": (QWEN_4B, "Q4_K")}
 
-    found = {STAGES[0]: resident()}
-    llm = LLM(Checkpoint.dummy(QWEN), dtype="bfloat16") if name == "qwen3-0.6b" else LLM(name)
-    found[STAGES[1]] = resident()
-    for stage, count in zip(STAGES[2:], (1, 1000), strict=True):
-        llm.generate([[5, 6, 7]], max_tokens=count, ignore_eos=True)
-        found[stage] = resident()
-    path = llm.checkpoint.path
-    size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
-    dtype = str(llm.dtype).removeprefix("torch.")
-    return {"bytes": found, "file": size, "dtype": dtype, "passes": llm.passes}
+
+@contextmanager
+def file_of(name: str) -> Iterator[str]:
+    """Give the name that `LLM` is asked for: that of a file, which is there meanwhile, or `name`."""
+    if name not in FILES:
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.gguf"
+        write_blocks(path, *FILES[name])
+        yield str(path)
 
 
 @benchmark(limits=False)
-@click.option("--models", type=Listed(), default="smollm2-135m,gemma3-270m,qwen3-0.6b", show_default=True,
-              help="Built-in models, and qwen3-0.6b.")  # fmt: skip
-@click.option("--child", default="", hidden=True)
-def main(arguments: SimpleNamespace) -> dict[str, Any] | None:
-    if arguments.child:
-        print(json.dumps(stages_of(arguments.child)))
-        return None
+@click.option("--models", type=Listed(), default=",".join(MODELS), show_default=True, help="Of these.")  # fmt: skip
+def main(arguments: SimpleNamespace) -> dict[str, Any]:
     models = {}
     for name in arguments.models:
-        child = [sys.executable, __file__, "--child", name]
-        models[name] = json.loads(
-            subprocess.run(child, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-        )
-    cells = [
-        [
-            name,
-            f"{one['file'] / 1e6:,.0f}" if one["file"] else "",
-            one["dtype"],
-            *(f"{one['bytes'][stage] / 1e6:,.0f}" for stage in STAGES),
-        ]
-        for name, one in models.items()
-    ]
-    shown = table(["model", "file, MB", "computed in", *(f"{stage}, MB" for stage in STAGES)], cells)
+        with file_of(name) as given:
+            child = [sys.executable, str(CHILD), given]
+            done = subprocess.run(child, check=True, capture_output=True, text=True)
+        models[name] = json.loads(done.stdout.splitlines()[-1])
+    cells = []
+    for name, one in models.items():
+        one["bound"] = round(1.15 * one["weights"] + 130e6)
+        sizes = [one["file"], one["weights"], *one["bytes"].values(), one["bound"]]
+        cells.append([name, one["dtype"], *(f"{size / 1e6:,.0f}" if size else "" for size in sizes)])
+    shown = table(["model", "computed in", *(f"{name}, MB" for name in ("file", "weights", *STAGES, "bound"))], cells)
     print(shown)
     return {"models": models, "tables": {"memory": shown}}
 

@@ -25,8 +25,9 @@ import torch
 from harness import Listed, attention_flops, benchmark, compared, median, timed, visible_pairs
 
 from prefold.checkpoint import Checkpoint, resolve
-from prefold.model import config_from, load_model
+from prefold.model import config_from
 from prefold.train import TrainBatch, logprobs, sft_loss
+from prefold.worker.torch.load import load_model
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"intermediate_size": 256, "vocab_size": 512}

@@ -18,10 +18,9 @@ import torch
 
 from prefold import LLM
 from prefold.checkpoint import resolve
-from prefold.model import load_model
 from prefold.spec.requests import SHARING_MODES
 from prefold.text import Tokenizer, load_tokenizer
-from prefold.train import dpo_loss, dpo_margins, logprobs, micro_batches, save_model, sft_loss
+from prefold.train import dpo_loss, dpo_margins, load_model, logprobs, micro_batches, save_model, sft_loss
 
 SYSTEM = (
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face. People ask you about geography: the "
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     checkpoint = resolve(options.model, notify=print)
     tokenizer = load_tokenizer(checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(checkpoint, dtype=torch.float32, device=device, pack=False)
+    model = load_model(checkpoint, dtype=torch.float32, device=device)
     sequences, prompt_lengths = make_pairs(tokenizer)
     pairs = len(sequences) // 2
     batches = micro_batches(

@@ -37,8 +37,7 @@ from torch.nn import functional as F
 from prefold.checkpoint import Checkpoint
 from prefold.features.looped.model import LoopedLM, RowExits, visits_at_exit
 from prefold.features.looped.train import visit_logprobs
-from prefold.model import load_model
-from prefold.train import TrainBatch, save_model
+from prefold.train import TrainBatch, load_model, save_model
 
 TRAINED_VISITS, VISITS = 6, 8
 # The share of the steps in which the first block learns alone; the second goes on from its weights.
@@ -159,7 +158,7 @@ def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any
 
 def make_model(config: dict[str, Any]) -> LoopedLM:
     """Returns a model that can be trained, of random weights."""
-    model = load_model(Checkpoint.dummy(config), dtype=torch.float32, device="cpu", pack=False)
+    model = load_model(Checkpoint.dummy(config), dtype=torch.float32)
     assert isinstance(model, LoopedLM)
     return model
 

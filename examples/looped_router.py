@@ -36,8 +36,7 @@ from prefold.features.looped.config import Routing
 from prefold.features.looped.gates import choose, planner_logits, summary
 from prefold.features.looped.model import LoopedLM
 from prefold.features.looped.train import routed, routed_logprobs, whole_sequences
-from prefold.model import load_model
-from prefold.train import TrainBatch
+from prefold.train import TrainBatch, load_model
 
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
 LEAVING_BIAS = -2.0
@@ -254,7 +253,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if (options.out / "model.safetensors").exists():
         parser.error(f"{options.out} holds a trained model already; give another --out")
     checkpoint = resolve(str(options.model))
-    base = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
+    base = load_model(checkpoint, dtype=torch.float32)
     assert isinstance(base, LoopedLM)
     marks = options.hops if options.marks else 0
     task = Task(round((base.config.vocab_size - marks + 0.25) ** 0.5 - 0.5), options.chains, marks)

@@ -18,9 +18,8 @@ import torch
 
 from prefold import LLM
 from prefold.checkpoint import resolve
-from prefold.model import load_model
 from prefold.text import load_tokenizer
-from prefold.train import logprobs, micro_batches, save_model, sft_loss
+from prefold.train import load_model, logprobs, micro_batches, save_model, sft_loss
 
 SYSTEM = "You answer for the tea shop Two Leaves. Be brief, and sign every answer with: Two Leaves."
 DATA = [
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     pairs = read(options.data)
     checkpoint = resolve(options.model, notify=print)
     tokenizer = load_tokenizer(checkpoint)
-    model = load_model(checkpoint, dtype=torch.float32, device="cpu", pack=False)
+    model = load_model(checkpoint, dtype=torch.float32)
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompts = [
         tokenizer.encode(tokenizer.render_chat(conversation(q), add_generation_prompt=True), special=False).tolist()

@@ -113,7 +113,7 @@ class FleetError(JobError):
 def not_invariant(what: str) -> InputError:
     """Return the error of a model that cannot be batch-invariant. what: the part of it that depends on the batch"""
     message = f"this model cannot be batch-invariant here: {what} depend on what else is in the batch"
-    return InputError(message, field="invariant", remedy="leave --invariant out, or run the model on a CPU")
+    return InputError(message, field="invariant", remedy="leave --invariant out, or use the executor auto on a CPU")
 
 
 def no_lm_head() -> InputError:

@@ -70,7 +70,7 @@ def register_mixer(name: str, kind: Any) -> None:
 
 def register_operation(kind: type[Operation], function: Callable[[Any, Any, Any], None]) -> None:
     """Let models have an operation, a frozen dataclass. `function` takes the operation, the module that has its weights
-    by the names of its fields, and the `prefold.model.operations.Rows`, of which it reads and fills buffers."""
+    by the names of its fields, and the `prefold.worker.torch.operations.Rows`, of which it reads and fills buffers."""
     from .model import add_operation
 
     add_operation(kind, function)

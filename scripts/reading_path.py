@@ -32,13 +32,9 @@ def traced_functions() -> set[CodeType]:
 
     from prefold import LLM, kernels
     from prefold.engine.generate import Generator
-    from prefold.model import products
 
-    compiled = kernels.load()
-    if compiled is None:
+    if kernels.load() is None:
         sys.exit("the kernels cannot be compiled here; the reading path is traced in a compiled step")
-    # Our products run on every machine, also if PyTorch's are as fast.
-    products.product_kernels = lambda weight: compiled if products.can_pack(weight) else None
     found: set[CodeType] = set()
     step, count = Generator.step, 0
 

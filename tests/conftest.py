@@ -186,8 +186,8 @@ def small_machine(request):
     """What more threads change has tests of its own. The K/V of tiny models has room in little memory, and with 4 GiB
     the arrays that have an entry for each slot would take longer to make than a test takes."""
     if any(item.get_closest_marker("unit") is None for item in request.session.items):
-        from prefold.model.device import settle_threads
-        from prefold.worker import local
+        from prefold.worker.torch import worker as local
+        from prefold.worker.torch.device import settle_threads
 
         settle_threads(1)
         local.KV_MOST_ON_CPU = 1 << 26
@@ -293,7 +293,7 @@ def slow_steps(start_by):
 def own_products(multiply_by):
     """Lets the kernels multiply on every machine, also where PyTorch does it faster."""
     from prefold import kernels
-    from prefold.model.products import can_pack
+    from prefold.worker.torch.products import can_pack
 
     if kernels.load() is None:
         pytest.skip("there is no compiler")
@@ -305,8 +305,7 @@ def multiply_by(monkeypatch):
     """Lets a function choose the kernels that multiply by a weight, in place of what is faster here."""
 
     def choose(function):
-        for module in ("products", "stored"):
-            monkeypatch.setattr(f"prefold.model.{module}.product_kernels", function)
+        monkeypatch.setattr("prefold.worker.torch.products.product_kernels", function)
 
     return choose
 

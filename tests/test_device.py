@@ -10,8 +10,9 @@ from prefold import kernels
 from prefold.errors import InputError
 from prefold.kernels.threads import VARIABLES
 from prefold.kernels.threads import process as kernel_threads
-from prefold.model import device, machine
+from prefold.model import machine
 from prefold.spec import container
+from prefold.worker.torch import device
 
 
 @pytest.fixture

@@ -167,8 +167,8 @@ DRAWS = {"worker/sampler.py", "worker/native/arrays.py", "kernels/operations.py"
     ("name", "where"),
     [
         # It is a key of generation_config.json, too.
-        ("min_p", {"checkpoint/keys.py", "spec/task.py", "worker/draw_triton.py"} | DRAWS),
-        ("top_n_sigma", {"spec/task.py", "worker/draw_triton.py"} | DRAWS),
+        ("min_p", {"checkpoint/keys.py", "spec/task.py", "worker/torch/draw_triton.py"} | DRAWS),
+        ("top_n_sigma", {"spec/task.py", "worker/torch/draw_triton.py"} | DRAWS),
     ],
 )
 def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
@@ -181,7 +181,7 @@ def test_an_option_stands_in_a_table_and_where_it_is_done(name, where):
 def test_both_draws_do_each_filter(name):
     """A filter that is declared and not done would be left out without a word. The tests of each draw turn it on."""
     root = Path(__file__).parents[1]
-    for path in ("prefold/worker/sampler.py", "prefold/worker/draw_triton.py"):
+    for path in ("prefold/worker/sampler.py", "prefold/worker/torch/draw_triton.py"):
         assert f'"{name}"' in (root / path).read_text(encoding="utf-8"), f"{path} does nothing for {name}"
     for path in ("tests/worker/test_draw.py", "tests/worker/test_sampler.py"):
         assert f"{name}=" in (root / path).read_text(encoding="utf-8"), f"{path} has no Sampling with {name}"

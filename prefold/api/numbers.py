@@ -18,17 +18,7 @@ from ..tasks.results import Classification, Decision, Ranking, Score
 from ..tasks.run import not_finite
 from ..text.fields import is_empty
 from ..text.media import TextWithImages
-from .arguments import (
-    Text,
-    Vector,
-    as_items,
-    as_list,
-    as_texts,
-    check_errors,
-    first_error,
-    only_tables,
-    pair_up,
-)
+from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, only_tables, pair_up
 from .keywords import ClassifyKeywords, DecideKeywords, EmbedKeywords, RerankKeywords, ScoreKeywords
 from .running import CallForm, read_call
 from .tables import Scores, Table, TableCall, TableTasks, kind_of

@@ -13,15 +13,7 @@ import click
 
 from ..errors import JobError
 from ..spec.job import JobSpec
-from .options import (
-    BYTES,
-    adapter_option,
-    engine_options,
-    generation_options,
-    json_option,
-    model_options,
-    number,
-)
+from .options import BYTES, adapter_option, engine_options, generation_options, json_option, model_options, number
 from .process import notice
 from .specs import takes_job
 

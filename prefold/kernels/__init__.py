@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .installed import foreseen
     from .interface import BFLOAT16, DTYPES, FLOAT32, RowLists, SlotLists, address
     from .loader import Kernels, calm_openmp, load, status
-    from .operations import ConvPlaces, RunOrder
     from .products import (
         BLOCK_TYPES,
         COLUMNS,
@@ -58,7 +57,6 @@ __all__ = [
     "Activation",
     "Blocks",
     "CollectiveError",
-    "ConvPlaces",
     "Kernels",
     "Kind",
     "LowRank",
@@ -69,7 +67,6 @@ __all__ = [
     "RanksView",
     "RowLists",
     "RowLow",
-    "RunOrder",
     "SlotLists",
     "SlotPlane",
     "StoredRows",
@@ -91,7 +88,6 @@ _MODULES = {
     "installed": "foreseen",
     "interface": "BFLOAT16 DTYPES FLOAT32 RowLists SlotLists address",
     "loader": "Kernels calm_openmp load status",
-    "operations": "ConvPlaces RunOrder",
     "products": "BLOCK_TYPES COLUMNS LANES WHOLE_TYPES Blocks PanelPool StoredRows can_pack_words matrix_addresses",
     "program": "CollectiveError",
 }

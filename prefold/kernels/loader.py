@@ -16,7 +16,7 @@ from .build import build
 from .compile import NATIVE, BuildError, runnable, variants
 from .installed import COMPILED, LIBRARIES, OF_THE_WHEEL, SWITCHED_OFF, Installed, variant_of
 from .interface import InterfaceError, bind
-from .operations import ElementwiseKernels, ExpertKernels, LogitKernels, StateKernels
+from .operations import ElementwiseKernels, LogitKernels
 from .products import BlockKernels, PackKernels, ProductKernels
 from .program import ProgramKernels, RankKernels
 
@@ -25,13 +25,11 @@ class Kernels(
     AttentionKernels,
     BlockKernels,
     ElementwiseKernels,
-    ExpertKernels,
     LogitKernels,
     PackKernels,
     ProductKernels,
     ProgramKernels,
     RankKernels,
-    StateKernels,
 ):
     """The functions of one compiled library. Calls release the GIL and run on `threads.threads()` threads."""
 

@@ -115,7 +115,7 @@ class ModelConfig:
     whole          the config of the whole model, where this one has the sizes of a rank's part
     """
 
-    model: ClassVar[str] = "prefold.model.transformer:CausalLM"
+    model: ClassVar[str] = "prefold.worker.torch.model:CausalLM"
     loading: ClassVar[str] = ""
     layer_builder: ClassVar[str] = "prefold.model.builders:decoder_layer"
 

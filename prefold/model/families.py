@@ -20,7 +20,7 @@ from ..checkpoint.settings import Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from ..spec.plugins import load_plugins
 from .config import ModelConfig
-from .decoders import (
+from .decoders import (  # fmt: skip
     HFConfig,
     cohere2,
     exaone4,
@@ -39,7 +39,7 @@ from .decoders import (
     qwen3,
     smollm3,
     starcoder2,
-)  # fmt: skip
+)
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.

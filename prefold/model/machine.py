@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..errors import InputError, OutOfMemoryError
 from ..spec.container import free_memory
 from ..spec.plugins import named_class
@@ -34,7 +32,9 @@ def available_memory(device: str = "cpu") -> int:
     """Return the bytes that can be allocated on a device without swapping; on a CPU within the limits of the container
     and of the process (`ulimit -v`), if any."""
     if device != "cpu":
-        return int(named_class("prefold.model.device:available_memory")(device))
+        return int(named_class("prefold.worker.torch.device:available_memory")(device))
+    import psutil
+
     free = (psutil.virtual_memory().available, free_memory(), _address_space_free())
     return min(limit for limit in free if limit is not None)
 
@@ -50,6 +50,8 @@ def check_fits(needed: int, subject: str, remedy: str, *, free: int | None = Non
 
 def _address_space_free() -> int | None:
     """Return the bytes that may still be mapped; None: there is no limit."""
+    import psutil
+
     if not hasattr(psutil, "RLIMIT_AS"):
         return None
     process = psutil.Process()
@@ -126,7 +128,7 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not has_torch():
         raise missing_torch(f"device is {name!r}", "device")
-    return str(named_class("prefold.model.device:choose_device")(name))
+    return str(named_class("prefold.worker.torch.device:choose_device")(name))
 
 
 def missing_torch(message: str, field: str) -> InputError:

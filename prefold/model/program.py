@@ -409,9 +409,9 @@ def add_operation(kind: type[Operation], function: object) -> None:
     does.
 
     kind      the class of the operation, a frozen dataclass
-    function  takes the operation, the module that has its weights, and the `prefold.model.operations.Rows`, of which
-              it reads and fills buffers. A field of the operation that is a Weight, or a tuple of these, is an
-              attribute of the module. Or a `prefold.model.operations.Execution`; or the name of either of them, as
-              "module:name", which is imported with the first model that has the operation
+    function  takes the operation, the module that has its weights, and the rows (`Rows` of
+              `prefold.worker.torch.operations`), of which it reads and fills buffers. A field of the operation that is
+              a Weight, or a tuple of these, is an attribute of the module. Or an `Execution` of that module; or the
+              name of either of them, as "module:name", which is imported with the first model that has the operation
     """
     ADDED[kind] = function

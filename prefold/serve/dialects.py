@@ -23,7 +23,7 @@ from ..wire.body import IDS, Body, Model, doc
 from ..wire.completions import Chat, Completion, Generating, openai_error
 from ..wire.numbers import Classify, CohereEmbed, Pooling, Rerank, cohere_error
 from ..wire.responses import Responses
-from ..wire.tei import (
+from ..wire.tei import (  # fmt: skip
     TeiDecode,
     TeiEmbed,
     TeiEmbedAll,
@@ -32,7 +32,7 @@ from ..wire.tei import (
     TeiSimilarity,
     TeiTokenize,
     tei_error,
-)  # fmt: skip
+)
 from .context import Dialect, Entry, Handle, RequestContext
 from .http import Refusal, json_response
 from .limits import most_tokens, too_many_tokens

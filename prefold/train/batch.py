@@ -16,8 +16,9 @@ from ..model import ModelConfig
 from ..spec.requests import SHARING_MODES, Sharing
 from ..trie import PrefixMap, Trie, check_ragged
 from ..trie.ragged import ragged_ranges
-from ..worker.attention import Heads, RowAttention
-from ..worker.rows import Batch, prepare
+from ..worker.torch.attention.heads import Heads
+from ..worker.torch.attention.row_attention import RowAttention
+from ..worker.torch.rows import Batch, prepare
 
 
 @dataclass(frozen=True, eq=False)

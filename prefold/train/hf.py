@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import InputError, MissingExtraError, UnsupportedModelError
 from ..model import ModelConfig, config_from
 from ..spec.requests import Sharing
-from ..worker.rows import Path, StepAttend
+from ..worker.torch.rows import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 from .losses import target_logprobs
 

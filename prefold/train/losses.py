@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..errors import InputError, no_lm_head
-from ..model import CausalLM
-from ..model.layers import Linear
-from ..model.logits import LogitShape
-from ..model.ops import log_sum_exp, wide
-from ..worker.rows import Path, StepAttend
+from ..worker.torch.layers import Linear
+from ..worker.torch.logits import LogitShape
+from ..worker.torch.model import CausalLM
+from ..worker.torch.ops import log_sum_exp, wide
+from ..worker.torch.rows import Path, StepAttend
 from .batch import TrainBatch, dtype_on
 
 

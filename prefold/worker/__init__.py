@@ -1,5 +1,6 @@
-"""The worker: everything that needs torch at run time. It owns a device, the model on it and the K/V there.
+"""Workers own a device, a model on it and its K/V, and run steps. `engine/worker.py` defines the protocol.
 
-What comes in are messages, lists and NumPy arrays; here, and nowhere else, they become tensors, and what is read of
-tensors becomes arrays again. `engine/worker.py` defines the protocol.
+`native` and `torch` are the two executors. The other files are what both use: the choice between them (`loading`),
+ranks, and read-outs, sampling and pooling over the arrays of either (`arrays`). Messages, lists and NumPy arrays come
+in, and NumPy arrays go out.
 """

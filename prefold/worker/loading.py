@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import kernels
 from ..checkpoint import Checkpoint
-from ..errors import InputError
+from ..errors import InputError, not_invariant
 from ..kernels import CollectiveError
 from ..model import ModelConfig
 from ..model.machine import has_torch, missing_torch
@@ -79,12 +79,22 @@ def load_part(wanted: Load, ranks: SomeRank | None, tokenizer: Tokenizer | None 
         from .native.load import load_worker as load_native
 
         return load_native(checkpoint, config, options, tokenizer, dtype=dtype, ranks=ranks)
-    if options.arithmetic == "int8":
-        message = "there is no int8 arithmetic in PyTorch's executor"
-        raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
+    _check_torch(config, options)
     from .torch.load import load_worker as load_torch
 
     return load_torch(checkpoint, config, options, dtype=dtype, device=wanted.device, ranks=ranks)
+
+
+def _check_torch(config: ModelConfig, options: ModelSpec) -> None:
+    """Raise InputError if an option asks for what PyTorch's executor lacks."""
+    if options.arithmetic == "int8":
+        message = "there is no int8 arithmetic in PyTorch's executor"
+        raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
+    if options.weights == "file":
+        message = "PyTorch's executor, which runs this model here, keeps no weights as the checkpoint stores them"
+        raise InputError(message, field="weights", remedy="leave --weights out, or use the executor auto on a CPU")
+    if config.invariant:
+        raise not_invariant("the modules of transformers" if config.loading else "the products of PyTorch")
 
 
 def _load_split(wanted: Load) -> Loaded:

@@ -15,8 +15,9 @@ from ..trie import MEDIA_BASE
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..model import CausalLM, MediaRows, ModelConfig
+    from ..model import MediaRows, ModelConfig
     from .native.model import NativeModel
+    from .torch.model import CausalLM
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,9 @@ SLOW = """
 import time
 from pathlib import Path
 import prefold.jobs.output as output
-from prefold.worker.local import LocalWorker
+from prefold.worker.torch.worker import TorchWorker
 
-start, output.COMMIT_SECONDS = LocalWorker.start, 0.05
+start, output.COMMIT_SECONDS = TorchWorker.start, 0.05
 
 
 def slow(self, message, prepared=None):
@@ -66,7 +66,7 @@ def slow(self, message, prepared=None):
     return start(self, message, prepared)
 
 
-LocalWorker.start = slow
+TorchWorker.start = slow
 """
 
 

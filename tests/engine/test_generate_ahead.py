@@ -20,7 +20,7 @@ from prefold.engine.cache import CacheOptions
 from prefold.engine.samples import TextPiece
 from prefold.errors import OutOfMemoryError
 from prefold.spec.requests import Readout, Request, Sampling
-from prefold.worker.local import LocalWorker
+from prefold.worker.torch.worker import TorchWorker
 
 # Outputs of three tokens only, so that they meet prompts: what is kept of them is then a prompt's.
 BIAS = tuple((token, 60.0) for token in (1, 2, 3))
@@ -36,7 +36,7 @@ def llm(tmp_path_factory) -> LLM:
 
 def engine_of(llm: LLM, *, rows: int = 24, ahead: bool = False, **options) -> ModelEngine:
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
-    worker = LocalWorker(llm.model, depth=2 if ahead else 1)
+    worker = TorchWorker(llm.model, depth=2 if ahead else 1)
     return ModelEngine(worker, EngineOptions(max_batch_rows=rows, generation=generation))
 
 

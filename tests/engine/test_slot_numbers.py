@@ -106,8 +106,7 @@ def test_rows_are_computed_once_whatever_is_read_of_them(folder):
         assert llm.stats.unique_tokens == 2 * unique
 
 
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize("executor", ["native", "torch"])
+@pytest.mark.parametrize(("executor", "invariant"), [("native", False), ("native", True), ("torch", False)])
 def test_a_mean_reads_the_slots_of_its_text_and_no_others(folder, executor, invariant, monkeypatch):
     """By the rows that are made float32, of which the store has many more."""
     rows, text = [], [*range(5, 45)]

@@ -22,30 +22,32 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
-import torch
-from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 from blocks import stored_bytes
 from programs import Machine, random_layers, random_runs
 
 from prefold import kernels
+from prefold.checkpoint import Checkpoint
+from prefold.checkpoint.settings import Settings
 from prefold.engine.schedule.steps import SlotStep, StreamStep
-from prefold.kernels import BLOCK_TYPES, PanelPool, StoredRows, loader
-from prefold.model import Adapter, CausalLM, ModelConfig
+from prefold.kernels import BLOCK_TYPES, LANES, StoredRows, loader
+from prefold.model import ModelConfig
+from prefold.model.adapters import AdapterArrays, LinearAdapter
 from prefold.model.config import Plane, RopeConfig
-from prefold.model.layers import Linear
-from prefold.model.lora import Delta, Part
-from prefold.model.products import Panels
+from prefold.model.program import Linear
 from prefold.trie import PrefixMap
-from prefold.worker.attention import KVStore, RowAttention
-from prefold.worker.program import Program, program_of
-from prefold.worker.rows import Path as RowPath
-from prefold.worker.rows import heads_of, prepare
-from prefold.worker.slots import make_store, prepare_slots
+from prefold.worker.native.load import load_native
+from prefold.worker.native.model import NativeModel, in_turn
+from prefold.worker.native.program import NativeProgram
+from prefold.worker.native.steps import NativePath, prepare_slots, prepare_stream
+from prefold.worker.native.store import NativeStore
+from prefold.worker.native.worker import layout_of
+
+SLOTS = 2000
 
 
-def random_model(rng: np.random.Generator) -> CausalLM:
+def random_model(rng: np.random.Generator) -> NativeModel:
     kv_heads, dim = int(rng.integers(1, 4)), 2 * int(rng.integers(2, 40))
     layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
     kind = str(rng.choice(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
@@ -55,7 +57,7 @@ def random_model(rng: np.random.Generator) -> CausalLM:
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
         heads=kv_heads * int(rng.integers(1, 4)), kv_heads=kv_heads, head_dim=dim,
-        intermediate=int(rng.integers(1, 9)) * 16 + 2 * plain * int(rng.integers(8)), norm_eps=1e-5,
+        intermediate=int(rng.integers(1, 9)) * 16 + 2 * int(rng.integers(8)), norm_eps=1e-5,
         rope=None if learned else RopeConfig(theta=1e4), max_positions=400,
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
         norm=norm, mlp="plain" if plain else "gated",
@@ -66,52 +68,65 @@ def random_model(rng: np.random.Generator) -> CausalLM:
         qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
         tie_embeddings=True, kv_dtype=rng.choice([None, "bfloat16"]), **kinds,
     )  # fmt: skip
-    dtype = torch.bfloat16 if rng.integers(2) else torch.float32
-    model = CausalLM(config, dtype=dtype, device=torch.device("cpu")).requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.copy_(random_numbers(rng, *parameter.shape))
-    compiled = loader.load()
-    in_int8 = compiled.has_int8 and not rng.integers(4)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            quantised = None
-            if in_int8 and module.panels is not None and module.weight is not None and rng.integers(4):
-                quantised = module.in_int8(compiled, PanelPool())
-            module.pack()
-            if quantised is not None:
-                module.product = quantised
-            elif not rng.integers(4) and compiled.has_blocks("Q8_0", module.inputs):
-                kind = str(rng.choice([name for name in BLOCK_TYPES if compiled.has_blocks(name, module.inputs)]))
-                stored = stored_bytes(kind, module.outputs, module.inputs, int(rng.integers(99)))
-                gated = len(stored) // 2  # of gate and up, which lie in turn
-                module.use_stored(
-                    [StoredRows(kind, part) for part in (stored[:gated], stored[gated:])], compiled, PanelPool()
-                )
-    model.head_product = Panels(model.embedding, compiled)
+    dtype = "bfloat16" if rng.integers(2) else "float32"
+    checkpoint = Checkpoint("random", None, "dummy", Settings.of({}))
+    model = load_native(checkpoint, config, dtype=dtype, seed=int(rng.integers(99)))
+    in_int8 = model.kernels.has_int8 and not rng.integers(4)
+    for linear in linears_of(model):
+        held = in_blocks(rng, model, linear) if not rng.integers(4) else None
+        if in_int8 and rng.integers(4):
+            held = random_int8(rng, model, linear)
+        if held is not None:
+            model.memory.matrices[linear.weight] = held
     return model
 
 
-def random_numbers(rng: np.random.Generator, *shape: int) -> Tensor:
-    return torch.from_numpy(rng.standard_normal(shape, np.float32)) / shape[-1] ** 0.5
+def linears_of(model: NativeModel) -> list[Linear]:
+    return [operation for operation in model.program.operations if isinstance(operation, Linear)]
 
 
-def random_adapter(rng: np.random.Generator, model: CausalLM) -> Adapter:
-    def delta(linear: Linear) -> Delta:
-        ends = np.sort(rng.integers(0, linear.outputs + 1, 2)).tolist()
-        ranks = [int(rng.integers(1, 40)) for _ in range(3)]
-        a = random_numbers(rng, sum(ranks), linear.inputs).to(model.dtype)
-        parts, first = [], 0
-        for rank, start, stop in zip(ranks, [0, *ends], [*ends, linear.outputs], strict=True):
-            b = random_numbers(rng, stop - start, rank).to(model.dtype)
-            parts.append(Part(slice(first, first + rank), slice(start, stop), b))
-            first += rank
-        return Delta(a, tuple(parts))
+def in_blocks(rng: np.random.Generator, model: NativeModel, linear: Linear) -> kernels.Blocks | None:
+    """Random blocks in the place of a linear's matrix; None: they do not fit."""
+    outputs, inputs = linear.weight.rows, model.widths[linear.source]
+    kinds = [name for name in BLOCK_TYPES if model.kernels.has_blocks(name, inputs)]
+    if not kinds or inputs != linear.weight.inputs[0] or (linear.gated and outputs % (2 * LANES)):
+        return None
+    kind = str(rng.choice(kinds))
+    stored = stored_bytes(kind, outputs, inputs, int(rng.integers(99)))
+    parts = [stored]
+    if linear.gated:  # gate and up lie in turn
+        halves = stored[: outputs // 2], stored[outputs // 2 :]
+        parts = [half[at : at + LANES] for at in range(0, outputs // 2, LANES) for half in halves]
+    return model.kernels.pack_blocks([StoredRows(kind, part) for part in parts], inputs)
+
+
+def random_int8(rng: np.random.Generator, model: NativeModel, linear: Linear) -> kernels.Blocks:
+    outputs, (inputs,) = linear.weight.rows, linear.weight.inputs
+    values = random_numbers(rng, outputs, inputs)
+    fill = model.widths[linear.source] - inputs
+    return model.kernels.pack_int8(np.pad(in_turn(values) if linear.gated else values, ((0, 0), (0, fill))))
+
+
+def random_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return (rng.standard_normal(shape, np.float32) / shape[-1] ** 0.5).astype(np.float32)
+
+
+def random_adapter(rng: np.random.Generator, model: NativeModel) -> AdapterArrays:
+    def added(linear: Linear) -> LinearAdapter:
+        outputs, (inputs,) = linear.weight.rows, linear.weight.inputs
+        ends = np.sort(rng.integers(0, outputs + 1, 2)).tolist()
+        parts = []
+        for start, stop in zip([0, *ends], [*ends, outputs], strict=True):
+            rank = int(rng.integers(1, 40))
+            a, b = random_numbers(rng, rank, inputs), random_numbers(rng, stop - start, rank)
+            parts.append((a, b, slice(start, stop)))
+        return LinearAdapter.joined(parts)
 
     layers = []
-    for layer in model.layers:
-        named = {name.rpartition(".")[2]: part for name, part in layer.named_modules() if isinstance(part, Linear)}
-        layers.append({name: delta(linear) for name, linear in named.items() if rng.integers(4)})
-    return Adapter("", tuple(layers))
+    for layer in model.program.layers:
+        linears = [one for one in layer if isinstance(one, Linear) and one.name]
+        layers.append({linear.name: added(linear) for linear in linears if rng.integers(4)})
+    return AdapterArrays("", tuple(layers))
 
 
 def slot_steps(rng: np.random.Generator, vocab: int, slots: int, adapters: int) -> list[SlotStep]:
@@ -140,20 +155,21 @@ def slot_steps(rng: np.random.Generator, vocab: int, slots: int, adapters: int) 
     return steps
 
 
-def over_slots(program: Program, model: CausalLM, store: KVStore, steps: list[SlotStep], adapters) -> list[Tensor]:
-    found: list[Tensor] = []
+def over_slots(program: NativeProgram, store: NativeStore, steps: list[SlotStep]) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    config = program.model.config
     for number, step in enumerate(steps):
         batch = program.follow(step) if number > 1 else None  # each step of outputs follows on the one before
         if batch is None:
-            batch = prepare_slots(step, store, model.config.planes, adapters)
-        found += [program.over_slots(batch, store), torch.from_numpy(program.greedy(batch, store))]
+            batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, invariant=False)
+        found += [program.over_slots(batch, store), program.greedy(batch, store).copy()]
     return found
 
 
-def over_rows(program: Program, model: CausalLM, seed: int, adapters: list[Adapter]) -> list[Tensor]:
+def over_rows(program: NativeProgram, seed: int) -> list[np.ndarray]:
     """Two steps of a stream of one prompt, the second of which reads some rows."""
     rng = np.random.default_rng(seed)
-    attention, path, found, before = RowAttention(heads_of(model), model.device), RowPath(), [], 0
+    model, path, found, before = program.model, NativePath(), [], 0
     for rows in rng.integers(1, 60, 2).tolist():
         end, stop = np.full(before + rows, before + rows), before + rows
         tokens, keys = rng.integers(0, model.config.vocab_size, rows).astype(np.int32), np.arange(stop, dtype=np.int32)
@@ -161,16 +177,15 @@ def over_rows(program: Program, model: CausalLM, seed: int, adapters: list[Adapt
         step = StreamStep(tokens, keys[before:], before, end, keys, np.arange(stop), read_rows=read)
         if rng.integers(2):
             step = replace(step, adapter=0)
-        batch = prepare(step, model.config.planes, attention, adapters)
-        hidden, kv = program.over_rows(batch, path)
-        path, before = RowPath(kv), stop
-        found += [hidden, *(tensor for pair in kv.values() for tensor in pair)]
-    return [*found, *folded_rows(program, model, rng)]
+        hidden, kv = program.over_rows(prepare_stream(step, model.config.planes, invariant=False), path)
+        path, before = NativePath(kv), stop
+        found += [hidden, kv]
+    return [*found, *folded_rows(program, rng)]
 
 
-def folded_rows(program: Program, model: CausalLM, rng: np.random.Generator) -> list[Tensor]:
+def folded_rows(program: NativeProgram, rng: np.random.Generator) -> list[np.ndarray]:
     """Prompts that begin alike, whose tokens are folded; some rows are read, or all."""
-    sizes = rng.integers(1, 20, int(rng.integers(1, 9)))
+    model, sizes = program.model, rng.integers(1, 20, int(rng.integers(1, 9)))
     begins, end = np.cumsum([0, *sizes]), np.repeat(np.cumsum(sizes), sizes)
     positions = (np.arange(len(end)) - np.repeat(begins[:-1], sizes)).astype(np.int32)
     alike = rng.integers(0, model.config.vocab_size, 20).astype(np.int32)[positions]
@@ -181,37 +196,30 @@ def folded_rows(program: Program, model: CausalLM, rng: np.random.Generator) -> 
         tokens[fold.gather].astype(np.int32), positions[fold.gather], 0, end, positions, np.arange(len(end)),
         read_rows=read, fold=fold,
     )  # fmt: skip
-    batch = prepare(step, model.config.planes, RowAttention(heads_of(model), model.device))
-    hidden, kv = program.over_rows(batch, RowPath())
-    return [hidden, *(tensor for pair in kv.values() for tensor in pair)]
+    return [*program.over_rows(prepare_stream(step, model.config.planes, invariant=False), NativePath())]
 
 
-def run_all(
-    program: Program, model: CausalLM, store: KVStore, steps: list[SlotStep], adapters: dict[str, Adapter], seed: int
-) -> list[Tensor]:
-    with torch.inference_mode():
-        found = over_slots(program, model, store, steps, adapters)
-        return found + over_rows(program, model, seed, list(adapters.values()))
+def run_all(program: NativeProgram, store: NativeStore, steps: list[SlotStep], seed: int) -> list[np.ndarray]:
+    return over_slots(program, store, steps) + over_rows(program, seed)
 
 
-def run_layers(rng: np.random.Generator) -> Callable[[], list[Tensor]]:
+def run_layers(rng: np.random.Generator) -> Callable[[], list[np.ndarray]]:
     """Returns a function that runs a step of random layers of mixers and experts."""
     runs = random_runs(rng, 5, bool(rng.integers(2)))
     rows = runs.rows if runs.gather is None else len(runs.gather)
     reads = np.flatnonzero(rng.integers(0, 2, rows)) if rng.integers(2) else None
     layers = random_layers(rng, Machine(kernels.BFLOAT16 if rng.integers(2) else kernels.FLOAT32), runs, reads)
-    return lambda: [torch.from_numpy(array.astype(np.float32)) for array in layers.run(kernels.threads())]
+    return lambda: layers.run(kernels.threads())
 
 
-def run_model(rng: np.random.Generator) -> Callable[[], list[Tensor]]:
+def run_model(rng: np.random.Generator) -> Callable[[], list[np.ndarray]]:
     """Returns a function that runs steps of a random model."""
     model = random_model(rng)
-    program = program_of(model)
-    assert program is not None
-    adapters = {str(number): random_adapter(rng, model) for number in range(3)}
-    store = make_store(model, 2000)
-    steps = slot_steps(rng, model.config.vocab_size, 2000, len(adapters))
-    return partial(run_all, program, model, store, steps, adapters, int(rng.integers(99)))
+    adapters = [random_adapter(rng, model) for _ in range(3)]
+    program = NativeProgram(model, adapters)
+    store = NativeStore(len(model.config.planes), layout_of(model, model.config.kv_heads), SLOTS, model.kernels)
+    steps = slot_steps(rng, model.config.vocab_size, SLOTS, len(adapters))
+    return partial(run_all, program, store, steps, int(rng.integers(99)))
 
 
 class SignalStack(ctypes.Structure):
@@ -236,18 +244,14 @@ def has_tiles() -> bool:
 def main(library: str, seed: int, models: int, mode: str = "") -> None:
     memory = refuse_tiles() if mode == "refused" else None
     loader.process.loaded = loader.LoadedKernels(loader.Kernels(Path(library)), "sanitized")
-    # Products by the library, also where it would leave them to PyTorch.
-    from prefold.model import products
-
-    products.product_kernels = lambda weight: loader.load()
     rng, runs, digest = np.random.default_rng(seed), [], hashlib.sha256()
     for make in [run_model, run_layers] * models:
         run = make(rng)
         kernels.set_threads(1)
         expected = run()
-        assert all(tensor.isfinite().all() for tensor in expected)
-        for tensor in expected:
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        assert all(np.isfinite(array.astype(np.float32)).all() for array in expected)
+        for array in expected:
+            digest.update(array.tobytes())
         kernels.set_threads(int(rng.integers(2, 9)))
         runs.append((run, expected))
         check(run(), expected)
@@ -265,11 +269,12 @@ def main(library: str, seed: int, models: int, mode: str = "") -> None:
     print(digest.hexdigest())
 
 
-def check(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+def check(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    assert all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))
 
 
-def check_forked(run: Callable[[], list[Tensor]], expected: list[Tensor]) -> None:
+def check_forked(run: Callable[[], list[np.ndarray]], expected: list[np.ndarray]) -> None:
     child = os.fork()
     if not child:
         try:

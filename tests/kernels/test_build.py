@@ -34,8 +34,10 @@ from prefold.kernels import interface, loader
 from prefold.kernels.build import build, cpu, fingerprint
 from prefold.kernels.compile import COMMON, NATIVE, BuildError, find_compiler, runnable, variants
 from prefold.kernels.loader import KernelLoader
-from prefold.model.arrays import array_of
-from prefold.worker.attention import Heads, RowAttention, visibility
+from prefold.worker.attention import visibility
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.tensors import array_of
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 FIRST_USE = "will be compiled on first use"

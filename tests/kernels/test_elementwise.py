@@ -8,7 +8,7 @@ from machines import threads_in_use
 from torch import Tensor
 
 from prefold import kernels
-from prefold.model.ops import ACTIVATIONS, PYTORCH, choose_ops
+from prefold.worker.torch.ops import ACTIVATIONS, PYTORCH, choose_ops
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 DTYPES = (torch.float32, torch.bfloat16)

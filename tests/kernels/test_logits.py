@@ -11,9 +11,9 @@ from machines import kernels_in_use
 from tensors import tensor_kernels
 
 from prefold import kernels
-from prefold.model import ops
 from prefold.spec.task import FILTERS
 from prefold.worker.sampler import draw_scaled
+from prefold.worker.torch import ops
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 

@@ -13,7 +13,7 @@ from machines import threads_in_use
 
 from prefold import kernels
 from prefold.kernels import BFLOAT16, COLUMNS, FLOAT32, LANES
-from prefold.model.arrays import array_of
+from prefold.worker.torch.tensors import array_of
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 FLOAT16 = np.dtype(np.float16)

@@ -9,8 +9,8 @@ from tensors import tensor_kernels
 from torch import Tensor
 
 from prefold import kernels
-from prefold.model.arrays import ARRAY_DTYPES
-from prefold.model.products import can_pack
+from prefold.worker.torch.products import can_pack
+from prefold.worker.torch.tensors import ARRAY_DTYPES
 
 needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 F32, BF16 = torch.float32, torch.bfloat16

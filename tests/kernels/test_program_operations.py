@@ -124,6 +124,13 @@ def test_a_row_has_the_same_bits_however_its_path_is_cut(name, dtype):
     for row in range(rows):
         steps.append(run(Runs([0], [1], [4 if row else 2], [0], [4], STATES), x[row : row + 1]))
     assert same([np.concatenate(steps), *left()], [whole, *state])
+    # What is no number in a row reaches those below it on its path alone.
+    beside[19] = np.nan
+    broken, below = run(cut, beside), [*range(19, 31), *range(40, 42)]
+    left()
+    beside[19] = x[9]
+    others = np.setdiff1d(np.arange(42), below)
+    assert same([broken[others]], [run(cut, beside)[others]]) and np.isnan(broken[19].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -154,6 +161,13 @@ def test_experts_are_those_of_the_call_and_of_numpy(dtype, seed):
     machine.buffers[source][0] = x[-1]
     machine.run(1)
     assert same([machine.buffers[out][0]], [found[-1]])
+    # What is no number in a row does not reach others.
+    machine.buffers[source][:rows] = x
+    machine.buffers[source][rows // 2] = np.nan
+    machine.run(rows, 3)
+    broken, others = machine.buffers[out], np.arange(rows) != rows // 2
+    assert same([broken[:rows][others]], [found[:rows][others]])
+    assert np.isnan(broken[rows // 2].astype(np.float32)).all()
     # The call alone, with logits in float32.
     logits, again = np.empty((rows, experts.call.experts), np.float32), np.empty_like(x)
     linear = function("prefold_linear_float32" if dtype == FLOAT32 else "prefold_linear_bfloat16_float32")

@@ -59,7 +59,7 @@ from prefold.kernels.loader import Kernels
 calm, calls = Kernels.calm_openmp, []
 Kernels.calm_openmp = lambda self: calls.append("torch" in sys.modules) or calm(self)
 kernels.load()
-import prefold.model.device
+import prefold.worker.torch.device
 print(calls)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)

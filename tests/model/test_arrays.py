@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefold.model.arrays import BFLOAT16, array_of, tensor_of
+from prefold.worker.torch.tensors import BFLOAT16, array_of, tensor_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

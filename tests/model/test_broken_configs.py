@@ -15,9 +15,10 @@ from transformers import AutoConfig
 
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, OutOfMemoryError
-from prefold.model import config_from, load_model
-from prefold.model.rotary_tables import RotaryTables
+from prefold.model import config_from
 from prefold.spec.plugins import named_class
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.rotary_tables import RotaryTables
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaModel"),
@@ -135,7 +136,7 @@ def test_the_file_and_the_key_are_named(tmp_path, overrides, message):
 
 
 def test_what_is_far_too_large_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr("prefold.model.weights.CausalLM", None)
+    monkeypatch.setattr("prefold.worker.torch.load.CausalLM", None)
     sizes = base_config("llama", random.Random(1)) | {"hidden_size": 2**24, "intermediate_size": 2**24}
     with pytest.raises(OutOfMemoryError, match="GB"):
         load_model(Checkpoint.dummy(sizes), dtype=torch.float32, device="cpu")

@@ -450,7 +450,7 @@ def test_published_sizes(name, parameters):
 def test_parameters_are_counted_with_biases_and_heads(overrides):
     import torch
 
-    from prefold.model import CausalLM
+    from prefold.worker.torch.model import CausalLM
 
     names = [
         name + head for name in ("Llama", "Qwen2", "Qwen3") for head in ("ForCausalLM", "ForSequenceClassification")

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import NewGELUActivation
 
-from prefold.model.layers import ActivatedLinear, GatedLinear, Norm
-from prefold.model.ops import ACTIVATIONS, PYTORCH
+from prefold.worker.torch.layers import ActivatedLinear, GatedLinear, Norm
+from prefold.worker.torch.ops import ACTIVATIONS, PYTORCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,11 +14,12 @@ from blocks import DIM, HEADS, HIDDEN, KV_HEADS, WIDTH, write_model
 from safetensors.torch import load_file, save_file
 from tiny import EVERY, MIXTURES, DenseAttend, reference, tiny_checkpoint
 
-from prefold import kernels
+from prefold import LLM, kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import RowAdapters, load_adapter, load_model
 from prefold.model.adapter_config import Pattern, read_adapter_config
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.lora import RowAdapters, load_adapter
 
 LENGTHS = (7, 11, 1, 9, 6)
 ROWS = sum(LENGTHS)
@@ -397,39 +398,33 @@ def test_folders_that_peft_writes(tmp_path, family, options):
 
 
 @pytest.mark.skipif(kernels.load() is None, reason="no kernels")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_on_weights_in_sixteen_bits_give_the_same_bits(tmp_path, dtype):
+def test_adapters_on_weights_in_sixteen_bits_give_the_same_bits(tmp_path):
     """As stored, where the model computes in float32."""
-    base = tiny_checkpoint(tmp_path, "qwen3", tokenizer=False, dtype=torch.bfloat16)
-    check_on(load(base, keep="file", dtype=dtype), load(base, keep="dtype", dtype=dtype), base, tmp_path, rtol=0)
+    base = tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
+    check_on(base, base, tmp_path, rtol=0)
 
 
 @pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 def test_adapters_on_blocks_of_a_file(tmp_path):
     path = write_model(tmp_path / "m.gguf", lambda name: "Q6_K" if name == "token_embd" else "Q4_K")
-    kept, plain = (load(path, keep=keep) for keep in ("file", "dtype"))
-    assert isinstance(kept.layers[0].o.product.packed, kernels.Blocks)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": 2, "head_dim": DIM}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
     base = tiny_checkpoint(tmp_path / "like", "llama", tokenizer=False, **sizes, **heads)  # for names and shapes
-    check_on(kept, plain, base, tmp_path, rtol=1e-4)
+    check_on(path, base, tmp_path, rtol=1e-4)
 
 
-def check_on(model, plain, base, folder, *, rtol):
-    """Rows of two adapters and of none, as `plain` has them: nearer to it than the adapter's part is large."""
-    paths = [write_adapter(folder / name, base, seed=seed, layers=(0, 1)) for seed, name in ((1, "one"), (2, "two"))]
-    numbers = of_sequences([0, -1, 1, 0, 1])
-    states = []
-    with torch.inference_mode():
-        for one in (model, plain):
-            adapters = [adapter_of(path, one) for path in paths]
-            states.append(
-                one(TOKENS, POSITIONS, ManySequences(one.config), adapters=RowAdapters(adapters, numbers)).float()
-            )
-        without = plain(TOKENS, POSITIONS, ManySequences(plain.config)).float()
-    found, expected = states
-    if rtol == 0:
-        assert torch.equal(found, expected)
-    adapted = torch.from_numpy(numbers >= 0)
-    assert (found - expected).norm() <= rtol * expected.norm()
-    assert (expected - without)[adapted].norm() > 0.3 * expected[adapted].norm(), "the adapters change much"
+def check_on(model, base, folder, *, rtol):
+    """Rows of two adapters and of none are those of weights in the dtype. base: a checkpoint with the same shapes"""
+    paths = {name: str(write_adapter(folder / name, base, seed=seed, layers=(0, 1))) for seed, name in enumerate("ab")}
+    texts = [tokens.tolist() for tokens in TOKENS.split(LENGTHS)]
+    found = []
+    for weights in ("file", "dtype"):
+        with LLM(str(model), weights=weights, dtype="float32", device="cpu", adapters=paths) as llm:
+            assert ("as stored" in llm.passes) == (weights == "file")
+            found.append([llm.embed(texts, adapter=name, normalize=False) for name in ("a", "b", None)])
+    for kept, plain in zip(*found, strict=True):
+        assert rtol or kept.tobytes() == plain.tobytes()
+        assert np.linalg.norm(kept - plain) <= rtol * np.linalg.norm(plain)
+    without = found[1][2]
+    for adapted in found[1][:2]:
+        assert np.linalg.norm(adapted - without) > 0.3 * np.linalg.norm(adapted), "the adapters change much"

@@ -14,20 +14,11 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from prefold.checkpoint import resolve
 from prefold.errors import UnsupportedModelError
-from prefold.model import (
-    MlpKind,
-    add_mlp,
-    add_operation,
-    builders,
-    config_from,
-    families,
-    load_model,
-    program,
-    register_family,
-)
+from prefold.model import MlpKind, add_mlp, add_operation, builders, config_from, families, program, register_family
 from prefold.model.decoders import llama
 from prefold.model.program import Operation, Weight
 from prefold.spec.plugins import load_plugins
+from prefold.worker.torch.load import load_model
 
 EXPERTS = 2
 

@@ -12,24 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefold.features.experts.families import mixture
-from prefold.model import CausalLM, ModelConfig, Plane, RopeConfig
-from prefold.model.layer import Layer, dead_buffers
-from prefold.model.lora import NO_ADAPTERS
-from prefold.model.operations import Place, Rows, gate
-from prefold.model.ops import PYTORCH
-from prefold.model.parallel import ALONE
-from prefold.model.program import (
-    Add,
-    Attend,
-    Experts,
-    Gate,
-    Linear,
-    Norm,
-    Pick,
-    Program,
-    Rope,
-    Weight,
-)
+from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.model.program import Add, Attend, Experts, Gate, Linear, Norm, Pick, Program, Rope, Weight
+from prefold.worker.torch.layer import Layer, dead_buffers
+from prefold.worker.torch.lora import NO_ADAPTERS
+from prefold.worker.torch.model import CausalLM
+from prefold.worker.torch.operations import Place, Rows, gate
+from prefold.worker.torch.ops import PYTORCH
+from prefold.worker.torch.parallel import ALONE
 
 ROWS = 9
 

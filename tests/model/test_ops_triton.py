@@ -6,7 +6,7 @@ import pytest
 import torch
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.model.ops import PYTORCH, choose_ops
+from prefold.worker.torch.ops import PYTORCH, choose_ops
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 2e-3}
 
@@ -21,7 +21,7 @@ def both(on_triton, monkeypatch):  # noqa: F811
     """Calls an operation by Triton on copies, and by PyTorch; checks that Triton was used and that both agree."""
 
     def compare(call, *tensors, tolerance=None):
-        from prefold.model import ops_triton
+        from prefold.worker.torch import ops_triton
 
         used = []
         for name in ("add_rms_norm", "gate_mul", "rope"):
@@ -81,7 +81,7 @@ def test_gates(both, dtype, activation, width):
 
 
 def test_a_gate_that_the_kernel_has_not_is_not_taken_for_another(on_triton):  # noqa: F811
-    from prefold.model import ops_triton
+    from prefold.worker.torch import ops_triton
 
     with pytest.raises(KeyError, match="relu"):
         ops_triton.gate_mul(torch.ones(1, 4), "relu")

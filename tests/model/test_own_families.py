@@ -19,12 +19,13 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.cli import main
 from prefold.errors import CheckpointError
-from prefold.model import ModelConfig, builders, config_from, decoder, families, load_model, register_family
-from prefold.model.arrays import array_of, tensor_of
+from prefold.model import ModelConfig, builders, config_from, decoder, families, register_family
 from prefold.model.config import head_order
 from prefold.model.names import Names
 from prefold.model.sources import as_stored
 from prefold.spec import environment, plugins
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.tensors import array_of, tensor_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 EXAMPLES = re.findall(r"```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)

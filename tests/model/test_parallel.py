@@ -16,9 +16,10 @@ from torch import distributed as dist
 
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
-from prefold.model import ModelConfig, Plane, RopeConfig, load_model
-from prefold.model.parallel import Ranks
+from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.model.shard import Shard
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.parallel import Ranks
 from prefold.worker.torch.ranks import GroupRanks
 
 CONFIG = ModelConfig(

@@ -8,9 +8,9 @@ from tiny import DenseAttend, tiny_checkpoint
 
 from prefold import kernels
 from prefold.checkpoint import resolve
-from prefold.model import load_model
-from prefold.model.layers import Linear
-from prefold.model.products import Panels, Product, pack_head
+from prefold.worker.torch.layers import Linear
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.products import Panels, Product, pack_head
 
 
 def load(folder, dtype=torch.float32, **options):
@@ -51,7 +51,7 @@ def test_float32_without_our_kernels(multiply_by):
 
 
 def test_no_copy_where_there_is_no_room(monkeypatch, tmp_path):
-    monkeypatch.setattr("prefold.model.products.available_memory", lambda device: 1000)
+    monkeypatch.setattr("prefold.worker.torch.products.available_memory", lambda device: 1000)
     model = load(tiny_checkpoint(tmp_path, "llama"), dtype=torch.bfloat16)
     with torch.inference_mode():
         assert model.logits(torch.randn(3, 36).bfloat16()).shape == (3, 307)

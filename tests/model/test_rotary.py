@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from prefold.model import RopeConfig, config_from
 from prefold.model.rotary import AngleTables, frequencies
-from prefold.model.rotary_tables import RotaryTable
+from prefold.worker.torch.rotary_tables import RotaryTable
 
 LAST_BIT = 2.0**-22
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -17,8 +17,8 @@ from tiny import tiny_checkpoint
 
 from prefold.checkpoint import GGUFFile, resolve
 from prefold.model import config_from
-from prefold.model.arrays import BFLOAT16, array_of, tensor_of
 from prefold.model.sources import GGUFSource, RandomSource, SafetensorsSource, open_source, put
+from prefold.worker.torch.tensors import BFLOAT16, array_of, tensor_of
 
 HEADS, KV_HEADS, HEAD, WIDTH, VOCAB = 6, 3, 10, 256, 83
 SHAPES = {
@@ -125,7 +125,8 @@ def write_model(path, kind, vocab, hidden):
 LOAD = """
 import sys, gguf.quants, torch
 from prefold.checkpoint import resolve
-from prefold.model import config_from, load_model
+from prefold.model import config_from
+from prefold.worker.torch.load import load_model
 
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

@@ -9,7 +9,8 @@ from tiny import EVERY, MORE, DenseAttend, reference, tiny_checkpoint
 from prefold.checkpoint import resolve
 from prefold.errors import InputError
 from prefold.features.looped.config import Loop, LoopedConfig
-from prefold.model import config_from, load_model
+from prefold.model import config_from
+from prefold.worker.torch.load import load_model
 
 ROWS = 45
 LLAMA3 = {

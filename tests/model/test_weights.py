@@ -14,9 +14,10 @@ from tiny import MORE, DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import GEOMETRIES, Checkpoint, resolve
 from prefold.errors import CheckpointError, InputError, OutOfMemoryError
-from prefold.model import config_from, load_model
-from prefold.model.layers import Linear
-from prefold.model.products import packs_with_onednn, product_kernels
+from prefold.model import config_from
+from prefold.worker.torch.layers import Linear
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.products import packs_with_onednn, product_kernels
 
 TOKENS = torch.tensor([5, 9, 100, 7, 7, 250, 11])
 

@@ -10,7 +10,7 @@ from prefold import LLM
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.schedule.scheduler import Scheduler
 from prefold.spec.requests import Request, Sampling
-from prefold.worker.local import LocalWorker
+from prefold.worker.torch.worker import TorchWorker
 
 # The last ones need the tokens before, and are chosen on the host.
 ASKED = [
@@ -28,7 +28,7 @@ ASKED = [
 def generated(llm: LLM, some: list[Sampling], *, ahead: bool, **options) -> tuple[list, ModelEngine]:
     """(tokens, finish_reason, stop) of each sample of each request; and the engine that made them."""
     generation = GenerateOptions(**{"kv_memory": 1 << 20} | options)
-    worker = LocalWorker(llm.model, depth=2 if ahead else 1)
+    worker = TorchWorker(llm.model, depth=2 if ahead else 1)
     engine = ModelEngine(worker, EngineOptions(max_batch_rows=24, generation=generation))
     found: dict[int, list] = {}
     for number, sampling in enumerate(some):

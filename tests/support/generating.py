@@ -16,9 +16,9 @@ from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.features.images.scheduler import ImageScheduler
 from prefold.spec.requests import Generated, Readout, Request, Sampling
 from prefold.trie import Spool
-from prefold.worker.local import LocalWorker
 from prefold.worker.native.worker import NativeWorker
 from prefold.worker.parts import native_parts, parts_of
+from prefold.worker.torch.worker import TorchWorker
 
 
 def image_scheduler(engine: ModelEngine) -> ImageScheduler:
@@ -54,17 +54,17 @@ def engine_of(
     )
 
 
-def worker_of(llm: LLM) -> NativeWorker | LocalWorker:
+def worker_of(llm: LLM) -> NativeWorker | TorchWorker:
     """Another worker of the model and the adapters of `llm`."""
     adapters = llm.engine.worker.adapters
     if isinstance(llm.engine.worker, NativeWorker):
         return NativeWorker(llm.model, adapters, parts=native_parts(llm.model, llm.checkpoint))
-    return LocalWorker(llm.model, adapters, parts=parts_of(llm.model, llm.checkpoint))
+    return TorchWorker(llm.model, adapters, parts=parts_of(llm.model, llm.checkpoint))
 
 
-def before_passes(worker: NativeWorker | LocalWorker, act: Callable[[np.ndarray], object]) -> Callable[[], None]:
+def before_passes(worker: NativeWorker | TorchWorker, act: Callable[[np.ndarray], object]) -> Callable[[], None]:
     """Lets `act` see the tokens of each forward pass of a worker before it; it may raise. Returns what ends that."""
-    if isinstance(worker, LocalWorker):
+    if isinstance(worker, TorchWorker):
         hook = worker.model.register_forward_pre_hook(lambda model, given: act(given[0].numpy()) and None)
         return hook.remove
     program = worker.program
@@ -79,7 +79,7 @@ def before_passes(worker: NativeWorker | LocalWorker, act: Callable[[np.ndarray]
 
 
 @contextmanager
-def slowed(worker: NativeWorker | LocalWorker, seconds: float = 0.002) -> Iterator[None]:
+def slowed(worker: NativeWorker | TorchWorker, seconds: float = 0.002) -> Iterator[None]:
     """Lets each step of a worker take so much longer: models of tests are through before anybody can stop them."""
     start = worker.start
 

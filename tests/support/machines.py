@@ -23,7 +23,7 @@ def kernels_in_use(some: kernels.Kernels | None) -> Iterator[None]:
 @contextmanager
 def threads_in_use(count: int) -> Iterator[None]:
     """A context in which the kernels, and PyTorch, run on so many threads."""
-    from prefold.model.device import settle_threads
+    from prefold.worker.torch.device import settle_threads
 
     before = kernels.threads()
     settle_threads(count)

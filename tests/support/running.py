@@ -54,8 +54,8 @@ def as_transformers(llm: LLM, attention: str) -> torch.nn.Module:
     """The same float32 weights in transformers' own model."""
     import transformers
 
-    from prefold.model.arrays import array_of
     from prefold.model.sources import open_source
+    from prefold.worker.torch.tensors import array_of
 
     config = transformers.AutoConfig.for_model(**llm.checkpoint.config)
     config._attn_implementation = attention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prefold import kernels
-from prefold.model.arrays import ARRAY_DTYPES, array_of, tensor_of
+from prefold.worker.torch.tensors import ARRAY_DTYPES, array_of, tensor_of
 
 
 class TensorKernels:

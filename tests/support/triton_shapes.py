@@ -8,11 +8,14 @@ import torch
 from nests import chains
 
 from prefold import kernels
-from prefold.model import device
-from prefold.model.ops import choose_ops
-from prefold.worker import draw_triton
-from prefold.worker.attention import Heads, KeyRuns, KVStore, RowAttention, plan_slots, slot_triton
+from prefold.worker.attention import KeyRuns, plan_slots
 from prefold.worker.attention.slot_plan import MOST_ROWS
+from prefold.worker.torch import device, draw_triton
+from prefold.worker.torch.attention import slot_triton
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
+from prefold.worker.torch.ops import choose_ops
 
 device.TRITON_DEVICES = ("cpu",)
 kernels.load = lambda: None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from prefold.model import device
+from prefold.worker.torch import device
 
 needs_triton = pytest.mark.skipif(not device.has_triton(), reason="Triton is not installed")
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from prefold.checkpoint import resolve
-from prefold.model import CausalLM, load_model
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.model import CausalLM
 
 VOCAB = 307
 

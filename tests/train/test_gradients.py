@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from learning import distance, gradients, group, sequences, trainable, weights_for
 from tiny import EVERY, FAMILIES, tiny_checkpoint
 
-from prefold.model import CausalLM
 from prefold.spec.requests import SHARING_MODES
 from prefold.train import TrainBatch, logprobs
+from prefold.worker.torch.model import CausalLM
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

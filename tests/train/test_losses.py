@@ -11,8 +11,9 @@ from tiny import EVERY, reference, tiny_checkpoint
 from torch.nn import functional as F
 
 from prefold.errors import InputError
-from prefold.model import CausalLM, load_model
 from prefold.train import TrainBatch, dpo_loss, dpo_margins, group_loss, logprobs, sft_loss
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.model import CausalLM
 
 BETA = 0.3
 

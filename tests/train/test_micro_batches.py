@@ -12,15 +12,7 @@ from tiny import tiny_checkpoint
 
 from prefold.errors import InputError
 from prefold.spec.requests import SHARING_MODES
-from prefold.train import (
-    TrainBatch,
-    accumulate,
-    dpo_loss,
-    group_loss,
-    logprobs,
-    micro_batches,
-    sft_loss,
-)
+from prefold.train import TrainBatch, accumulate, dpo_loss, group_loss, logprobs, micro_batches, sft_loss
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from tiny import EVERY, UNCLASSIFIED, reference, tiny_checkpoint
 
 from prefold.checkpoint import Checkpoint, resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import load_model
 from prefold.text import load_tokenizer
 from prefold.train import TrainBatch, logprobs, save_model, sft_loss
+from prefold.worker.torch.load import load_model
 
 
 def trained(folder) -> torch.nn.Module:

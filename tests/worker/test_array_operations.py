@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from prefold import kernels
 from prefold.engine.sampling import SamplerState, drawing_of
 from prefold.engine.schedule.steps import NOT_FINITE, Reads, SlotResult, SlotStep, StepResult, StreamStep
-from prefold.model.arrays import array_of
 from prefold.spec.requests import Readout, Sampling
 from prefold.worker.native.arrays import ClassificationHead
 from prefold.worker.pool import mean_of_rows, plan_pool, sent
 from prefold.worker.readouts import HEAD_ROWS, SlotTicket, greedy, read_stream, values_of
+from prefold.worker.torch.tensors import array_of
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 VOCAB, HIDDEN = 300, 8

@@ -48,7 +48,7 @@ def both(on_triton):  # noqa: F811
 @pytest.mark.parametrize(("vocab", "size"), [(300, 2048), (300, 128), pytest.param(1000, 512, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_numpy(both, monkeypatch, vocab, size):
     """In one block a row, and in several."""
-    from prefold.worker import draw_triton
+    from prefold.worker.torch import draw_triton
 
     monkeypatch.setattr(draw_triton, "SIZE", size)
     rng = np.random.default_rng(vocab)

@@ -18,12 +18,13 @@ from prefold import kernels
 from prefold.checkpoint import Checkpoint
 from prefold.checkpoint.settings import Settings
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
-from prefold.model import CausalLM, load_model
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import Spool
-from prefold.worker.local import LocalWorker
 from prefold.worker.native.load import load_native
 from prefold.worker.native.worker import NativeWorker
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.model import CausalLM
+from prefold.worker.torch.worker import TorchWorker
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 
@@ -43,10 +44,10 @@ def write_checkpoint(folder, config, seed: int) -> Checkpoint:
     return Checkpoint("random", folder, "folder", Settings.of({}))
 
 
-def workers(checkpoint: Checkpoint, config) -> Iterator[NativeWorker | LocalWorker]:
+def workers(checkpoint: Checkpoint, config) -> Iterator[NativeWorker | TorchWorker]:
     """The worker of each executor."""
     yield NativeWorker(load_native(checkpoint, config, dtype="float32"))
-    yield LocalWorker(load_model(checkpoint, dtype=torch.float32, device="cpu", config=config, pack=False))
+    yield TorchWorker(load_model(checkpoint, dtype=torch.float32, device="cpu", config=config, pack=False))
 
 
 def results(worker, requests: list[Request], readout: Readout, sharing: str, rows: int) -> list:

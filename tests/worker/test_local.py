@@ -19,9 +19,9 @@ from prefold.errors import OutOfMemoryError
 from prefold.model import MediaRows, machine
 from prefold.spec.requests import Readout
 from prefold.trie import MEDIA_BASE, Spool
-from prefold.worker import local
 from prefold.worker.native.worker import NativeWorker
 from prefold.worker.parts import WorkerPart
+from prefold.worker.torch import worker as local
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_step_for_which_memory_is_too_small_changes_nothing(llm):
     """Not even what the next step knows of the tokens of the one before."""
     found = []
     for fails in (False, True):
-        worker = local.LocalWorker(llm.model, depth=2)
+        worker = local.TorchWorker(llm.model, depth=2)
         worker.start(MakeStore(9))
         first = worker.start(slot_step([5, 6, 7], 0))
         if fails:
@@ -112,7 +112,7 @@ def test_a_step_for_which_memory_is_too_small_changes_nothing(llm):
 
 def test_rows_of_images_are_for_no_graph(llm):
     """A row that is read may be one of an image, of which a graph would have the embedding of another token."""
-    worker = local.LocalWorker(llm.model)
+    worker = local.TorchWorker(llm.model)
     worker.start(MakeStore(9))
     worker._graphs = SimpleNamespace(takes=lambda step: True, run=lambda *given: pytest.fail("a graph is run"))
     values = torch.randn(1, llm.model.embedding.shape[1])
@@ -133,7 +133,7 @@ def test_rows_of_media_in_both_executors(tmp_path, kind):
             values = rng.normal(size=(2, model.config.hidden)).astype(np.float32)
         at, rows = (np.array([1, 2]), values) if is_native else (torch.tensor([1, 2]), torch.from_numpy(values))
         part = WorkerPart({}, media=lambda tokens, at=at, rows=rows: MediaRows(at, rows) if len(tokens) > 2 else None)
-        worker = (NativeWorker if is_native else local.LocalWorker)(model, parts=[part])
+        worker = (NativeWorker if is_native else local.TorchWorker)(model, parts=[part])
         worker.start(MakeStore(9))
         first = worker.start(slot_step(ids.tolist(), 0)).result().ids
         second = worker.start(slot_step([7, 8], len(ids))).result().ids

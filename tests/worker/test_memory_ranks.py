@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from running import as_request
 from tiny import FAMILIES, MORE, tiny_checkpoint
 
-from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.worker import Worker
@@ -33,9 +32,6 @@ from prefold.trie import Spool
 from prefold.worker import tensor_parallel
 from prefold.worker.loaded import Load
 from prefold.worker.loading import load_part
-from prefold.worker.program import Program, missing
-from prefold.worker.rows import forward_stream
-from prefold.worker.slots import forward, make_store
 from prefold.worker.tensor_parallel import MemoryRanks, memory_file
 from prefold.worker.torch.ranks import MemoryTensors
 
@@ -103,12 +99,6 @@ def test_logits_of_the_whole_vocabulary_and_sums_of_arrays(size):
     assert all(one.shape == (0, 31) and np.array_equal(other, total) for one, other in others)
 
 
-def test_what_all_ranks_agree_on():
-    ranks = with_tensors(ranks_of(3, part=SMALL))
-    assert each(ranks, lambda ranks: ranks.agree(True)) == [True] * 3
-    assert each(ranks, lambda ranks: ranks.agree(ranks.rank != 1)) == [False] * 3
-
-
 def test_a_rank_that_does_not_come_and_one_that_does_something_else():
     alone, *_ = ranks_of(2, patience=0.05, part=SMALL)
     with pytest.raises(CollectiveError, match="timed out"):
@@ -161,7 +151,6 @@ def engines(
     ranks = ranks_of(size) if executor == "native" else with_tensors(ranks_of(size))
     alone = worker_of(*given, None, adapters, **options)
     team = Team(each(ranks, lambda one: worker_of(*given, one, adapters, **options)))
-    assert all(worker.program is not None for worker in team.workers)
     found = []
     for worker in (alone, team):
         options = GenerateOptions(kv_memory=(slots + 1) * worker.facts.slot_bytes)
@@ -209,7 +198,7 @@ def test_a_split_model_gives_what_one_rank_gives(tmp_path, family, size):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2"])
 def test_a_split_model_with_tensors_gives_what_one_rank_gives(tmp_path, family):
-    check_equal(*engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, "torch"))
+    check_equal(*engines(tiny_checkpoint(tmp_path, family), 2, "torch"))
 
 
 @settings(max_examples=12, deadline=None)
@@ -237,38 +226,6 @@ def test_adapters(tmp_path, executor, size):
     folder = tiny_checkpoint(tmp_path, "qwen3", **WIDTH)
     paths = [write_adapter(tmp_path / name, folder, seed=ord(name)) for name in "ab"]
     check_equal(*engines(folder, size, executor, adapters=paths, slots=900), adapters=("", "a", "b"))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
-def test_hidden_states_are_those_of_the_modules_of_each_rank(tmp_path, family, dtype):
-    """To the last bit: both add up the same parts in the same order."""
-    _, split = engines(tiny_checkpoint(tmp_path, family, **WIDTH), 2, "torch", dtype)
-    stores, seen = {}, []
-
-    class Compared(Program):
-        def greedy(self, batch, store, media=None):
-            return None
-
-        def over_slots(self, batch, store, media=None):
-            other = stores.setdefault(self.model.ranks.rank, make_store(self.model, store.slots))
-            expected, found = forward(self.model, other, batch), super().over_slots(batch, store, media)
-            assert torch.equal(found, expected)
-            seen.append("slots")
-            return found
-
-        def over_rows(self, batch, path, media=None):
-            expected, _ = forward_stream(self.model, batch, path, {})
-            found = super().over_rows(batch, path, media)
-            assert torch.equal(found[0], expected)
-            seen.append("rows")
-            return found
-
-    for worker in split.worker.workers:
-        worker.program = Compared(worker.model, kernels.load())
-    read(split, [as_request(tokens) for tokens in prompts(1)], Readout("mean"))
-    generate(split, [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)])
-    assert seen.count("slots") > 8 and seen.count("rows") > 4
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gpt-oss"])
@@ -330,26 +287,6 @@ def test_greedy_steps_make_no_logits(tmp_path, rows_of_logits):
     asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
     assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
     assert not calls
-
-
-def test_a_rank_without_a_packed_head_keeps_all_from_it(tmp_path, rows_of_logits):
-    folder = tiny_checkpoint(tmp_path, "llama", **WIDTH)
-    for packs in (True, False):
-        alone, split = engines(folder, 3, "torch")
-        split.worker.workers[1].model.may_pack = packs
-        calls = rows_of_logits(split.worker.workers[0].model)
-        asked = [ask(tokens, max_tokens=4, ignore_eos=True) for tokens in prompts(2)]
-        assert tokens_of(generate(split, asked)) == tokens_of(generate(alone, asked))
-        assert bool(calls) != packs
-
-
-def test_a_rank_without_a_program_keeps_all_from_it(tmp_path):
-    """Of three ranks one has a width that no vector fills."""
-    folder = tiny_checkpoint(tmp_path, "llama", intermediate_size=50)
-    workers = each(with_tensors(ranks_of(3)), lambda ranks: worker_of(folder, "torch", "float32", ranks))
-    assert all(worker.program is None for worker in workers)
-    assert [missing(worker.model) for worker in workers] == [None, None, "an MLP's width"]
-    assert all("PyTorch's modules" in worker.passes for worker in workers)
 
 
 @pytest.mark.parametrize("executor", ["native", "torch"])

@@ -23,15 +23,17 @@ from prefold.engine.meter import Meter
 from prefold.engine.schedule.steps import SlotStep
 from prefold.engine.schedule.windows import WindowPlanner
 from prefold.errors import OutOfMemoryError
-from prefold.model import CausalLM, device, load_adapter
 from prefold.spec.requests import Readout, Request, Sampling
 from prefold.trie import Spool
-from prefold.worker.attention import RowAttention
-from prefold.worker.local import LocalWorker, batch_rows
 from prefold.worker.readouts import read_stream
-from prefold.worker.rows import Path, forward_stream, heads_of, prepare
-from prefold.worker.slots import SlotAttend, make_store, prepare_slots
+from prefold.worker.torch import device
 from prefold.worker.torch.arrays import TorchArrays
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.lora import load_adapter
+from prefold.worker.torch.model import CausalLM
+from prefold.worker.torch.rows import Path, forward_stream, heads_of, prepare
+from prefold.worker.torch.slots import SlotAttend, make_store, prepare_slots
+from prefold.worker.torch.worker import TorchWorker, batch_rows
 
 # Greedy, drawn with and without filters, and with what the host has to know. Few tokens: the interpreter is slow.
 DRAWN = [
@@ -50,7 +52,7 @@ def llm(request, tmp_path) -> LLM:
 
 def engine_of(model: CausalLM, depth: int | None = None) -> ModelEngine:
     options = EngineOptions(max_batch_rows=24, generation=GenerateOptions(kv_memory=1 << 20))
-    return ModelEngine(LocalWorker(model, depth=depth), options)
+    return ModelEngine(TorchWorker(model, depth=depth), options)
 
 
 def greedy(llm: LLM, some: list[list[int]]) -> list[tuple[int, ...]]:
@@ -259,7 +261,7 @@ def test_results_of_a_step_while_the_next_one_runs(llm, monkeypatch):
     for kind in ("last", "mean"):
         wanted = run(llm, requests, Readout(kind), sharing="full", rows=9)
         steps = []
-        ahead = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model, depth=2)))
+        ahead = SimpleNamespace(engine=ModelEngine(TorchWorker(llm.model, depth=2)))
         found = run(ahead, requests, Readout(kind), sharing="full", rows=9, on_step=steps.append)
         assert len(steps) > 2
         for a, b in zip(found, wanted, strict=True):
@@ -286,7 +288,7 @@ def test_a_step_that_does_not_fit_is_run_in_halves(llm, monkeypatch):
     for mode in ("full", "mlp", "off"):
         wanted = run(llm, requests, Readout("last"), sharing=mode, rows=1000)
         with llm.model.register_forward_pre_hook(memory_for(20)):
-            other = SimpleNamespace(engine=ModelEngine(LocalWorker(llm.model), EngineOptions(max_batch_rows=1000)))
+            other = SimpleNamespace(engine=ModelEngine(TorchWorker(llm.model), EngineOptions(max_batch_rows=1000)))
             found = run(other, requests, Readout("last"), sharing=mode, rows=None)
         assert other.engine.max_batch_rows < 1000
         for a, b in zip(found, wanted, strict=True):
@@ -312,7 +314,7 @@ def test_rows_of_a_step_where_nobody_says(llm, monkeypatch):
     assert batch_rows(llm.model) == 4096 or DEVICE == "cuda"
     model = CausalLM(llm.config, dtype=torch.bfloat16, device=torch.device("meta"))
     free = iter([1 << 23, 1 << 45, 0])
-    monkeypatch.setattr("prefold.worker.local.available_memory", lambda device: next(free))
+    monkeypatch.setattr("prefold.worker.torch.worker.available_memory", lambda device: next(free))
     some = batch_rows(model)
     assert some % 1024 == 0 and 1024 <= some < 65_536
     assert batch_rows(model) == 65_536

@@ -14,12 +14,13 @@ from tiny import tiny_checkpoint
 from prefold.checkpoint import resolve
 from prefold.engine.schedule.steps import Message, StreamStep
 from prefold.engine.worker import CompletedTicket, Facts
-from prefold.model import MediaRows, load_model
+from prefold.model import MediaRows
 from prefold.spec.plugins import load_plugins
 from prefold.trie import MEDIA_BASE
 from prefold.worker import parts as protocol
-from prefold.worker.local import LocalWorker
 from prefold.worker.parts import WorkerPart, add_part
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.worker import TorchWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def test_a_feature_adds_messages_facts_and_rows(model, keep):
     def part(model, checkpoint, seed):
         return WorkerPart({Count: count}, Counting(len(model.layers)), media)
 
-    worker = LocalWorker(model)
+    worker = TorchWorker(model)
     assert worker.start(Count(100)).result() == len(model.layers)
     assert worker.start(Count(1)).result() == 1
     assert worker.facts.of(Counting) == Counting(len(model.layers))
@@ -68,11 +69,11 @@ def test_a_feature_adds_messages_facts_and_rows(model, keep):
         embedded = model.embedding.clone()
     model.embedding = torch.nn.Parameter(embedded.index_copy(0, torch.tensor([9]), values))
     plain = StreamStep(np.array([5, 9, 7], np.int32), *(getattr(step, name) for name in step.__slots__[1:]))
-    np.testing.assert_allclose(found, LocalWorker(model).start(plain).result().values, atol=1e-6)
+    np.testing.assert_allclose(found, TorchWorker(model).start(plain).result().values, atol=1e-6)
 
 
 def test_a_message_of_no_part_is_an_error(model):
-    worker = LocalWorker(model)
+    worker = TorchWorker(model)
     with pytest.raises(TypeError, match="Count is no message to this worker"):
         worker.start(Count(1))
     assert worker.facts.of(Counting) is None

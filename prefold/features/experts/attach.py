@@ -11,16 +11,7 @@ from ...errors import UnsupportedModelError
 from ...model.builders import MlpKind, add_mlp
 from ...model.families import add_families, with_heads
 from ...model.program import Experts, add_operation
-from .families import (
-    MLP,
-    build_experts,
-    gpt_oss,
-    granite_moe,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-)
+from .families import MLP, build_experts, gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 SOFTMAX = 1  # of llama.cpp's functions of the router's logits
 

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts: by PyTorch, which says what it computes, and by our compiled kernels."""
+"""A layer's mixture of experts, executed with tensors."""
 
 from __future__ import annotations
 
@@ -9,31 +9,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import kernels
-from ...model.arrays import array_of, tensor_of
-from ...model.device import TRITON_DTYPES, runs_triton
-from ...model.layers import Linear
-from ...model.operations import Execution, Place, Rows
-from ...model.ops import Ops, wide
-from ...model.products import Product, product_kernels, wide_product
 from ...model.program import Experts
+from ...worker.torch.device import TRITON_DTYPES, runs_triton
+from ...worker.torch.layers import Linear
+from ...worker.torch.operations import Execution, Place, Rows
+from ...worker.torch.ops import Ops, wide
+from ...worker.torch.products import wide_product
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
 GROUPED_BYTES = 16
 # Of gpt-oss's activation, as in kernels/src/activations.h.
 ALPHA, LIMIT = 1.702, 7.0
-
-
-class ExpertPanels(Product):
-    """An ExpertPanels has copies of the matrices of all experts, as `Kernels.pack_experts` lays them. No gradients."""
-
-    def __init__(
-        self, weight: Tensor, experts: int, compiled: kernels.Kernels, pool: kernels.PanelPool | None, gated: bool
-    ):
-        self.compiled = compiled
-        self.packed = compiled.pack_experts(array_of(weight.unflatten(0, (experts, -1))), pool, gated=gated)
-
-    def settle(self) -> bool:
-        return True
 
 
 class ExpertLinear(Linear):
@@ -42,8 +28,6 @@ class ExpertLinear(Linear):
 
     gated: the linear is gate and up
     """
-
-    panels = None
 
     def __init__(
         self,
@@ -59,10 +43,8 @@ class ExpertLinear(Linear):
         super().__init__(inputs, experts * outputs, bias=bias, dtype=dtype, device=device)
         self.experts, self.gated = experts, gated
 
-    def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
-        hidden = weight if self.gated else weight.new_empty(0, self.outputs // self.experts)
-        compiled = product_kernels(hidden)  # of both linears, or of none
-        return ExpertPanels(weight, self.experts, compiled, pool, self.gated) if compiled else None
+    def pack(self, pool: kernels.PanelPool | None = None) -> None:
+        """Leave the weights as they are: no product takes the matrices of several experts."""
 
     def matrices(self) -> Tensor:
         """Returns the weights, [experts, outputs, inputs]."""
@@ -99,27 +81,11 @@ def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
     logits = router.wide(h) if router is not None else wide_product(h, weight)
     if weights.router.bias is not None:
         logits = logits + weights.router.bias
-    by_kernels = isinstance(weights.gate_up.product, ExpertPanels)
-    out = (
-        _by_kernels(operation, weights, h, logits)
-        if by_kernels
-        else by_pytorch(operation, weights, h, logits, rows.ops)
-    )
+    out = through_experts(operation, weights, h, logits, rows.ops)
     rows.put(operation.out, rows.ranks.sum(out) if operation.summed else out)
 
 
-def _by_kernels(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor) -> Tensor:
-    gate_up, down = weights.gate_up.product, weights.down.product
-    assert isinstance(gate_up, ExpertPanels) and isinstance(down, ExpertPanels)
-    out = gate_up.compiled.experts(
-        array_of(h), array_of(logits), gate_up.packed, down.packed, chosen=operation.chosen,
-        normalised=operation.normalised, activation=operation.activation,
-        gate_up_bias=array_of(weights.gate_up.biases), down_bias=array_of(weights.down.biases),
-    )  # fmt: skip
-    return tensor_of(out)
-
-
-def by_pytorch(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
+def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
     """Sort pairs of a row and an expert by expert, so that each expert's rows are one product with its matrices."""
     chosen = operation.chosen
     top, experts = logits.topk(chosen, -1)

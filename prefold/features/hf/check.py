@@ -19,8 +19,8 @@ from ...errors import PrefoldError, UnsupportedModelError
 from ...model.config import Plane
 from ...spec.requests import Readout, Request
 from ...trie import Spool
-from ...worker.attention import RowAttention
-from ...worker.rows import Path, forward_stream, heads_of, prepare
+from ...worker.torch.attention.row_attention import RowAttention
+from ...worker.torch.rows import Path, forward_stream, heads_of, prepare
 from .config import PlaneHeads, TransformersConfig
 from .model import NAME, PASSES, TransformersLM
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...model.layers import GatedLinear
-from ...model.lora import RowAdapters
-from ...model.ops import ACTIVATIONS, choose_ops
+from ...worker.torch.layers import GatedLinear
+from ...worker.torch.lora import RowAdapters
+from ...worker.torch.ops import ACTIVATIONS, choose_ops
 from .model import RowPass
 
 ROWS = 5  # that are compared

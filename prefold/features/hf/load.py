@@ -18,10 +18,10 @@ from ...checkpoint import Checkpoint
 from ...errors import CheckpointError, InputError, UnsupportedModelError
 from ...model.adapter_config import read_adapter_config
 from ...model.adapters import TENSOR, AdapterArrays, LinearAdapter, Pair, adapter_file, scaled
-from ...model.device import check_fits
-from ...model.lora import Adapter
-from ...model.parallel import ALONE, Alone
 from ...model.sources import SafetensorsSource
+from ...worker.torch.device import check_fits
+from ...worker.torch.lora import Adapter
+from ...worker.torch.parallel import ALONE, Alone
 from .check import check, expected_of, note, refused
 from .config import TransformersConfig, transformers_config
 from .fused import fuse, rotate_by_kernels

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModelError, no_lm_head
-from ...model.layers import Linear
-from ...model.lora import NO_ADAPTERS, RowAdapters
-from ...model.ops import wide
-from ...model.parallel import ALONE
-from ...model.products import Product, pack, wide_product
 from ...model.program import MediaRows
-from ...model.transformer import Attend, CausalLM
+from ...worker.torch.layers import Linear
+from ...worker.torch.lora import NO_ADAPTERS, RowAdapters
+from ...worker.torch.model import Attend, CausalLM
+from ...worker.torch.ops import wide
+from ...worker.torch.parallel import ALONE
+from ...worker.torch.products import Product, pack, wide_product
 from .config import PlaneHeads, TransformersConfig
 
 # The name of our attention in transformers' table.
@@ -176,7 +176,7 @@ class TransformersLM(CausalLM):
         self.position_embedding = self.lm_head = self.score = None
         self.layers = nn.ModuleList()
         self.recompute = self.may_pack = False
-        self.head_product, self._stored = None, {}
+        self.head_product = None
         self.ready_states: ReadyStates | None = None
         self.wide_head: Head | None = None
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model.device import send
+from ...worker.torch.device import send
 from .config import HybridConfig, StateShape
 from .states import StateFlow, StateTable
 
@@ -59,10 +59,6 @@ class Carry(StateFlow):
     def starts(self, layer: int, part: int) -> Tensor:
         """Returns a copy of the states that runs start from, each once, in ascending order of their rows."""
         return self.table.tensors[layer][part].index_select(0, self._sent_starts)
-
-    def picked(self, read: Tensor | None) -> Tensor | None:
-        """Returns the rows of the stream that `read` is of the rows that the model computes, int64; None: all."""
-        return read if self.gather is None else self.gather if read is None else self.gather[read]
 
     def unfold(self, x: Tensor) -> Tensor:
         """Returns a tensor of the rows that the model computes as one of the rows of the stream."""

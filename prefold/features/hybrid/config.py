@@ -18,19 +18,7 @@ from ...model.builders import LayerBuilder, Module
 from ...model.config import ModelConfig
 from ...model.decoders import HFConfig, decoder
 from ...model.names import Names
-from ...model.program import (
-    DELTA,
-    Buffer,
-    GatedDelta,
-    H,
-    Mamba2,
-    Operation,
-    Pick,
-    ShortConv,
-    Weight,
-    X,
-    add_operation,
-)
+from ...model.program import DELTA, Buffer, GatedDelta, H, Mamba2, Operation, Pick, ShortConv, Weight, X, add_operation
 
 ATTENTION = "attention"
 # Buffers: what a mixer's first linear gives, and what the mixer gives.

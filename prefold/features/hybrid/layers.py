@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import kernels
 from ...errors import UnsupportedModelError
-from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.operations import Rows, Weights
-from ...model.ops import PYTORCH
 from ...model.program import GatedDelta, Mamba2, ShortConv
+from ...worker.torch.operations import Rows, Weights
+from ...worker.torch.ops import PYTORCH
 from .carry import Carry, Group, LayerStates
 
 # Rows of a chunk, within which all is products of matrices.
@@ -96,29 +94,10 @@ def states_of(rows: Rows, layer: int) -> LayerStates:
     return cast(Carry, rows.states).of(layer)
 
 
-def compiled_for(x: Tensor) -> kernels.Kernels | None:
-    """Returns our compiled kernels, where they compute on such a tensor: they have no gradients."""
-    return kernels.load() if x.is_cpu and x.dtype in ARRAY_DTYPES and not x.requires_grad else None
-
-
-def _taps(weight: Tensor) -> Tensor:
-    """Returns the taps [channels, 1, taps] of a convolution as float32 [taps, channels]."""
-    return weight[:, 0].t().float().contiguous()
-
-
 def short_conv(operation: ShortConv, weights: Weights, rows: Rows) -> None:
     """The gated short convolution of LFM2."""
     x, states = rows.get(operation.source), states_of(rows, operation.layer)
     read = rows.read if operation.picked else None
-    if compiled := compiled_for(x):
-        carry = states.carry
-        (table,) = carry.table.tensors[operation.layer]
-        unfolded, pick = array_of(carry.unfold(x)), array_of(carry.picked(read))
-        taps, bias = array_of(_taps(weights.taps)), None if weights.bias is None else array_of(weights.bias.float())
-        places = carry.places(weights.taps.shape[2] - 1)
-        y = tensor_of(compiled.short_conv(unfolded, array_of(table), taps, bias, places, pick))
-        rows.put(operation.out, y)
-        return
     b, c, x = x.chunk(3, -1)
     y = states.conv(0, b * x, weights.taps[:, 0], weights.bias)
     rows.put(operation.out, c * y if read is None else c[read] * y[read])
@@ -133,24 +112,6 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
     x, states = rows.get(operation.source), states_of(rows, operation.layer)
     read = rows.read if operation.picked else None
     carry, heads, dim = states.carry, operation.heads, operation.value_dim
-    if compiled := compiled_for(x):
-        columns, of_heads = carry.table.tensors[operation.layer]
-        o = compiled.delta_net(
-            array_of(carry.unfold(x)),
-            array_of(columns),
-            array_of(of_heads),
-            array_of(_taps(weights.taps)),
-            carry.places(weights.taps.shape[2] - 1),
-            carry.order,
-            key_heads=operation.key_heads,
-            rates=array_of(-weights.a_log.float().exp()),
-            dt_bias=array_of(weights.dt_bias.float()),
-            norm=array_of(weights.norm.float()),
-            eps=operation.eps,
-            pick=array_of(carry.picked(read)),
-        )
-        rows.put(operation.out, tensor_of(o))
-        return
     keys, values = operation.key_heads * operation.key_dim, heads * dim
     qkv, z, b, a = x.split([2 * keys + values, values, heads, heads], -1)
     qkv = F.silu(states.conv(0, qkv, weights.taps[:, 0]))
@@ -181,27 +142,6 @@ def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
     h, states = rows.get(operation.source), states_of(rows, operation.layer)
     read, carry, heads = rows.read if operation.picked else None, states.carry, operation.heads
     inner, channels, groups = heads * operation.dim, len(weights.taps), operation.groups
-    if compiled := compiled_for(h):
-        columns, of_heads = carry.table.tensors[operation.layer]
-        o = compiled.mamba2(
-            array_of(carry.unfold(h)),
-            array_of(columns),
-            array_of(of_heads),
-            array_of(_taps(weights.taps)),
-            None if weights.conv_bias is None else array_of(weights.conv_bias.float()),
-            carry.places(weights.taps.shape[2] - 1),
-            carry.order,
-            groups=groups,
-            rates=array_of(-weights.a_log.float().exp()),
-            dt_bias=array_of(weights.dt_bias.float()),
-            skips=array_of(weights.d.float()),
-            norm=array_of(weights.norm.float()),
-            eps=operation.eps,
-            limits=operation.limits,
-            pick=array_of(carry.picked(read)),
-        )
-        rows.put(operation.out, tensor_of(o))
-        return
     gate, xbc, dt = h.split([inner, channels, heads], -1)
     xbc = F.silu(states.conv(0, xbc, weights.taps[:, 0], weights.conv_bias))
     step = F.softplus(dt.float() + weights.dt_bias.float()).clamp(*operation.limits)

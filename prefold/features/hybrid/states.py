@@ -10,9 +10,44 @@ from typing import Any
 
 import numpy as np
 
-from ... import kernels
 from .config import HybridConfig, StateShape
 from .steps import ZERO, StateRuns
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ConvPlaces:
+    """A ConvPlaces says which rows a causal convolution of the kernels reads. A place below `kept` columns for each
+    state of the table is one of these columns; the places above are rows.
+
+    above  int64 [kept, rows]: of each row the places of the rows above it, the nearest first
+    below  int64 [ends, kept]: the rows that each state to be stored consists of, the oldest first
+    to     int64 [ends]: where in the table these are stored. Only the rows of the run that ends there may read the
+           state whose place it takes
+    """
+
+    above: np.ndarray
+    below: np.ndarray
+    to: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RunOrder:
+    """A RunOrder is the runs of a step in an order in which they can be computed.
+
+    first, stop  int64 [runs]: the first row of each run, and the row behind its last
+    source, to   int64 [runs]: the states that it starts from and leaves, those of the table, and behind these others
+                 that only later runs need; to is -1 where no state is needed, and else a state that no other run of
+                 its wave or of a later one starts from, but for runs that go on from this one
+    waves        int64: where the runs that do not depend on each other begin, and the number of all
+    between      how many states only later runs need
+    """
+
+    first: np.ndarray
+    stop: np.ndarray
+    source: np.ndarray
+    to: np.ndarray
+    waves: np.ndarray
+    between: int
 
 
 class StateTable:
@@ -110,9 +145,9 @@ class StateFlow:
         # Runs whose starts are known when those before them have ended, longest first: they run side by side.
         order = np.lexsort((runs.first - self._stop, depth))
         self._waves = np.split(order, np.flatnonzero(np.diff(depth[order])) + 1) if len(order) else []
-        self._conv: dict[int, kernels.ConvPlaces] = {}
+        self._conv: dict[int, ConvPlaces] = {}
 
-    def places(self, num_kept: int) -> kernels.ConvPlaces:
+    def places(self, num_kept: int) -> ConvPlaces:
         """Returns of each row the places of the rows 1 to `num_kept` rows above it on its path, and those of the last
         `num_kept` rows on the paths of `runs.ends`.
 
@@ -137,11 +172,11 @@ class StateFlow:
                 at = row - first[run] - back
                 outside = above[run, np.clip(at + num_kept, 0, num_kept - 1)]
                 of_rows[back - 1] = np.where(at >= 0, base + row - back, outside)
-            self._conv[num_kept] = kernels.ConvPlaces(of_rows, below[self.runs.ends], self.runs.slots)
+            self._conv[num_kept] = ConvPlaces(of_rows, below[self.runs.ends], self.runs.slots)
         return self._conv[num_kept]
 
     @cached_property
-    def order(self) -> kernels.RunOrder:
+    def order(self) -> RunOrder:
         """Returns the runs in the order in which our kernels compute them."""
         runs, count = self.runs, len(self.runs.first)
         to = np.full(count, -1, np.int64)
@@ -151,7 +186,7 @@ class StateFlow:
         to[between] = self.table.rows + np.arange(len(between))
         order = np.concatenate(self._waves) if self._waves else np.zeros(0, np.int64)
         source = np.where(self._from_run >= 0, to[self._from_run], runs.source)
-        return kernels.RunOrder(
+        return RunOrder(
             runs.first[order],
             self._stop[order],
             source[order],

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...engine.worker import DONE, Ticket
-from ...model.transformer import CausalLM
-from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
-from ...worker.rows import Batch
+from ...worker.torch.model import CausalLM
+from ...worker.torch.rows import Batch
+from ...worker.torch.worker import TorchWorker
 from .carry import Carry, tensor_table
 from .config import HybridConfig
 from .states import StateTable
@@ -30,12 +30,12 @@ def state_part(model: HybridLM) -> WorkerPart:
     paths: dict[int, StateTable] = {}
     table: StateTable | None = None
 
-    def run_stream(worker: LocalWorker, step: StateStreamStep) -> Ticket:
+    def run_stream(worker: TorchWorker, step: StateStreamStep) -> Ticket:
         batch = worker.prepare(step)
         assert batch is not None
         return run_batch(worker, batch)
 
-    def run_batch(worker: LocalWorker, batch: Batch) -> Ticket:
+    def run_batch(worker: TorchWorker, batch: Batch) -> Ticket:
         step = batch.step
         assert isinstance(step, StateStreamStep)
         if (path := paths.get(step.stream)) is None:
@@ -47,14 +47,14 @@ def state_part(model: HybridLM) -> WorkerPart:
         path.keep(np.append(step.kept_states, step.runs.slots))
         return ticket
 
-    def run_slots(worker: LocalWorker, step: StateSlotStep) -> Ticket:
+    def run_slots(worker: TorchWorker, step: StateSlotStep) -> Ticket:
         assert table is not None
         placed = table.place(step.runs)
         ticket = worker.run_slots(step, {"states": Carry(table, placed, step.num_rows, device)})
         table.store(step.runs, placed)
         return ticket
 
-    def make_states(worker: LocalWorker, message: MakeStates) -> Ticket:
+    def make_states(worker: TorchWorker, message: MakeStates) -> Ticket:
         nonlocal table
         table = tensor_table(config, message.slots, dtype, device)
         return DONE

@@ -15,8 +15,8 @@ from .steps import ImageFacts
 
 if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
-    from ...model import CausalLM
     from ...worker.native.model import NativeModel
+    from ...worker.torch.model import CausalLM
 
 add_families(
     {

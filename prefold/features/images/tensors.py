@@ -10,16 +10,18 @@ from torch import Tensor, nn
 
 from ...checkpoint import Checkpoint
 from ...model.config import ModelConfig
-from ...model.layer import Layer
-from ...model.layers import HeldWeight
-from ...model.lora import NO_ADAPTERS
-from ...model.operations import Place, Rows
-from ...model.ops import choose_ops
-from ...model.parallel import ALONE
 from ...model.program import DELTA, Add, Buffer, X
-from ...model.weights import check_memory, fill_all
-from ...worker.attention import Heads, RowAttention, RowPlan
+from ...worker.attention import RowPlan
 from ...worker.torch.arrays import TorchArrays
+from ...worker.torch.attention.heads import Heads
+from ...worker.torch.attention.row_attention import RowAttention
+from ...worker.torch.layer import Layer
+from ...worker.torch.layers import HeldWeight
+from ...worker.torch.load import check_memory, fill_all
+from ...worker.torch.lora import NO_ADAPTERS
+from ...worker.torch.operations import Place, Rows
+from ...worker.torch.ops import choose_ops
+from ...worker.torch.parallel import ALONE
 from .families import TowerModel
 from .tower import Tower, TowerExecutor, parts_of
 from .tower_weights import open_tower

@@ -11,8 +11,8 @@ from .config import LoopedConfig, huginn, looped, ouro
 
 if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
-    from ...model import CausalLM
     from ...worker.native.model import NativeModel
+    from ...worker.torch.model import CausalLM
 
 add_families(
     {"OuroForCausalLM": ouro, "RavenForCausalLM": huginn, "PrefoldLoopedForCausalLM": looped},

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from ...engine.schedule.steps import StreamStep
 from ...errors import InputError
 from ...model.config import ModelConfig
-from ...model.layers import Linear
-from ...model.ops import choose_ops
-from ...model.parallel import ALONE, Alone
-from ...model.transformer import CausalLM, Pass
 from ...spec.requests import Exits
 from ...worker.torch.arrays import TorchArrays
+from ...worker.torch.layers import Linear
+from ...worker.torch.model import CausalLM, Pass
+from ...worker.torch.ops import choose_ops
+from ...worker.torch.parallel import ALONE, Alone
 from .config import GATE_FEATURES, LoopedConfig
-from .gates import VARIES, VisitOutputs, first_states, gate_logits, injected, read_state
+from .gates import VisitOutputs, first_states, gate_logits, injected, read_state
 from .steps import exits_row
 
 
@@ -72,8 +72,6 @@ def visits_at_exit(gate: Tensor, exits: RowExits, default: float = 1.0) -> Tenso
 class Gate(Linear):
     """The weights of a gate, which gives the logit of a row's leaving after a visit (`gates.gate_logits`)."""
 
-    varies = VARIES
-
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         inputs = config.hidden if config.loop.gate_reads == "state" else GATE_FEATURES
         super().__init__(inputs, 1, bias=True, dtype=torch.float32, device=device)
@@ -81,8 +79,6 @@ class Gate(Linear):
 
 class Router(nn.Module):
     """The weights of a router (`gates.router_logits`): two linears, and a vector for each visit."""
-
-    varies = VARIES
 
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()
@@ -95,8 +91,6 @@ class Router(nn.Module):
 
 class Planner(nn.Module):
     """The weights of a planner (`gates.planner_logits`)."""
-
-    varies = VARIES
 
     def __init__(self, config: LoopedConfig, *, device: torch.device):
         super().__init__()

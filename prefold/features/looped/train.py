@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import InputError
-from ...model import CausalLM
-from ...model.layer import Layer
-from ...model.lora import NO_ADAPTERS
-from ...model.transformer import Attend, Pass
 from ...train.batch import TrainBatch, dtype_on
 from ...train.losses import check_trained, target_logprobs
-from ...worker.rows import Path, StepAttend
+from ...worker.torch.layer import Layer
+from ...worker.torch.lora import NO_ADAPTERS
+from ...worker.torch.model import Attend, CausalLM, Pass
+from ...worker.torch.rows import Path, StepAttend
 from .config import Loop, Routing
 from .gates import choose, injected, planner_logits, read_state, router_logits, summary
 from .model import LoopedLM

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ...engine.schedule.steps import SlotStep
 from ...engine.worker import Ticket
-from ...model import NO_ADAPTERS, RowAdapters
-from ...model.device import send
-from ...model.layer import Layer
-from ...model.ops import choose_ops
-from ...model.transformer import Pass
-from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
-from ...worker.slots import SlotAttend, SlotBatch, slot_plans
+from ...worker.torch.device import send
+from ...worker.torch.layer import Layer
+from ...worker.torch.lora import NO_ADAPTERS, RowAdapters
+from ...worker.torch.model import Pass
+from ...worker.torch.ops import choose_ops
+from ...worker.torch.slots import SlotAttend, SlotBatch, slot_plans
+from ...worker.torch.worker import TorchWorker
 from .model import LoopedLM
 from .passes import StepRows, facts_of, run_slots
 
@@ -24,7 +24,7 @@ def looped_part(model: LoopedLM) -> WorkerPart:
     follow, and InputError for a gate or a router that cannot be split over ranks."""
     facts = facts_of(model.loop, model.ranks.size)
 
-    def run(worker: LocalWorker, step: SlotStep) -> Ticket:
+    def run(worker: TorchWorker, step: SlotStep) -> Ticket:
         return run_slots(TensorRows(worker, model, step), step, worker.read_slots)
 
     return WorkerPart({SlotStep: run}, facts)
@@ -33,7 +33,7 @@ def looped_part(model: LoopedLM) -> WorkerPart:
 class TensorRows(StepRows[Tensor, SlotBatch]):
     """The rows of a step over slots, as PyTorch takes them through a looped model."""
 
-    def __init__(self, worker: LocalWorker, model: LoopedLM, step: SlotStep):
+    def __init__(self, worker: TorchWorker, model: LoopedLM, step: SlotStep):
         assert worker.store is not None
         super().__init__(model, step.positions, step.read_rows, worker.prepare_slots(step))
         self._lm, self._step, self._store, self._device = model, step, worker.store, model.device

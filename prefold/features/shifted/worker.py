@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ...engine.worker import DONE, Ticket
-from ...model import CausalLM
-from ...model.device import send
-from ...worker.attention import KVStore
-from ...worker.local import LocalWorker
 from ...worker.parts import WorkerPart
+from ...worker.torch.attention.store import KVStore
+from ...worker.torch.device import send
+from ...worker.torch.model import CausalLM
+from ...worker.torch.worker import TorchWorker
 from .chunks import MoveRows, ShiftedFacts
 
 
@@ -20,7 +20,7 @@ def shifted_part(model: CausalLM) -> WorkerPart:
     return WorkerPart({MoveRows: _move}, ShiftedFacts(model.config.fixed))
 
 
-def _move(worker: LocalWorker, message: MoveRows) -> Ticket:
+def _move(worker: TorchWorker, message: MoveRows) -> Ticket:
     assert worker.store is not None
     move_rows(worker.model, worker.store, message)
     return DONE

@@ -1,7 +1,7 @@
 // Drawing a token from a row of logits: the one whose logit over the temperature plus Gumbel noise is the largest.
 //
 // A token's noise is -log(-log(1 - v)), where v in (0, 1) is made of a hash of the token and the draw's key. What is
-// compared is computed in double, operation by operation as worker/noise.py and worker/draw_triton.py do, so that all
+// compared is computed in double, operation by operation as worker/noise.py and worker/torch/draw_triton.py do, so that all
 // three draw alike (with filters as the functions of worker/sampler.py define them). Logarithms of a whole vocabulary would take longer than everything else here; but -log(1 - v) is
 // at least v, which rules out nearly every token by one comparison of floats with the best token so far.
 //

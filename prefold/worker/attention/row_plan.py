@@ -89,7 +89,7 @@ def plan_rows(
     first       int64 [keys]: of a row in a span the first row of the span, of any other row the row itself; the rows of
                 a span follow one another and end together. None: there are no spans
     compiled    whether to make what the compiled CPU kernel reads
-    invariant   as of Heads; for the compiled kernel
+    invariant   as of ModelConfig; for the compiled kernel
 
     No tensor is needed for it: it may run in another thread while the step before computes. Raises ValueError where an
     array breaks these rules.

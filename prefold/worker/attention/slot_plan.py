@@ -78,7 +78,7 @@ def plan_slots(
     query_positions  int64 [queries]; needed with a sliding window only
     group            query heads that share a KV head: a hint, the plan is right for any number
     compiled         whether to make what the compiled CPU kernel reads
-    invariant        as of Heads; for the compiled kernel
+    invariant        as of ModelConfig; for the compiled kernel
 
     Every query must see a key: its own row is a run of one, seen from its own query on. No tensor is needed for it.
     Raises ValueError where an array breaks these rules.

@@ -225,7 +225,7 @@ def load_worker(
 def settle_threads(threads: int | None) -> None:
     """Set the number of threads, if one is given. What a program has set by PyTorch counts too."""
     if "torch" in sys.modules:
-        from ...model.device import settle_threads as with_torch
+        from ..torch.device import settle_threads as with_torch
 
         with_torch(threads)
     elif threads is not None:

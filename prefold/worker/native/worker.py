@@ -94,7 +94,7 @@ class NativeWorker(Worker):
         self._lock = threading.Lock()
         give_back()  # what loading needed beside the weights
         keep_freed()
-        self._last = GivesBack()
+        self._last = GivesBack()  # goes when all above has gone
 
     @property
     def program(self) -> NativeProgram:

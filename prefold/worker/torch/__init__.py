@@ -1,1 +1,2 @@
-"""The executor of GPUs, and of dtypes and models that the compiled kernels do not know: tensors of PyTorch."""
+"""The executor of GPUs and of training, and of dtypes and models that the compiled kernels do not know: tensors of
+PyTorch."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE
-from ...model.arrays import array_of
-from ...model.device import runs_triton, send
-from ...model.ops import entropy, log_sum_exp
 from ..arrays import Arrays
 from ..sampler import WORK_SIZE, bare, draw_scaled, forbid, likeliest
+from .device import runs_triton, send
+from .ops import entropy, log_sum_exp
+from .tensors import array_of
 
 # Rows of logits that are copied at once to count ranks.
 RANKED_ROWS = 32
@@ -115,7 +115,7 @@ class TorchArrays(Arrays[Tensor]):
     def draw(self, logits: Tensor, rows: np.ndarray, filters: np.ndarray, keys: np.ndarray) -> Tensor:
         inverses = (1.0 / filters[:, 0]).astype(np.float32)
         if runs_triton(self.device):
-            from .. import draw_triton
+            from . import draw_triton
 
             halves = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
             draws = np.column_stack((rows, *halves, inverses, filters[:, 1:])).astype(np.float64)

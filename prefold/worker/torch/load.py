@@ -1,20 +1,32 @@
-"""Loads a model, or a rank's part of it, for the executor of PyTorch."""
+"""Loads a checkpoint's weights into a CausalLM, and makes the worker that runs it. Names, shapes and memory are checked
+before anything is read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from ... import kernels
 from ...checkpoint import Checkpoint
-from ...model import ModelConfig, load_adapter, load_model
-from ...model.device import DTYPES, settle_threads
-from ...model.parallel import ALONE
+from ...model import ModelConfig, config_from
+from ...model.checks import check_tensors, settled_lm_head
 from ...model.shard import SomeRank
+from ...model.sources import TensorSource, open_source
 from ...spec.model import ModelSpec
+from ...spec.plugins import named_class
 from ..loaded import Loaded
-from ..local import LocalWorker
 from ..parts import parts_of
+from .device import DTYPES, check_fits, settle_threads
+from .layers import HeldWeight, Linear
+from .lora import load_adapter
+from .model import CausalLM
+from .parallel import ALONE, Alone
+from .tensors import array_of
+from .worker import TorchWorker
 
 
 def load_worker(
@@ -35,12 +47,107 @@ def load_worker(
     if ranks is not None and place.type == "cuda":
         place = torch.device("cuda", ranks.rank)
     where: dict[str, Any] = {"dtype": number, "device": place, "ranks": ranks or ALONE}
-    model = load_model(checkpoint, **where, seed=options.seed, config=config, keep=options.weights)
+    model = load_model(checkpoint, **where, seed=options.seed, config=config)
     parts = parts_of(model, checkpoint, options.seed)
     adapters = {
         name: load_adapter(folder, model.config, **where, name=name)
         for name, folder in (options.adapters or {}).items()
     }
-    worker = LocalWorker(model, adapters, parts=parts)
-    passes = "; ".join(filter(None, (worker.passes, model.stored_as)))
-    return Loaded(worker, model.config, model, "torch", passes)
+    worker = TorchWorker(model, adapters, parts=parts)
+    return Loaded(worker, model.config, model, "torch", worker.passes)
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    pack: bool = True,
+    seed: int = 0,
+    ranks: Alone = ALONE,
+    config: ModelConfig | None = None,
+) -> CausalLM:
+    """Returns the model of `checkpoint`, in evaluation mode.
+
+    dtype   of all weights (the classification head stays float32)
+    pack    pack linears for the CPU where that is faster; a packed model has no gradients. The LM head is packed
+            when it is first used as a whole, as a copy, where there is room for it
+    seed    of random weights
+    ranks   those the model is split over: this one's share is read, and no more
+    config  of the checkpoint, where it is known already
+
+    Raises UnsupportedModelError (architecture, settings), OutOfMemoryError (before anything is read),
+    and CheckpointError, naming every tensor that is missing, unexpected or misshapen.
+    """
+    device = torch.device(device)
+    config = config or config_from(checkpoint.config)
+    if config.loading:
+        options: Any = {"dtype": dtype, "pack": pack, "seed": seed, "ranks": ranks}
+        return named_class(f"{config.loading}:load_model")(checkpoint, config, device=device, **options)
+    # By its numbers alone, before there is an object for each layer of what is far too large.
+    size = replace(config, lm_head=False).num_parameters * dtype.itemsize
+    size //= 1 if device.type == "cpu" else ranks.size
+    check_fits(size, device, checkpoint.name, "use a smaller model, or more memory")
+    # Parameters without storage: shapes are checked, and memory counted, before any of it is taken.
+    model = _shapes(config, dtype)
+    every = list(model.held)
+    offsets = {name: weight.offset for weight in every for name, _ in weight.parts}
+    source = open_source(checkpoint, config, wanted_shapes(every), seed, offsets)
+    settled = settled_lm_head(config, source)
+    if settled != config:
+        model = _shapes(settled, dtype)
+    weights = list(model.held)
+    check_tensors(checkpoint, wanted_shapes(weights), source)
+    if ranks.size > 1:
+        if device.type == "cpu" and ranks.rank == 0:  # one memory for all ranks
+            check_memory(checkpoint, weights, device, dtype)
+        model = _shapes(settled, dtype, ranks)
+        weights = list(model.held)
+    check_memory(checkpoint, weights, device, dtype)
+    fill_all(weights, source, device, pack=pack)
+    model.may_pack = pack
+    return model.eval()
+
+
+def fill_all(weights: Iterable[HeldWeight], source: TensorSource, device: torch.device, *, pack: bool) -> None:
+    """Fills all parameters; with `pack` those of linears are packed, each at once, so that only one is there twice."""
+    pool = kernels.PanelPool()
+    with torch.no_grad():
+        for weight in weights:
+            fill(weight, source, device)
+            if pack and isinstance(weight.owner, Linear) and weight.attribute == "weight":
+                weight.owner.pack(pool)
+
+
+def _shapes(config: ModelConfig, dtype: torch.dtype, ranks: Alone = ALONE) -> CausalLM:
+    """Returns a model whose parameters have shapes and no storage."""
+    return named_class(config.model)(config, dtype=dtype, device=torch.device("meta"), ranks=ranks)
+
+
+def wanted_shapes(weights: Iterable[HeldWeight]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for weight in weights for name, shape in weight.shapes.items()}
+
+
+def check_memory(checkpoint: Checkpoint, weights: list[HeldWeight], device: torch.device, dtype: torch.dtype) -> None:
+    size = sum(weight.parameter.nbytes for weight in weights)
+    # While a parameter is packed it is there twice.
+    largest = max(weight.parameter.nbytes for weight in weights)
+    remedy = "use a smaller model, or more memory"
+    if dtype == torch.float32:
+        remedy = f"use bfloat16 ({size / 2e9:.1f} GB), or a smaller model"
+    extra = largest if device.type == "cpu" else 0
+    check_fits(size + extra, device, f"{checkpoint.name} in {str(dtype).removeprefix('torch.')}", remedy)
+
+
+def fill(weight: HeldWeight, source: TensorSource, device: torch.device) -> None:
+    old = weight.parameter
+    values = torch.empty(old.shape, dtype=old.dtype, device=device)
+    parts = values.split([rows for _, rows in weight.parts])
+    for (name, _), part, place in zip(weight.parts, parts, weight.places or [()] * len(parts), strict=True):
+        read = part if device.type == "cpu" else torch.empty(part.shape, dtype=part.dtype)
+        source.read_into(name, array_of(read), place)
+        if read is not part:
+            part.copy_(read)
+    if weight.offset:
+        values += weight.offset
+    setattr(weight.owner, weight.attribute, nn.Parameter(values))

@@ -17,11 +17,11 @@ from torch import distributed as dist
 from ... import kernels
 from ...errors import InputError
 from ...kernels import CollectiveError
-from ...model.arrays import ARRAY_DTYPES, array_of, tensor_of
-from ...model.parallel import Ranks
 from .. import tensor_parallel
 from ..loaded import Load
 from ..tensor_parallel import Meeting, MemoryMeeting, MemoryRanks
+from .parallel import Ranks
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 _HERE = "127.0.0.1"  # all ranks are on this machine; its name may lead anywhere
 
@@ -36,9 +36,6 @@ class MemoryTensors(Ranks):
     def sum(self, x: Tensor) -> Tensor:
         summed = x.contiguous() if x.dtype in ARRAY_DTYPES else x.float().contiguous()
         return tensor_of(self._memory.sum(array_of(summed))).to(x.dtype)
-
-    def agree(self, own: bool) -> bool:
-        return bool(self.sum(torch.tensor([float(own)])) == self.size)
 
     def collect(self, piece: Tensor) -> list[Tensor] | None:
         pieces = self._memory.collect(array_of(piece))

@@ -1,5 +1,4 @@
-"""A mixture of experts: what the kernels compute is what PyTorch computes, and a row's result does not depend on its
-company."""
+"""A mixture of experts in PyTorch, what configs say of one, and its tensors."""
 
 from __future__ import annotations
 
@@ -9,29 +8,26 @@ from dataclasses import replace
 import pytest
 import torch
 from adapters import MODULES, write_adapter
-from machines import threads_in_use
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, SIZES, DenseAttend, reference, tiny_checkpoint
 from torch.nn import functional as F
 
-from prefold import kernels
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
 from prefold.features.experts.families import ExpertsConfig, build_experts, mixture
-from prefold.model import ModelConfig, Plane, config_from, load_adapter, load_model
+from prefold.model import ModelConfig, Plane, config_from
 from prefold.model.builders import LayerBuilder
-from prefold.model.layer import Layer
-from prefold.model.operations import Place
-from prefold.model.ops import PYTORCH, choose_ops
-from prefold.model.parallel import ALONE
 from prefold.model.program import DELTA, X
 from prefold.spec.plugins import load_plugins
+from prefold.worker.torch.layer import Layer
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.lora import load_adapter
+from prefold.worker.torch.operations import Place
+from prefold.worker.torch.ops import PYTORCH, choose_ops
+from prefold.worker.torch.parallel import ALONE
 
 load_plugins()  # the kind of MLP
 CPU = torch.device("cpu")
-NEEDS_PRODUCTS = pytest.mark.skipif(
-    (compiled := kernels.load()) is None or not compiled.has_products(torch.float32), reason="needs compiled products"
-)
 
 
 def config_of(hidden: int, width: int, experts: int, chosen: int, **own) -> ExpertsConfig:
@@ -42,19 +38,16 @@ def config_of(hidden: int, width: int, experts: int, chosen: int, **own) -> Expe
     return mixture(dense, experts=experts, chosen=chosen, **own)
 
 
-def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0):
-    """A mixture with random weights, and one that has them packed."""
+def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0) -> Layer:
+    """A mixture with random weights."""
     builder = LayerBuilder(config, 0)
     build_experts(builder, X, DELTA)
-    plain, packed = (Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False) for _ in range(2))
+    module = Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in plain.parameters():
+    for parameter in module.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1.5 * values / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else values)
-    packed.load_state_dict(plain.state_dict())
-    for linear in packed.experts.children():
-        linear.pack()
-    return plain, packed
+    return module
 
 
 def by_the_book(module, config: ExpertsConfig, h: torch.Tensor) -> torch.Tensor:
@@ -84,75 +77,53 @@ def by_the_book(module, config: ExpertsConfig, h: torch.Tensor) -> torch.Tensor:
 SHAPES = [(64, 32, 8, 2, 1), (36, 50, 5, 3, 45), (96, 48, 2, 1, 450), (130, 17, 3, 2, 300), (48, 1, 1, 1, 7)]
 
 
-@NEEDS_PRODUCTS
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("hidden", "width", "experts", "chosen", "rows"), SHAPES)
-def test_kernels_and_pytorch_compute_what_is_written(hidden, width, experts, chosen, rows, activation, normalised):
+def test_what_is_written_is_computed(hidden, width, experts, chosen, rows, activation, normalised):
     config = config_of(hidden, width, experts, chosen, activation=activation, normalised=normalised)
-    plain, packed = module_of(config, torch.float32)
+    module = module_of(config, torch.float32)
     h = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1))
-    expected = by_the_book(plain, config, h).float()
+    expected = by_the_book(module, config, h).float()
     with torch.inference_mode():
-        ops = choose_ops(h.dtype, h.device)
-        torch.testing.assert_close(packed.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(plain.result(DELTA, h, None, PYTORCH), expected, rtol=1e-5, atol=1e-5)
-    assert packed.experts.gate_up.weight is None and packed.experts.down.weight is None
+        for ops in (choose_ops(h.dtype, h.device), PYTORCH):
+            torch.testing.assert_close(module.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-5)
 
 
-@NEEDS_PRODUCTS
 @pytest.mark.parametrize("clamped", [True, False])
 @pytest.mark.parametrize(("hidden", "width", "experts", "chosen", "rows"), SHAPES)
 def test_biases_and_the_activation_of_gpt_oss(hidden, width, experts, chosen, rows, clamped):
     config = config_of(hidden, width, experts, chosen, biases=True, clamped=clamped)
-    plain, packed = module_of(config, torch.float32)
+    module = module_of(config, torch.float32)
     h = 4 * torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1))
-    expected = by_the_book(plain, config, h).float()
+    expected = by_the_book(module, config, h).float()
     with torch.inference_mode():
-        ops = choose_ops(h.dtype, h.device)
-        torch.testing.assert_close(packed.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-4)
-        torch.testing.assert_close(plain.result(DELTA, h, None, PYTORCH), expected, rtol=1e-5, atol=1e-4)
-    assert clamped == (not torch.equal(by_the_book(plain, replace(config, clamped=False), h).float(), expected))
+        for ops in (choose_ops(h.dtype, h.device), PYTORCH):
+            torch.testing.assert_close(module.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-4)
+    assert clamped == (not torch.equal(by_the_book(module, replace(config, clamped=False), h).float(), expected))
 
 
-@NEEDS_PRODUCTS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("hidden", "width", "experts", "chosen", "rows"), SHAPES)
-def test_a_row_is_the_same_in_any_company(hidden, width, experts, chosen, rows, dtype):
-    """Bit by bit, on any number of threads."""
-    _, packed = module_of(config_of(hidden, width, experts, chosen), dtype)
-    h = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    with torch.inference_mode():
-        ops = choose_ops(dtype, CPU)
-        together = packed.result(DELTA, h, None, ops)
-        for some in (torch.tensor([rows - 1]), torch.arange(0, rows, 3), torch.arange(rows).flip(0)):
-            with threads_in_use(1 if len(some) == 1 else 3):
-                assert torch.equal(packed.result(DELTA, h[some], None, ops), together[some])
-
-
-@NEEDS_PRODUCTS
 def test_bfloat16_is_as_near_as_rounding_allows():
-    plain, packed = module_of(config := config_of(64, 48, 8, 3), torch.bfloat16)
+    module = module_of(config := config_of(64, 48, 8, 3), torch.bfloat16)
     h = torch.randn(200, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     with torch.inference_mode():
         found, expected = (
-            packed.result(DELTA, h, None, choose_ops(h.dtype, CPU)).double(),
-            by_the_book(plain, config, h),
+            module.result(DELTA, h, None, choose_ops(h.dtype, CPU)).double(),
+            by_the_book(module, config, h),
         )
     assert (found - expected).norm() / expected.norm() < 0.01
 
 
-@NEEDS_PRODUCTS
 def test_a_row_that_is_no_number_does_not_reach_others():
-    _, packed = module_of(config_of(36, 50, 5, 3), torch.float32)
+    module = module_of(config_of(36, 50, 5, 3), torch.float32)
     h = torch.randn(40, 36, generator=torch.Generator().manual_seed(4))
     broken = h.clone()
     broken[7], broken[8] = float("nan"), float("inf")
     others = torch.tensor([i for i in range(40) if i not in (7, 8)])
     with torch.inference_mode():
         ops = choose_ops(h.dtype, CPU)
-        found = packed.result(DELTA, broken, None, ops)
-        assert torch.equal(found[others], packed.result(DELTA, h, None, ops)[others])
+        found = module.result(DELTA, broken, None, ops)
+        torch.testing.assert_close(found[others], module.result(DELTA, h, None, ops)[others])
     assert not found[[7, 8]].isfinite().any()
 
 

@@ -12,8 +12,9 @@ from tiny import DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import config_from, load_model, mxfp4
+from prefold.model import config_from, mxfp4
 from prefold.train import save_model
+from prefold.worker.torch.load import load_model
 
 TOKENS = torch.arange(40) * 7 % 300
 SIZES = {"hidden_size": 64, "intermediate_size": 32}  # whole blocks

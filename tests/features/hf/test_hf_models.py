@@ -21,8 +21,9 @@ from prefold.checkpoint import resolve
 from prefold.cli.models import sections
 from prefold.errors import CheckpointError, InputError, MissingExtraError, UnsupportedModelError
 from prefold.features.hf import fused
-from prefold.model import config_from, load_model
+from prefold.model import config_from
 from prefold.spec.requests import Namespace, Readout, Request
+from prefold.worker.torch.load import load_model
 
 
 @pytest.fixture
@@ -304,5 +305,5 @@ def test_a_split_model_is_refused(tmp_path, forced):
 
 def test_weights_that_are_to_stay_as_stored_are_refused(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
-    with pytest.raises(InputError, match=r"other modules than prefold's compute do not stay.*leave --weights out"):
+    with pytest.raises(InputError, match=r"keeps no weights as the checkpoint stores them.*leave --weights out"):
         model_of(folder, weights="file")

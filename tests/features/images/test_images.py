@@ -22,8 +22,8 @@ from prefold.features.images.decode import Image
 from prefold.features.images.processor import Processor, load_processor
 from prefold.features.images.steps import ImageFacts
 from prefold.spec.requests import Generated, Namespace, Readout, Request, Sampling
-from prefold.worker.local import LocalWorker
 from prefold.worker.native.worker import NativeWorker
+from prefold.worker.torch.worker import TorchWorker
 
 FAMILIES = ("gemma3", "smolvlm")
 MAX_TOKENS = 8
@@ -198,7 +198,7 @@ def test_the_executor_of_pytorch(case):
     native, asked, hidden, greedy, tolerance = case
     assert isinstance(native.llm.worker, NativeWorker)
     found = Case(native.folder, native.family, executor="torch")
-    assert isinstance(found.llm.worker, LocalWorker)
+    assert isinstance(found.llm.worker, TorchWorker)
     engine = engine_of(found.llm, rows=smallest(found) + 2, kv_memory=1 << 22)
     llm, requests = SimpleNamespace(engine=engine), [found.request(engine, prompt) for prompt in asked]
     read = run(llm, requests, Readout("last"), sharing="full", rows=smallest(found) + 2)

@@ -25,10 +25,11 @@ from prefold.features.images.processor import load_processor
 from prefold.features.images.tensors import load_tower
 from prefold.features.images.tower import TowerAttend
 from prefold.kernels import MAX_HEAD_DIM
-from prefold.model import MediaRows, config_from, load_model
+from prefold.model import MediaRows, config_from
 from prefold.text import load_tokenizer
-from prefold.worker.local import LocalWorker
 from prefold.worker.native.load import load_native, missing
+from prefold.worker.torch.load import load_model
+from prefold.worker.torch.worker import TorchWorker
 
 FLOAT = {"dtype": torch.float32, "device": "cpu"}
 # Who computes: PyTorch with its own products and with the kernels', and the native executor.
@@ -394,6 +395,6 @@ def test_a_tower_that_the_native_executor_lacks(tmp_path):
         config = config_from(resolve(str(folder)).config)
         assert missing(config, dtype) == what and missing(config.text, dtype) is None
     folder = tiny_vision(tmp_path, "smolvlm", vision=wide)
-    assert isinstance(LLM(str(folder), dtype="float32").worker, LocalWorker)
+    assert isinstance(LLM(str(folder), dtype="float32").worker, TorchWorker)
     with pytest.raises(InputError, match="native executor lacks heads of this size"):
         LLM(str(folder), dtype="float32", executor="native")

@@ -19,11 +19,12 @@ from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.looped.gates import position_noise
 from prefold.features.looped.model import LoopedLM, RowExits
 from prefold.features.looped.train import visit_logprobs
-from prefold.model import config_from, load_model
+from prefold.model import config_from
 from prefold.spec.requests import Namespace, Readout
 from prefold.train import TrainBatch, logprobs, save_model
 from prefold.worker.native.arrays import NumpyArrays, erf_inverse
 from prefold.worker.torch.arrays import TorchArrays
+from prefold.worker.torch.load import load_model
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
 VARIANTS = [

@@ -19,9 +19,10 @@ from prefold.features.looped.config import Routing
 from prefold.features.looped.gates import choose
 from prefold.features.looped.model import LoopedLM
 from prefold.features.looped.train import mixture, routed, routed_logprobs, whole_sequences
-from prefold.model import config_from, load_model
+from prefold.model import config_from
 from prefold.spec.requests import Readout
 from prefold.train import TrainBatch, save_model
+from prefold.worker.torch.load import load_model
 
 BASE = {"blocks": 3, "order": [0, 1, 2, 0, 1]}
 SHAPES = {"num_hidden_layers": 6, "num_key_value_heads": 6}

@@ -7,16 +7,10 @@ import torch
 from dense import dense_attention
 from nests import Nest, nest_of
 
-from prefold.worker.attention import (
-    Heads,
-    KeyRuns,
-    KVStore,
-    RowAttention,
-    RowPlan,
-    SlotPlan,
-    plan_slots,
-    visibility,
-)
+from prefold.worker.attention import KeyRuns, RowPlan, SlotPlan, plan_rows, plan_slots, visibility
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
+from prefold.worker.torch.attention.store import KVStore
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 PLANES = 2
@@ -97,11 +91,13 @@ class RowCase(Case):
         self.v = torch.randn(nest.rows, heads[1], dim, generator=generator).to(dtype)
 
     def plan(self) -> RowPlan:
-        nest, plan = self.nest, self.attention().plan
-        return plan(nest.end, self.query_rows, nest.positions, self.window, path=self.path, first=nest.first)
+        nest, given = self.nest, (self.query_rows, self.nest.positions, self.window)
+        if self.invariant:
+            return plan_rows(nest.end, *given, first=nest.first, invariant=True)
+        return self.attention().plan(nest.end, *given, path=self.path, first=nest.first)
 
     def attention(self) -> RowAttention:
-        heads = Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype, self.cap, invariant=self.invariant)
+        heads = Heads(self.q.shape[1], *self.k.shape[1:], self.q.dtype, self.cap)
         return RowAttention(heads, self.q.device)
 
     def run(self) -> torch.Tensor:
@@ -191,7 +187,7 @@ class SlotCase(Case):
 
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
-        heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept, self.invariant)
+        heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept)
         store = KVStore(PLANES, heads, self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)

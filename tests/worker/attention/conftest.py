@@ -14,8 +14,8 @@ def no_blocked_attention(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("fell back to PyTorch")
 
-    monkeypatch.setattr("prefold.worker.attention.row_attention.blocked_attention", refuse)
-    monkeypatch.setattr("prefold.worker.attention.store.attend_block", refuse)
+    monkeypatch.setattr("prefold.worker.torch.attention.row_attention.blocked_attention", refuse)
+    monkeypatch.setattr("prefold.worker.torch.attention.store.attend_block", refuse)
 
 
 @pytest.fixture(params=["compiled", "pytorch"])

@@ -13,7 +13,7 @@ from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.worker.attention import visibility
-from prefold.worker.attention.row_attention import blocked_attention
+from prefold.worker.torch.attention.row_attention import blocked_attention
 
 
 def test_visibility_is_the_definition():
@@ -67,7 +67,7 @@ def test_who_computes_is_chosen_once(backend, monkeypatch):
     attention, plan = case.attention(), case.plan()
     asked = []
     monkeypatch.setattr(kernels, "load", lambda: asked.append("kernels"))
-    monkeypatch.setattr("prefold.worker.attention.heads.runs_triton", lambda device: asked.append("triton"))
+    monkeypatch.setattr("prefold.worker.torch.attention.heads.runs_triton", lambda device: asked.append("triton"))
     out = attention.attend(case.q, case.k, case.v, plan, scale=case.scale)
     torch.testing.assert_close(out.double(), case.expected(), rtol=0, atol=1e-5)
     assert not asked, "a plane of a step does not choose"

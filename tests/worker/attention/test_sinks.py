@@ -9,7 +9,8 @@ from cases import RowCase, SlotCase
 from dense import dense_attention
 from nests import random_nest
 
-from prefold.worker.attention import Heads, RowAttention
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.row_attention import RowAttention
 
 
 def sinks_of(heads: int) -> torch.Tensor:

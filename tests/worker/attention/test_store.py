@@ -17,8 +17,10 @@ from machines import kernels_in_use, threads_in_use
 from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
-from prefold.model.device import zero_pages
-from prefold.worker.attention import Heads, KeyRuns, KVStore, SlotPlan, plan_slots
+from prefold.worker.attention import KeyRuns, SlotPlan, plan_slots
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.store import KVStore
+from prefold.worker.torch.device import zero_pages
 
 
 @settings(max_examples=120)

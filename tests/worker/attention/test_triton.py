@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from nests import chains, random_nest, with_spans
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.worker.attention import Heads, KeyRuns, KVStore, gpu, plan_slots
+from prefold.worker.attention import KeyRuns, plan_slots
+from prefold.worker.torch.attention import gpu
+from prefold.worker.torch.attention.heads import Heads
+from prefold.worker.torch.attention.store import KVStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FEW = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefold.model import device
+from prefold.worker.torch import device
 
 SUPPORT = Path(__file__).parents[2] / "support"
 # heads, kv_heads, head_dim, dtype, window
@@ -36,7 +36,7 @@ SCRIPT = """
 import json, sys
 sys.path[:0] = [{support!r}]
 import aot, triton_shapes
-from prefold.worker.attention import row_triton
+from prefold.worker.torch.attention import row_triton
 capability, shared = map(int, sys.argv[3:])
 row_triton.block_memory = lambda device: shared
 launches = getattr(triton_shapes, sys.argv[1])(*json.loads(sys.argv[2]))

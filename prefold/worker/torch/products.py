@@ -7,19 +7,18 @@ a form of its own. Packed forms are made here; others (quantised, merged, ...) c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import kernels
-from ..kernels import LANES
-from .arrays import ARRAY_DTYPES, array_of, tensor_of
+from ... import kernels
+from ...kernels import LANES
+from ...model.machine import computes_bf16
 from .device import available_memory
-from .machine import computes_bf16
 from .ops import wide
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # Vocabulary entries of an LM head that are widened to float32 at once.
 HEAD_COLUMNS = 4096
@@ -43,10 +42,6 @@ class Product:
         up; or None: there is no faster way to it than by the whole product."""
         return None
 
-    def settle(self) -> bool:
-        """Multiply a row in the same way from now on, however many rows there are. Return False if that cannot be."""
-        return False
-
 
 class OneDNN(Product):
     """A OneDNN has a copy of a weight in the layout of oneDNN, which need not reorder it in every call. No
@@ -60,42 +55,18 @@ class OneDNN(Product):
 
 
 class Panels(Product):
-    """A Panels has a copy of a weight in the layout of our compiled kernels: packed, as of `Kernels.pack_words`, or in
-    the blocks of its file. No gradients.
+    """A Panels has a copy of a weight [outputs, inputs] in the layout of our compiled kernels, as of
+    `Kernels.pack_words`. No gradients.
 
-    weight: [outputs, inputs], or blocks; pool: where memory comes from; has_gate: whether the outputs are
-    gate and up, in turn; dtype: of rows that are read
+    pool: where memory comes from; has_gate: whether the outputs are gate and up, in turn
     """
 
     has_gate = False
-    dtype = torch.float32
 
-    def __init__(
-        self, weight: Tensor | kernels.Blocks, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None
-    ):
-        self._compiled = compiled
-        self.packed: np.ndarray | kernels.Blocks
-        if isinstance(weight, kernels.Blocks):
-            self.packed, self.outputs = weight, weight.outputs
-        else:
-            self.packed = compiled.pack_words(array_of(weight), pool, gated=self.has_gate)
-            self.outputs = len(weight)
+    def __init__(self, weight: Tensor, compiled: kernels.Kernels, pool: kernels.PanelPool | None = None):
+        self._compiled, self.outputs = compiled, len(weight)
+        self.packed = compiled.pack_words(array_of(weight), pool, gated=self.has_gate)
         self._memory = _LogitsBuffer()
-
-    @staticmethod
-    def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
-        """Returns stored rows in the order that they are packed in."""
-        return parts
-
-    def settle(self) -> bool:
-        if isinstance(self.packed, kernels.Blocks):
-            self.packed = self._compiled.in_one_form(self.packed)
-        return True
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Returns rows of a matrix of blocks, [ids, inputs]."""
-        assert isinstance(self.packed, kernels.Blocks)
-        return tensor_of(self._compiled.block_rows(self.packed, array_of(ids), ARRAY_DTYPES[self.dtype]))
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return tensor_of(self._compiled.linear(array_of(x), self.packed, self.outputs, array_of(bias)))
@@ -108,14 +79,9 @@ class Panels(Product):
 
 class GatePanels(Panels):
     """A GatePanels has panels of gate and up, whose columns lie in turn, LANES of each: the kernel applies the gate to
-    what it has just summed, and no copy of gate and up is made in memory. Blocks have them in turn already."""
+    what it has just summed, and no copy of gate and up is made in memory."""
 
     has_gate = True
-
-    @staticmethod
-    def side_by_side(parts: Sequence[kernels.StoredRows]) -> Sequence[kernels.StoredRows]:
-        starts = range(0, len(parts[0].rows), LANES)
-        return [kernels.StoredRows(part.type, part.rows[at : at + LANES]) for at in starts for part in parts]
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
@@ -128,14 +94,10 @@ class GatePanels(Panels):
         return out if bias is None else out + bias
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        bias = None if bias is None else in_turn(bias)
+        if bias is not None:  # with LANES of gate and of up in turn
+            bias = bias.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
         width = self.outputs // 2
         return tensor_of(self._compiled.gated_linear(array_of(x), self.packed, width, array_of(bias), activation))
-
-
-def in_turn(columns: Tensor) -> Tensor:
-    """Returns what has an entry for each column of gate, then of up, with LANES of each in turn."""
-    return columns.unflatten(0, (2, -1, LANES)).transpose(0, 1).flatten(0, 2)
 
 
 class _LogitsBuffer:
@@ -191,12 +153,6 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype == x.dtype:
         return F.linear(x, weight)
     return torch.cat([F.linear(x, part.float()) for part in weight.split(HEAD_COLUMNS)], 1)
-
-
-def row_by_row(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return product(x) of x [rows, inputs], computed a row at a time: PyTorch adds in another order if there are more
-    rows."""
-    return torch.cat([product(row) for row in x.split(1)]) if len(x) > 1 else product(x)
 
 
 def packs_with_onednn(weight: Tensor) -> bool:

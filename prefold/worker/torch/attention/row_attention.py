@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...model.arrays import array_of, tensor_of
+from ...attention.row_plan import RowPlan, plan_rows
+from ..tensors import array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
-from .row_plan import RowPlan, plan_rows
 
 
 def blocked_attention(
@@ -179,8 +179,7 @@ class RowAttention:
 
         path: how many of the keys, the first ones, are those of the carried path.
         """
-        compiled, invariant = self._compiled is not None, self.heads.invariant
-        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=compiled, invariant=invariant)
+        plan = plan_rows(end, query_rows, positions, window, first=first, compiled=self._compiled is not None)
         if self._fused:
             gpu.place_rows(plan, path, self.heads, self.device)
         return plan

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedModelError
-from ..spec.plugins import named_class
+from ...errors import UnsupportedModelError
+from ...model.program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
+from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
-from .ops import Ops, settled, wide
+from .ops import Ops, wide
 from .parallel import Alone
-from .program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
 
 
 @dataclass(slots=True)
@@ -33,7 +33,6 @@ class Rows:
     adapters   which rows have which LoRA adapter
     ops        computes the position-wise operations
     ranks      those the model is split over
-    invariant  as of ModelConfig
     states     the states of the rows' paths, in a model with states
     heads      by buffer, the parts of it that operations have changed: by the first column, how many columns, and the
                numbers, [rows, heads, dim] or [rows, columns]
@@ -47,7 +46,6 @@ class Rows:
     adapters: RowAdapters
     ops: Ops
     ranks: Alone
-    invariant: bool
     states: object = None
     heads: dict[Buffer, dict[int, tuple[int, Tensor]]] = field(default_factory=dict)
 
@@ -241,8 +239,7 @@ def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
-    gates = settled(torch.sigmoid, gates) if rows.invariant else torch.sigmoid(gates)
-    rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
+    rows.put(operation.source, (x.view(len(x), groups, operation.dim) * torch.sigmoid(gates)).flatten(1))
 
 
 def add(operation: Add, weights: Weights, rows: Rows) -> None:

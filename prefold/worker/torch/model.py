@@ -6,19 +6,20 @@ caller's concern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine.schedule.steps import StreamStep
-from ..errors import InputError, no_lm_head
+from ...engine.schedule.steps import StreamStep
+from ...errors import InputError, no_lm_head
+from ...model.config import ModelConfig
+from ...model.program import OUT, Linear, MediaRows
 from . import layers
-from .config import ModelConfig
 from .layer import Layer, held_weights
 from .layers import HeldWeight, recomputed
 from .logits import LogitShape
@@ -26,8 +27,7 @@ from .lora import NO_ADAPTERS, RowAdapters
 from .operations import EXECUTE, Place, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
-from .products import Panels, Product, pack_head, row_by_row, wide_product
-from .program import OUT, Linear, MediaRows
+from .products import Product, pack_head, wide_product
 from .rotary_tables import RotaryTables
 
 
@@ -87,7 +87,6 @@ class CausalLM(nn.Module):
     """
 
     computed_by: ClassVar[str] = ""  # in words, where other modules than prefold's compute a pass
-    stored_as: str = ""  # in words, where weights lie in memory as the checkpoint stores them
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, ranks: Alone = ALONE):
         super().__init__()
@@ -100,9 +99,7 @@ class CausalLM(nn.Module):
         self.embedding = place.empty(program.embed.table)
         head, learned = program.head, program.embed.positions
         self.position_embedding = None if learned is None else place.empty(learned)
-        self.layers = nn.ModuleList(
-            Layer(operations, place, invariant=config.invariant, split=self._split) for operations in program.layers
-        )
+        self.layers = nn.ModuleList(Layer(operations, place, split=self._split) for operations in program.layers)
         self.end = Layer(program.end, place)
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
@@ -114,7 +111,6 @@ class CausalLM(nn.Module):
         # Who multiplies with the whole LM head in place of PyTorch; one of your own may be put here.
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
-        self._stored: dict[str, Panels] = {}  # what `keep_stored` was given
         # Of each layer that a pass goes through, in its order, the plane; None: the layer has no attention.
         self._planes, plane = list[int | None](), 0
         for number in config.pass_layers:
@@ -235,18 +231,13 @@ class CausalLM(nn.Module):
         """
         if not self.config.lm_head:
             raise no_lm_head()
-        weight = self.matrix("head")
         if ids is not None:
-            columns = self.ranks.pick(weight, ids, self.shard.vocab)
-            products = self.ranks.sum(self._by_torch(partial(wide_product, weight=columns), hidden))
+            columns = self.ranks.pick(self.head_weight, ids, self.shard.vocab)
+            products = self.ranks.sum(wide_product(hidden, columns))
             return products if self.shape_logits is None else self.shape_logits(products)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
-        product = weight if isinstance(weight, Panels) else self.product_of_head() if fits else None
-        if product is None:
-            assert isinstance(weight, Tensor)
-            logits = self._by_torch(partial(wide_product, weight=weight), hidden)
-        else:
-            logits = product.wide(hidden)
+        product = self.product_of_head() if fits else None
+        logits = wide_product(hidden, self.head_weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
         return logits if self.shape_logits is None else self.shape_logits(logits)
 
@@ -254,24 +245,13 @@ class CausalLM(nn.Module):
         """Returns float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""
         if self.score is None:
             raise InputError("this checkpoint has no classification head", field="model", code="no_head")
-        return self._by_torch(self.score, wide(hidden))
+        outputs: Tensor = self.score(wide(hidden))
+        return outputs
 
-    def _by_torch(self, product: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Return a product of PyTorch's with rows, which is not to depend on how many there are if rows are not to."""
-        return row_by_row(product, hidden) if self.config.invariant else product(hidden)
-
-    def keep_stored(self, name: str, panels: Panels) -> None:
-        """Reads the embedding or the LM head from panels in the blocks of a file from now on. The parameter `name` has
-        its shape and no numbers afterwards."""
-        nothing = torch.full((1, 1), torch.nan, dtype=self.dtype).expand(getattr(self, name).shape)
-        setattr(self, name, nn.Parameter(nothing, requires_grad=False))
-        self._stored[name], panels.dtype = panels, self.dtype
-
-    def matrix(self, name: Literal["embedding", "head"]) -> Tensor | Panels:
-        """Returns the embedding, or the LM head, which may be the embedding: a parameter, or what `keep_stored` was
-        given for it."""
-        parameter = "lm_head" if name == "head" and self.lm_head is not None else "embedding"
-        return self._stored.get(parameter, getattr(self, parameter))
+    @property
+    def head_weight(self) -> Tensor:
+        """Returns the weight of the LM head, which may be the embedding."""
+        return self.embedding if self.lm_head is None else self.lm_head
 
     @property
     def device(self) -> torch.device:
@@ -288,13 +268,12 @@ class CausalLM(nn.Module):
         The first time, the head is packed for it."""
         if self.may_pack:
             self.may_pack = False
-            weight = self.matrix("head")
-            self.head_product = self.head_product or (weight if isinstance(weight, Panels) else pack_head(weight))
+            self.head_product = self.head_product or pack_head(self.head_weight)
         return self.head_product
 
     def embed(self, tokens: Tensor, positions: Tensor, media: MediaRows[Tensor] | None = None) -> Tensor:
         """Returns the residual stream before the first layer, [rows, hidden]; the arguments are those of `forward`."""
-        x = self.ranks.embed(tokens, self.matrix("embedding"), self.shard.vocab)
+        x = self.ranks.embed(tokens, self.embedding, self.shard.vocab)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if media is not None:

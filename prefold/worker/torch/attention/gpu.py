@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...attention.row_plan import RowPlan
+from ...attention.slot_plan import SlotPlan
 from .heads import Heads
-from .row_plan import RowPlan
-from .slot_plan import SlotPlan
 
 if TYPE_CHECKING:
     from .row_triton import RowTables

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from ...model.program import Attend, Buffer, Linear, Norm, Operation, Rope, X
+from ...model.shard import WHOLE, Split
 from . import layers
 from .layers import HeldWeight
 from .lora import NO_ADAPTERS, RowAdapters
 from .operations import Execution, Place, Rows, execution_of, keys_values
 from .ops import Ops
-from .program import Attend, Buffer, Linear, Norm, Operation, Rope, X
-from .shard import WHOLE, Split
 
 
 class Layer(nn.Module):
@@ -32,12 +32,11 @@ class Layer(nn.Module):
         operations: Sequence[Operation],
         place: Place,
         *,
-        invariant: bool = False,
         split: Split = WHOLE,
     ):
         """Make the parameters. split: as of `held_weights`"""
         super().__init__()
-        self.operations, self.ranks, self.invariant = tuple(operations), place.ranks, invariant
+        self.operations, self.ranks = tuple(operations), place.ranks
         self.held: list[HeldWeight] = []
         self.linears: dict[str, layers.Linear] = {}
         self.attends = next((operation for operation in operations if isinstance(operation, Attend)), None)
@@ -72,7 +71,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
         The other arguments are as of `Rows`."""
-        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, self.invariant, states)
+        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, states)
         del x, delta  # so that they are free when no operation needs them any more
         buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
@@ -97,7 +96,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Return what a buffer has after operations without attention, which begin with the residual stream x + delta
         [rows, hidden]; may write into x. The other arguments are as of `Rows`."""
-        rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, self.invariant, states)
+        rows = Rows({X: x}, delta, None, None, read, adapters, ops, self.ranks, states)
         self.run(rows)
         return rows.get(name)
 
@@ -111,7 +110,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the keys and values [rows, kv_heads, dim] that this layer makes of the residual stream x [rows,
         hidden]; may write into x."""
-        rows = Rows({X: x}, None, None, cos_sin, None, adapters, ops, self.ranks, self.invariant)
+        rows = Rows({X: x}, None, None, cos_sin, None, adapters, ops, self.ranks)
         for run, operation, weights, dead in self._steps:
             if isinstance(operation, Attend):
                 return keys_values(operation, rows)

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import SlotStep
-from ..model import NO_ADAPTERS, Adapter, CausalLM, RowAdapters
-from ..model.config import Plane
-from ..model.device import send
-from .attention import KeyRuns, KVStore, SlotPlan
+from ...engine.schedule.steps import SlotStep
+from ...model.config import Plane
+from ..attention import KeyRuns, SlotPlan
+from .attention.store import KVStore
+from .device import send
+from .lora import NO_ADAPTERS, Adapter, RowAdapters
+from .model import CausalLM
 from .rows import heads_of
 
 
@@ -33,7 +35,6 @@ class SlotBatch:
     plans                     by sliding window, every row queries
     read_plans                by sliding window, only the read rows query: for the last layer
     adapters                  which rows have a LoRA adapter
-    numbers                   tokens, positions and slots as they lie in the memory of a CPU, int64 [3, rows]
     """
 
     tokens: Tensor
@@ -43,7 +44,6 @@ class SlotBatch:
     plans: dict[int | None, SlotPlan]
     read_plans: dict[int | None, SlotPlan]
     adapters: RowAdapters
-    numbers: np.ndarray | None = None
 
 
 def prepare_slots(
@@ -62,14 +62,9 @@ def prepare_slots(
     row_adapters = NO_ADAPTERS
     if step.adapters is not None and step.adapters.max(initial=-1) >= 0:
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
-    arrays, numbers = (step.tokens, step.positions, step.slots), None
-    if store.compiled is None or last_ids is not None:
-        tokens, positions, slots = (send(array, store.device) for array in arrays)
-    else:
-        numbers = np.stack(arrays, dtype=np.int64)
-        tokens, positions, slots = torch.from_numpy(numbers)
+    tokens, positions, slots = (send(array, store.device) for array in (step.tokens, step.positions, step.slots))
     read = None if read_rows is None else send(read_rows, store.device)
-    return SlotBatch(fill_in(tokens, last_ids), positions, slots, read, plans, read_plans, row_adapters, numbers)
+    return SlotBatch(fill_in(tokens, last_ids), positions, slots, read, plans, read_plans, row_adapters)
 
 
 def slot_plans(

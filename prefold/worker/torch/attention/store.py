@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...model.arrays import array_of, tensor_of
-from ...model.device import PAGE, zero_pages
+from .... import kernels
+from ...attention.slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
+from ..device import PAGE, zero_pages
+from ..tensors import array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
 from .row_attention import attend_block, finite
-from .slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
 
 # Queries share one gathered list of keys as long as they see, together, at least this part of the square of queries
 # and keys; and at most so many of them.
@@ -211,11 +210,6 @@ class KVStore:
             else:
                 self._memory = torch.zeros(shape, dtype=dtype, device=self.device)
 
-    @cached_property
-    def structs(self) -> Any:
-        """Returns an array of `kernels.SlotPlane`, which says where the planes lie; for the compiled kernels."""
-        return (kernels.SlotPlane * len(self._packed))(*(plane.struct for plane in self._packed))
-
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of all planes."""
@@ -235,7 +229,7 @@ class KVStore:
         """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
         return plan_slots(
             runs, num_queries, query_positions, window,
-            group=self.heads.group, compiled=self.compiled is not None, invariant=self.heads.invariant,
+            group=self.heads.group, compiled=self.compiled is not None,
         )  # fmt: skip
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...model.arrays import ARRAY_DTYPES
-from ...model.device import TRITON_DTYPES, runs_triton
+from .... import kernels
+from ..device import TRITON_DTYPES, runs_triton
+from ..tensors import ARRAY_DTYPES
 
 # Of the kernels in Triton.
 MAX_HEAD_DIM = 256
@@ -28,7 +28,6 @@ class Heads:
     cap    scores s become cap * tanh(s / cap) before their softmax, which Triton's kernels do not compute; None: they
            stay
     kept   the dtype of keys and values in a KV store; None: dtype
-    invariant  whether the result of a query is the same, bit for bit, whatever other queries a step has
     """
 
     heads: int
@@ -37,7 +36,6 @@ class Heads:
     dtype: torch.dtype
     cap: float | None = None
     kept: torch.dtype | None = None
-    invariant: bool = False
 
     @property
     def group(self) -> int:

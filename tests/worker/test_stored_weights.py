@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 from blocks import VOCAB, write_model
-from tiny import DenseAttend, tiny_checkpoint
+from tiny import tiny_checkpoint
 
 from prefold import LLM, kernels
 from prefold.checkpoint import resolve
+from prefold.engine.schedule.steps import StreamStep
 from prefold.errors import InputError, OutOfMemoryError
-from prefold.model import load_model
-from prefold.model.products import GatePanels, Panels, product_kernels
+from prefold.kernels import Blocks
+from prefold.model.families import config_from
+from prefold.worker.native.load import load_native
+from prefold.worker.native.model import NativeModel
+from prefold.worker.native.program import NativeProgram
+from prefold.worker.native.steps import NativePath, prepare_stream
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 MIXES = {
@@ -25,56 +30,62 @@ MIXES = {
 }
 
 
-def load(path, keep, dtype=torch.float32, **options):
-    if product_kernels(torch.empty(1, 2, dtype=dtype)) is None:
-        pytest.skip(f"no products of {dtype} on this CPU")
-    return load_model(resolve(str(path)), device="cpu", dtype=dtype, keep=keep, **options)
+def load(path, keep, dtype="float32", **options) -> NativeModel:
+    checkpoint = resolve(str(path))
+    return load_native(checkpoint, config_from(checkpoint.config), dtype=dtype, keep=keep, **options)
 
 
-def outputs(model):
-    tokens = torch.arange(20) * 7 % VOCAB
-    with torch.inference_mode():
-        hidden = model(tokens, torch.arange(20), DenseAttend(model.config))
-        return hidden, model.logits(hidden), model.logits(hidden, [3, 299, 17])
+def outputs(model: NativeModel) -> list[np.ndarray]:
+    rows = np.arange(20)
+    step = StreamStep(rows.astype(np.int32) * 7 % VOCAB, rows.astype(np.int32), 0, np.full(20, 20), rows, rows)
+    batch = prepare_stream(step, model.config.planes, model.config.invariant)
+    hidden, _ = NativeProgram(model).over_rows(batch, NativePath())
+    return [hidden, model.logits(hidden).copy(), model.logits(hidden, [3, 299, 17])]
+
+
+def matrices(model: NativeModel, name: str) -> list[np.ndarray | Blocks]:
+    """What the linears with this name have, layer by layer."""
+    held = model.memory.matrices
+    return [held[one.weight] for layer in model.program.layers for one in layer if getattr(one, "name", "") == name]
+
+
+def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_file_gives_the_same_bits(tmp_path, mix, dtype, tied):
     path = write_model(tmp_path / "m.gguf", MIXES[mix], tied=tied)
     kept, plain = load(path, "file", dtype), load(path, "dtype", dtype)
-    for ours, expected in zip(outputs(kept), outputs(plain), strict=True):
-        assert torch.equal(ours, expected)
-    assert not kept.embedding.isfinite().any(), "nothing may read the parameter"
-    assert isinstance(kept.layers[0].down.product.packed, kernels.Blocks)
-    in_blocks = isinstance(kept.layers[0].gate_up.product.packed, kernels.Blocks)
-    assert in_blocks == ("two types" not in mix)
+    assert same(outputs(kept), outputs(plain))
+    assert all(isinstance(table, Blocks) for table in kept.memory.tables.values())
+    assert isinstance(matrices(kept, "down")[0], Blocks)
+    assert isinstance(matrices(kept, "gate_up")[0], Blocks) == ("two types" not in mix)
     assert ("as stored" in kept.stored_as, plain.stored_as) == (True, "")
 
 
 def test_sixteen_bits_are_not_widened(tmp_path):
     folder = tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
     kept, plain = load(folder, "file"), load(folder, "dtype")
-    for ours, expected in zip(outputs(kept), outputs(plain), strict=True):
-        assert torch.equal(ours, expected)
-    assert type(kept.layers[0].gate_up.product) is GatePanels
-    sizes = [model.layers[0].down.product.packed.nbytes for model in (kept, plain)]
+    assert same(outputs(kept), outputs(plain))
+    assert isinstance(matrices(kept, "gate_up")[0], Blocks)
+    sizes = [matrices(model, "down")[0].nbytes for model in (kept, plain)]
     assert sizes[0] * 2 == sizes[1]
-    narrow = load(folder, "file", torch.bfloat16)
-    assert not narrow.stored_as, "in bfloat16 there is nothing to gain"
+    with pytest.raises(InputError, match="no code for its types"):  # in bfloat16 there is nothing to gain
+        load(folder, "file", "bfloat16")
 
 
 def test_automatic(tmp_path, monkeypatch):
     """Weights stay as stored; "fast" widens them to bfloat16 if memory is plenty."""
     path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"])
-    assert load(path, "auto").stored_as and load(path, "auto", torch.bfloat16).stored_as
+    assert load(path, "auto").stored_as and load(path, "auto", "bfloat16").stored_as
     assert load(path, "fast").stored_as, "in float32 they are faster"
-    assert not load(path, "fast", torch.bfloat16).stored_as
-    size = sum(parameter.nbytes for parameter in load(path, "dtype", torch.bfloat16, pack=False).parameters())
-    monkeypatch.setattr("prefold.model.stored.available_memory", lambda device: size)
-    assert load(path, "fast", torch.bfloat16).stored_as
-    assert not load(path, "auto", pack=False).stored_as, "gradients need parameters"
+    assert not load(path, "fast", "bfloat16").stored_as
+    size = load(path, "dtype", "bfloat16").memory.num_bytes
+    monkeypatch.setattr("prefold.worker.native.load.available_memory", lambda: size)
+    assert load(path, "fast", "bfloat16").stored_as
 
 
 def test_a_model_that_fits_in_its_blocks_alone(tmp_path, free_memory):
@@ -105,19 +116,16 @@ def test_all_tasks_of_the_built_in_model():
     np.testing.assert_allclose(scores, other_scores, rtol=0, atol=1e-4)
 
 
-def test_who_has_no_code_for_it(tmp_path, multiply_by):
+def test_the_other_executor_has_no_code_for_it(tmp_path):
     path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"])
-    multiply_by(lambda weight: None)
-    with pytest.raises(InputError, match=r"no code for that on this CPU.*leave --weights out") as error:
-        load(path, "file")
+    with pytest.raises(InputError, match=r"PyTorch.*leave --weights out") as error:
+        LLM(str(path), weights="file", executor="torch")
     assert error.value.field == "weights"
-    assert not load(path, "auto").stored_as
+    assert "as stored" not in LLM(str(path), weights="auto", executor="torch").passes
 
 
 def test_a_type_without_code_is_dequantised(tmp_path):
     """Beside types that there is code for. Float16 numbers are no smaller than bfloat16 ones."""
     path = write_model(tmp_path / "m.gguf", lambda name: "Q8_0" if name != "blk.0.attn_output" else "F16")
-    model = load(path, "file", torch.bfloat16)
-    assert type(model.layers[0].o.product) is Panels
-    assert isinstance(model.layers[0].o.product.packed, np.ndarray)
-    assert isinstance(model.layers[1].o.product.packed, kernels.Blocks)
+    first, second = matrices(load(path, "file", "bfloat16"), "o")
+    assert isinstance(first, np.ndarray) and isinstance(second, Blocks)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .config import RopeConfig
-from .rotary import FIRST_ROWS, distinct_ropes, padded_frequencies
+from ...model.config import RopeConfig
+from ...model.rotary import FIRST_ROWS, distinct_ropes, padded_frequencies
 
 
 class RotaryTable:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .. import kernels
-from ..kernels import LANES
-from .ops import ACTIVATIONS, Ops, settled
-from .products import GatePanels, Panels, Product, pack
+from ... import kernels
+from .ops import ACTIVATIONS, Ops
+from .products import Product, pack
 
 
 class Norm(nn.Module):
@@ -40,10 +38,7 @@ class Linear(nn.Module):
     weight   a parameter [outputs, inputs]; None once a product has it in a form of its own
     bias     a parameter [outputs], or None; or shorter: of the first outputs
     product  what multiplies in place of PyTorch, or None: put there by `use`
-    panels   the product that takes rows as a file stores them; None: there is none
     """
-
-    panels: ClassVar[type[Panels] | None] = Panels
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool | int, dtype: torch.dtype, device: torch.device):
         """Makes the parameters. bias: whether there is one, or of how many outputs."""
@@ -70,17 +65,6 @@ class Linear(nn.Module):
     def _packed(self, weight: Tensor, pool: kernels.PanelPool | None) -> Product | None:
         return pack(weight, pool)
 
-    def use_stored(
-        self, parts: Sequence[kernels.StoredRows], compiled: kernels.Kernels, pool: kernels.PanelPool
-    ) -> bool:
-        """Multiplies with rows as a file stores them from now on, where they can be packed so; returns whether."""
-        if self.panels is None or (self.panels is GatePanels and self.outputs % (2 * LANES)):
-            return False
-        blocks = compiled.pack_blocks(self.panels.side_by_side(parts), self.inputs, pool)
-        if blocks is not None:
-            self.use(self.panels(blocks, compiled))
-        return blocks is not None
-
     def forward(self, x: Tensor) -> Tensor:
         if self.product is not None:
             return self.product(x, self.whole_bias)
@@ -100,7 +84,6 @@ class ActivatedLinear(Linear):
     width]."""
 
     parts = 1  # linears of `width` outputs each, side by side
-    settled = False  # whether a number's result does not depend on its place
 
     def __init__(
         self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
@@ -110,8 +93,7 @@ class ActivatedLinear(Linear):
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(up), shaped as up [rows, width]."""
-        activation = ACTIVATIONS[self.activation]
-        return settled(activation, up) if self.settled else activation(up)
+        return ACTIVATIONS[self.activation](up)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
         """Returns activation(up) of x [rows, inputs]: [rows, width]."""
@@ -123,7 +105,6 @@ class GatedLinear(ActivatedLinear):
     width]."""
 
     parts = 2
-    panels = GatePanels
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..errors import InputError
-from ..kernels.threads import VARIABLES
-from ..kernels.threads import process as kernel_threads
-from ..spec import environment
-from ..spec.container import usable_cores
-from . import machine
+from ... import kernels
+from ...errors import InputError
+from ...kernels.threads import VARIABLES
+from ...kernels.threads import process as kernel_threads
+from ...model import machine
+from ...spec import environment
+from ...spec.container import usable_cores
 
 # The dtypes that a model may be loaded in, by the name a user writes.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...model.device import upload
+from ...attention.slot_plan import SlotPlan, pick_rows, slot_tiles, stretches
+from ..device import upload
 from .heads import Heads
 from .row_triton import LOG2_E, fitting_on, hide, load_rows, padded, precision, stack, take_block, take_sink
-from .slot_plan import SlotPlan, pick_rows, slot_tiles, stretches
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..spec.task import FILTERS
+from ...spec.task import FILTERS
 
 # The columns of `draws`: the row of the logits, the lower and the upper half of the key, then the filters, with the
 # inverse of the temperature in its place.

@@ -11,20 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
-from ..engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
-from ..errors import InputError, OutOfMemoryError, not_invariant
-from ..model import Adapter, CausalLM
-from ..model.device import available_memory, compile_seconds, free_cached, on, runs_triton, send
-from ..model.machine import GivesBack, give_back, keep_freed
-from ..model.shard import Shard
-from .attention import KVStore, RowAttention
-from .parts import WorkerPart, in_vocabulary, parts_of
-from .program import Program, missing, program_of
-from .readouts import SlotTicket, greedy, read_stream
+from ...engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
+from ...engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
+from ...errors import InputError, OutOfMemoryError
+from ...model.machine import GivesBack, give_back, keep_freed
+from ...model.shard import Shard
+from ..parts import WorkerPart, in_vocabulary, parts_of
+from ..readouts import SlotTicket, greedy, read_stream
+from .arrays import TorchArrays
+from .attention.row_attention import RowAttention
+from .attention.store import KVStore
+from .device import available_memory, compile_seconds, free_cached, on, runs_triton, send
+from .lora import Adapter
+from .model import CausalLM
 from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
 from .slots import SlotBatch, forward, make_store, prepare_slots
-from .torch.arrays import TorchArrays
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
 ROWS_ON_CPU = 4096
@@ -76,14 +77,13 @@ def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
 NO_PATH = Path()
 
 
-class LocalWorker(Worker):
+class TorchWorker(Worker):
     """Runs the steps of one model. Of a model that is split over ranks every rank has one, and all are given the same
     messages in the same order; what steps give is rank 0's.
 
     adapters  LoRA adapters by name
     depth     of `Facts`; None: 2 on a GPU, which has the next step to do while the results of one are taken
     parts     what features add to it; None: those that need no checkpoint beside the model
-    program   runs forward passes in one call each; None: the model's modules run them
     paths     the path of each stream that has not ended, by the stream's number
     """
 
@@ -103,10 +103,6 @@ class LocalWorker(Worker):
         self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
         self.adapters = dict(adapters or {})
-        if model.config.invariant:
-            for part in parts:
-                if part.varies:
-                    raise not_invariant(part.varies)
         depth = depth or (2 if model.device.type == "cuda" else 1)
         self.facts = Facts(
             depth=depth,
@@ -123,10 +119,6 @@ class LocalWorker(Worker):
         # Whether nothing is on its way from a device when a step has been started.
         self._is_direct = model.device.type == "cpu" and self.facts.slot_depth == 1
         self.store: KVStore | None = None
-        self.program = program_of(model)
-        if model.config.invariant:
-            self._check_invariant()
-        self.last_run: Program | None = None  # the program that ran the last SlotStep and holds its call
         self._last_ids: Tensor | None = None  # tokens of the last SlotStep, where the next one may not know them
         self._states: Tensor | None = None  # hidden states of rows in slots, once any are to be kept
         self.paths: dict[int, Path] = {}
@@ -138,13 +130,6 @@ class LocalWorker(Worker):
         self._attention = RowAttention(heads_of(model), model.device)
         self._last = GivesBack()
 
-    def _check_invariant(self) -> None:
-        """Raise InputError for a model whose rows depend on others in what this worker computes."""
-        if heads_of(self.model).compiled(self._device) is None or self.model.config.scale <= 0:
-            raise not_invariant("products of queries and keys without compiled kernels")
-        if self.program is None and self.adapters:
-            raise not_invariant("LoRA adapters of a model whose forward pass is not one compiled call")
-
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
@@ -154,8 +139,6 @@ class LocalWorker(Worker):
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
         with self._lock:
-            if (ticket := self._go_on(message)) is not None:
-                return ticket
             try:
                 work = message if prepared is None else prepared
                 handler = self._handlers.get(type(work))
@@ -186,10 +169,7 @@ class LocalWorker(Worker):
         """Returns in words what computes a forward pass."""
         if self.model.computed_by:
             return f"forward passes run through {self.model.computed_by}"
-        if self.program is not None:
-            return "each forward pass is one compiled call"
-        thing = missing(self.model) or "another rank's part" if self.model.device.type == "cpu" else ""
-        return "forward passes run through PyTorch's modules" + (f" ({thing}: not compiled)" if thing else "")
+        return "PyTorch runs each operation of a forward pass"
 
     def _run_stream(self, step: StreamStep) -> Ticket:
         batch = self.prepare(step)
@@ -206,43 +186,22 @@ class LocalWorker(Worker):
         arguments = {**self.model.arguments(step), **call_arguments}
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
-        program = self._program_for(arguments)
-        if program is None:
-            hidden, kv = forward_stream(self.model, batch, path, arguments)
-        else:
-            hidden, kv = program.over_rows(batch, path, **arguments)
+        hidden, kv = forward_stream(self.model, batch, path, arguments)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
         self.paths[step.stream] = Path(kv, states)
         return ticket
-
-    def _program_for(self, arguments: Mapping[str, Any]) -> Program | None:
-        """Returns the program where it runs a pass: nothing is wanted of the model but that images have some of the
-        rows. arguments: further arguments of the model's call"""
-        if self.program is None or not arguments.keys() <= {"media"}:
-            return None
-        if not self.program.is_current:
-            self.program = program_of(self.model)
-        return self.program
 
     def _end_stream(self, message: EndStream) -> Ticket:
         self.forget(message.stream)
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store, self._states, self.last_run = make_store(self.model, message.slots), None, None
+        self.store, self._states = make_store(self.model, message.slots), None
         return DONE
 
     def _is_greedy(self, step: SlotStep) -> bool:
         """Returns whether a step gives nothing but the most likely token of each read, now."""
         return self._is_direct and step.drawing is None and not step.read_outs and not len(step.state_reads)
-
-    def _go_on(self, step: Message) -> Ticket | None:
-        """Runs a greedy step that follows a greedy one, both by the program, without a tensor; None: it is another."""
-        program = self.last_run
-        if program is None or type(step) is not SlotStep or not step.follows or not self._is_greedy(step):
-            return None
-        ids = program.greedy_again(step)
-        return None if ids is None else CompletedTicket(SlotResult(ids))  # each row is read, in order
 
     def prepare_slots(self, step: SlotStep) -> SlotBatch:
         """Return a step over slots as tensors."""
@@ -256,20 +215,7 @@ class LocalWorker(Worker):
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
             step = replace(step, tokens=in_vocabulary(step.tokens))
-        program, self.last_run = self.last_run, None
-        # That the step follows is the scheduler's word; that the call of the step before is still there is not.
-        batch = None if program is None or arguments or not step.follows else program.follow(step)
-        if batch is None:
-            batch, program = self.prepare_slots(step), self._program_for(arguments)
-        if program is None:
-            return self.read_slots(step, forward(self.model, self.store, batch, arguments))
-        ids = program.greedy(batch, self.store, **arguments) if self._is_greedy(step) else None
-        if ids is not None:
-            ticket: Ticket = CompletedTicket(SlotResult(ids[step.reads]))
-        else:
-            ticket = self.read_slots(step, program.over_slots(batch, self.store, **arguments))
-        self.last_run = None if arguments else program
-        return ticket
+        return self.read_slots(step, forward(self.model, self.store, self.prepare_slots(step), arguments))
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:
         """Return the ticket of what is read of a step over slots. hidden: [rows that are read, hidden]"""
@@ -292,9 +238,9 @@ class LocalWorker(Worker):
 
 # By the type of a message, or of what was prepared for it, beside those of the parts. Functions, which hold no worker.
 _HANDLERS: Mapping[type, Callable[[Any, Any], Ticket]] = {
-    StreamStep: LocalWorker._run_stream,
-    Batch: LocalWorker.run_batch,
-    SlotStep: LocalWorker.run_slots,
-    MakeStore: LocalWorker._make_store,
-    EndStream: LocalWorker._end_stream,
+    StreamStep: TorchWorker._run_stream,
+    Batch: TorchWorker.run_batch,
+    SlotStep: TorchWorker.run_slots,
+    MakeStore: TorchWorker._make_store,
+    EndStream: TorchWorker._end_stream,
 }

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...model.device import upload
-from .row_plan import RowPlan, key_tiles
+from ...attention.row_plan import RowPlan, key_tiles
+from ..device import upload
 from .row_triton import (
     LOG2_E,
     RowTables,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..spec.plugins import named_class
-from .adapters import AdapterArrays, LinearAdapter, read_adapter
-from .arrays import tensor_of
-from .config import ModelConfig
+from ...model.adapters import AdapterArrays, LinearAdapter, read_adapter
+from ...model.config import ModelConfig
+from ...spec.plugins import named_class
 from .device import send
 from .parallel import ALONE, Alone
+from .tensors import tensor_of
 
 
 @dataclass(frozen=True, slots=True)

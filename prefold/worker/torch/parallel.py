@@ -10,26 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...model.shard import OneRank, columns_of, own_rows, piece_width
 from .device import send
-from .products import Panels
-from .shard import OneRank, columns_of, own_rows, piece_width
 
 
 class Alone(OneRank[Tensor]):
     """An Alone is one rank that holds everything, and what `Ranks` does the work of."""
 
-    def agree(self, own: bool) -> bool:
-        """Return whether `own` is true on every rank."""
-        return own
-
-    def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
+    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
         """Return rows of the whole embedding [tokens, hidden]; weight: this rank's, of the ids in `vocab`."""
-        return weight.rows(tokens) if isinstance(weight, Panels) else F.embedding(tokens, weight)
+        return F.embedding(tokens, weight)
 
-    def pick(self, weight: Tensor | Panels, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
+    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
         """Return rows of the LM head, [ids, hidden]: those this rank holds, zeros for others; products are to be
         summed."""
-        return weight.rows(torch.as_tensor(ids)) if isinstance(weight, Panels) else weight[_on(ids, weight.device)]
+        return weight[_on(ids, weight.device)]
 
 
 ALONE = Alone()
@@ -46,13 +41,11 @@ class Ranks(Alone, ABC):
     def collect(self, piece: Tensor) -> list[Tensor] | None:
         """Return every rank's piece, on rank 0; all are of one shape."""
 
-    def embed(self, tokens: Tensor, weight: Tensor | Panels, vocab: slice) -> Tensor:
-        assert not isinstance(weight, Panels)  # as `stored_weights` says
+    def embed(self, tokens: Tensor, weight: Tensor, vocab: slice) -> Tensor:
         rows, is_own = own_rows(tokens, vocab)
         return self.sum(F.embedding(rows, weight).masked_fill_(~is_own[:, None], 0))
 
-    def pick(self, weight: Tensor | Panels, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
-        assert not isinstance(weight, Panels)
+    def pick(self, weight: Tensor, ids: Sequence[int] | Tensor, vocab: slice) -> Tensor:
         rows, is_own = own_rows(_on(ids, weight.device), vocab)
         return weight[rows].masked_fill_(~is_own[:, None], 0)
 

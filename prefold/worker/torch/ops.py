@@ -14,23 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import kernels
-from .arrays import ARRAY_DTYPES, array_of, tensor_of
+from ... import kernels
 from .device import TRITON_DTYPES, runs_triton
+from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # By ModelConfig.activation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-
-
-# Numbers that PyTorch computes in one thread, a multiple of what any vector holds.
-PIECE, VECTOR = 1 << 15, 64
-
-
-def settled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x). A number's result does not depend on its place: PyTorch computes the last numbers of a
-    thread, which do not fill a vector, by other code."""
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % VECTOR))
-    return torch.cat([function(piece) for piece in flat.split(PIECE)])[: x.numel()].view(x.shape)
 
 
 class Ops:

@@ -1,4 +1,4 @@
-"""Saves a model as a folder that transformers, and `load_model`, can load."""
+"""Loads a model with gradients, and saves it as a folder that prefold and transformers can load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,30 @@ from torch import Tensor
 from ..checkpoint import Checkpoint
 from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model import CausalLM, ModelConfig
-from ..model.arrays import array_of, tensor_of
+from ..model import ModelConfig
 from ..model.sources import SafetensorsSource, as_stored
 from ..text import load_tokenizer
+from ..worker.torch.load import load_model as load
+from ..worker.torch.model import CausalLM
+from ..worker.torch.tensors import array_of, tensor_of
 
 # Files that lie beside the weights: tokenizer, chat templates, settings of generation.
 COMPANIONS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
 # Files that are not copied: they are written anew, or describe how the weights lay in files before.
 WRITTEN = ("config.json", "*.safetensors.index.json", "*.bin.index.json")
+
+
+def load_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+) -> CausalLM:
+    """Return the model of a checkpoint, in evaluation mode. Its weights have gradients.
+
+    dtype: of all weights (a classification head stays float32); seed: of random weights
+
+    Raise UnsupportedModelError for an architecture or settings that prefold does not know, OutOfMemoryError before
+    anything is read, and CheckpointError with the names of tensors that are missing, unexpected or misshapen.
+    """
+    return load(checkpoint, dtype=dtype, device=device, pack=False, seed=seed)
 
 
 def save_model(

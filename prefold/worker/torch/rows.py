@@ -11,14 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.schedule.steps import StreamStep
-from ..model import CausalLM
-from ..model.config import ModelConfig, Plane
-from ..model.device import send
-from ..model.lora import NO_ADAPTERS, Adapter, RowAdapters
-from .attention import Heads, RowAttention, RowPlan
-from .pool import PoolPlan, plan_pool, sent
-from .torch.arrays import TorchArrays
+from ...engine.schedule.steps import StreamStep
+from ...model.config import ModelConfig, Plane
+from ..attention import RowPlan
+from ..pool import PoolPlan, plan_pool, sent
+from .arrays import TorchArrays
+from .attention.heads import Heads
+from .attention.row_attention import RowAttention
+from .device import send
+from .lora import NO_ADAPTERS, Adapter, RowAdapters
+from .model import CausalLM
 
 
 def heads_of(model: CausalLM) -> Heads:
@@ -29,7 +31,7 @@ def heads_of(model: CausalLM) -> Heads:
 def heads_in(config: ModelConfig, dtype: torch.dtype) -> Heads:
     """Returns the heads of a model, or of a rank's part of it, by its config and the dtype of rows."""
     kept = None if config.kv_dtype is None else getattr(torch, config.kv_dtype)
-    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept, config.invariant)
+    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept)
 
 
 PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each

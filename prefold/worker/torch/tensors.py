@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import kernels
-from ..kernels import BFLOAT16
+from ... import kernels
+from ...kernels import BFLOAT16
 
 # The dtypes that the compiled kernels compute in.
 ARRAY_DTYPES = {getattr(torch, name): dtype for dtype, name in kernels.DTYPES.items()}

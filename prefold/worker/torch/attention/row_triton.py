@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...model.device import block_memory, upload
-from .row_plan import RowPlan, row_tiles
+from ...attention.row_plan import RowPlan, row_tiles
+from ..device import block_memory, upload
 
 LOG2_E = 1.4426950408889634
 
