@@ -61,24 +61,33 @@ void take_apart(const uint8_t* block, Apart& out) {
   }
 }
 
+// The bytes 0, 2, 4 and 6 of eight, side by side.
+inline uint32_t even_bytes(uint64_t bytes) {
+  bytes &= 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
+}
+
 // Puts the numbers of a run of one column into their planes. Words are put together before they are stored: to add
 // each number to memory takes five times as long.
 template <class B>
 void put_run(const uint8_t* numbers, int column, uint8_t* run) {
   for (int odd = 0; odd < 2; ++odd) {
     const int lane = 2 * column + odd;
-    const uint8_t* at = numbers + odd;
     for (int turn = 0; turn < kRun / kTurn<B>; ++turn) {
-      uint32_t word = 0;
-      for (int i = 0; i < kTurn<B> / 2; ++i) {
-        const int q = at[turn * kTurn<B> + 2 * i];
-        word |= uint32_t(B::kBits == 8 ? q ^ 128 : q & 15) << low_place<B>(i);
+      uint64_t bytes[kTurn<B> / 8];  // a turn has the numbers of one word of each lane, as `low_place` says
+      memcpy(bytes, numbers + turn * kTurn<B>, kTurn<B>);
+      uint32_t word = even_bytes(bytes[0] >> 8 * odd);
+      if constexpr (B::kBits == 8) {
+        word ^= 0x80808080;
+      } else {
+        word = (word & 0x0f0f0f0f) | (even_bytes(bytes[1] >> 8 * odd) & 0x0f0f0f0f) << 4;
       }
-      reinterpret_cast<uint32_t*>(run)[turn * 2 * kPanel + lane] = word;
+      memcpy(run + (turn * 2 * kPanel + lane) * 4, &word, 4);
     }
     uint32_t high = 0;
     constexpr int kHigh = B::kBits % 4;  // bits of a number beside its four or eight
-    for (int i = 0; kHigh && i < kRun / 2; ++i) high |= uint32_t(at[2 * i]) >> 4 << i * kHigh;
+    for (int i = 0; kHigh && i < kRun / 2; ++i) high |= uint32_t(numbers[odd + 2 * i]) >> 4 << i * kHigh;
     if constexpr (kHigh == 1) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] = high;
     if constexpr (kHigh == 2) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] = high;
   }
