@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.checkpoint import GGUFFile
-from prefold.checkpoint.gguf import TYPES
+from prefold.checkpoint.gguf import TYPES as USUAL
 from prefold.errors import CheckpointError
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"]
@@ -186,6 +186,6 @@ def test_tensors_side_by_side_and_without_numbers(tmp_path):
 
 
 def test_the_table_of_usual_types_is_that_of_the_package():
-    for number, (name, *sizes) in TYPES.items():
+    for number, (name, *sizes) in USUAL.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, *sizes)
