@@ -40,7 +40,7 @@ _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASU
 )  # fmt: skip
 @engine_options
 @click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing.")
-@all_of(*(option for measurement in _OPTIONS.values() for option in measurement.options))
+@all_of(*(option for measurement in _OPTIONS.values() for option in measurement.command_options()))
 @takes_job(own=(*(name for measurement in _OPTIONS.values() for name in measurement.names),))
 def verify(
     spec: JobSpec, sample: int, seed: int, tolerance: float | None, reuse: str | None, as_json: bool, **measured: Any

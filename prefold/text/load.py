@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import read_object
@@ -117,6 +119,18 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
     return backend
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Lets no garbage be collected: the collector would go through all that is being made, again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[str]) -> Any:
     import tokenizers
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -125,7 +139,9 @@ def _byte_level_bpe(pre: str, tokens: list[str], types: list[int], merges: list[
     # Unused tokens pad the vocabulary to a round size; no text gives them.
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != UNUSED}
     try:
-        model = models.BPE(vocab=vocab, merges=[tuple(m.split(" ")) for m in merges], ignore_merges=whole_words)
+        with _without_collector():
+            pairs = [tuple(m.split(" ")) for m in merges]
+        model = models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words)
     except Exception as error:  # the library raises bare Exceptions
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the GGUF file's vocabulary and merges do not fit each other: {reason}") from None

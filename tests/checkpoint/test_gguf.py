@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefold.checkpoint import GGUFFile
+from prefold.checkpoint.gguf import TYPES as USUAL
 from prefold.errors import CheckpointError
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"]
@@ -182,3 +183,9 @@ def test_tensors_side_by_side_and_without_numbers(tmp_path):
     assert file.dequantize("v").shape == (8,) and file.dequantize("none").shape == (0,)
     with pytest.raises(CheckpointError, match="x has the unknown ggml type 999"):
         file.raw("x")
+
+
+def test_the_table_of_usual_types_is_that_of_the_package():
+    for number, (name, *sizes) in USUAL.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, *sizes)

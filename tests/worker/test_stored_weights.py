@@ -15,6 +15,7 @@ from prefold.engine.schedule.steps import StreamStep
 from prefold.errors import InputError, OutOfMemoryError
 from prefold.kernels import Blocks
 from prefold.model.families import config_from
+from prefold.model.machine import computes_bf16
 from prefold.worker.native.load import load_native
 from prefold.worker.native.model import NativeModel
 from prefold.worker.native.program import NativeProgram
@@ -78,9 +79,11 @@ def test_sixteen_bits_are_not_widened(tmp_path):
 
 
 def test_automatic(tmp_path, monkeypatch):
-    """Weights stay as stored; "fast" widens them to bfloat16 if memory is plenty."""
+    """Weights stay as stored; "fast" widens them to bfloat16 if memory is plenty, and so does "auto" where bfloat16 is
+    not multiplied."""
     path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"])
-    assert load(path, "auto").stored_as and load(path, "auto", "bfloat16").stored_as
+    assert load(path, "auto").stored_as and load(path, "file", "bfloat16").stored_as
+    assert bool(load(path, "auto", "bfloat16").stored_as) == computes_bf16()
     assert load(path, "fast").stored_as, "in float32 they are faster"
     assert not load(path, "fast", "bfloat16").stored_as
     size = load(path, "dtype", "bfloat16").memory.num_bytes

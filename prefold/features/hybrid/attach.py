@@ -167,6 +167,10 @@ add_part(_part, native=_native_part, concerns=lambda config: isinstance(config, 
 
 @add_engine_part
 def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
+    from .steps import StateFacts
+
+    if worker.facts.of(StateFacts) is None:
+        return None
     from .stream import engine_part
 
     return engine_part(worker, options, meter)

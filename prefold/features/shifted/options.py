@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-import click
-
 from ...errors import InputError
 
 
@@ -54,19 +52,24 @@ SETTINGS: dict[str, tuple[str, int | None, str]] = {
 _DEFAULTS = {field.name: field.default for field in fields(ShiftedReuse)}
 
 
-def _option(name: str) -> Any:
-    setting, least, doc = SETTINGS[name]
-    kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
-    metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
-    return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {_DEFAULTS[setting]}]")
+def command_options() -> tuple[Any, ...]:
+    """Return its options of the command line, which click is imported for."""
+    import click
+
+    def option(name: str) -> Any:
+        setting, least, doc = SETTINGS[name]
+        kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
+        metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
+        return click.option(flag, type=kind, metavar=metavar, help=f"{doc}  [default: {_DEFAULTS[setting]}]")
+
+    return (
+        *map(option, SETTINGS),
+        click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
+                     help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
+        click.option("-o", "--output", metavar="FILE",
+                     help="With --reuse: the file that is written, which --cache-reuse-shifted takes."),
+    )  # fmt: skip
 
 
-# Its options of the command line, and the parameters that have them.
-options = (
-    *map(_option, SETTINGS),
-    click.option("--max-changed", type=click.FloatRange(0, 1), metavar="SHARE",
-                 help="With --reuse: the part of first choices that may change.  [default: 0.01]"),
-    click.option("-o", "--output", metavar="FILE",
-                 help="With --reuse: the file that is written, which --cache-reuse-shifted takes."),
-)  # fmt: skip
+# The parameters that have them.
 names = (*SETTINGS, "max_changed", "output")

@@ -29,6 +29,29 @@ inline void scale_and_minimum(const uint8_t* bytes, int j, uint8_t* scale, uint8
   }
 }
 
+// Writes the lower four bits of `count` bytes, then the upper four bits, eight bytes at a time.
+inline void put_halves(const uint8_t* bytes, int count, uint8_t* numbers) {
+  constexpr uint64_t kLower = 0x0f0f0f0f0f0f0f0f;
+  for (int i = 0; i < count; i += 8) {
+    uint64_t both;
+    memcpy(&both, bytes + i, 8);
+    const uint64_t lower = both & kLower, upper = both >> 4 & kLower;
+    memcpy(numbers + i, &lower, 8);
+    memcpy(numbers + count + i, &upper, 8);
+  }
+}
+
+// Adds to four times 32 numbers two bits each, above their lower four: of 32 bytes the lowest, the next, and so on.
+inline void put_upper(const uint8_t* bytes, uint8_t* numbers) {
+  for (int i = 0; i < 128; i += 8) {
+    uint64_t two, lower;
+    memcpy(&two, bytes + i % 32, 8);
+    memcpy(&lower, numbers + i, 8);
+    lower |= (two >> 2 * (i / 32) & 0x0303030303030303) << 4;
+    memcpy(numbers + i, &lower, 8);
+  }
+}
+
 // Takes a block apart, as https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h lays it out.
 template <int TYPE>
 void take_apart(const uint8_t* block, Apart& out) {
@@ -38,27 +61,34 @@ void take_apart(const uint8_t* block, Apart& out) {
     if constexpr (B::kKind == kScaleMin) memcpy(&out.m, block, 2), block += 2;
     uint32_t high = 0;
     if constexpr (B::kBits == 5) memcpy(&high, block, 4), block += 4;
-    for (int i = 0; i < B::kUnit; ++i) {
-      if constexpr (B::kBits == 8) out.numbers[i] = block[i];
-      else out.numbers[i] = (i < 16 ? block[i] & 15 : block[i - 16] >> 4) | (high >> i & 1) << 4;
+    if constexpr (B::kBits == 8) {
+      memcpy(out.numbers, block, B::kUnit);
+    } else {
+      put_halves(block, 16, out.numbers);
+    }
+    if constexpr (B::kBits == 5) {
+      for (int i = 0; i < 32; ++i) out.numbers[i] |= (high >> i & 1) << 4;
     }
   } else if constexpr (B::kKind == kScalesMins) {
     memcpy(&out.d, block, 2), memcpy(&out.m, block + 2, 2);
     for (int j = 0; j < kGroups<B>; ++j) scale_and_minimum(block + 4, j, &out.scales[j], &out.minima[j]);
     const uint8_t *high = block + 16, *low = block + (B::kBits == 5 ? 48 : 16);
-    for (int i = 0; i < B::kUnit; ++i) {
-      const int group = i / 32, at = i % 32, byte = group / 2 * 32 + at;
-      out.numbers[i] = group % 2 ? low[byte] >> 4 : low[byte] & 15;
-      if constexpr (B::kBits == 5) out.numbers[i] |= (high[at] >> group & 1) << 4;
-    }
+    for (int pair = 0; pair < kGroups<B> / 2; ++pair) put_halves(low + 32 * pair, 32, out.numbers + 64 * pair);
+    for (int i = 0; B::kBits == 5 && i < B::kUnit; ++i) out.numbers[i] |= (high[i % 32] >> i / 32 & 1) << 4;
   } else {
     memcpy(out.scales, block + 192, 16), memcpy(&out.d, block + 208, 2);
-    for (int i = 0; i < B::kUnit; ++i) {
-      const int half = i / 128, quarter = i % 128 / 32, at = i % 32;
-      const uint8_t low = block[half * 64 + quarter % 2 * 32 + at], high = block[128 + half * 32 + at];
-      out.numbers[i] = (quarter < 2 ? low & 15 : low >> 4) | (high >> 2 * quarter & 3) << 4;
+    for (int half = 0; half < 2; ++half) {
+      put_halves(block + 64 * half, 64, out.numbers + 128 * half);
+      put_upper(block + 128 + 32 * half, out.numbers + 128 * half);
     }
   }
+}
+
+// The bytes 0, 2, 4 and 6 of eight, side by side.
+inline uint32_t even_bytes(uint64_t bytes) {
+  bytes &= 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 
 // Puts the numbers of a run of one column into their planes. Words are put together before they are stored: to add
@@ -67,18 +97,27 @@ template <class B>
 void put_run(const uint8_t* numbers, int column, uint8_t* run) {
   for (int odd = 0; odd < 2; ++odd) {
     const int lane = 2 * column + odd;
-    const uint8_t* at = numbers + odd;
     for (int turn = 0; turn < kRun / kTurn<B>; ++turn) {
-      uint32_t word = 0;
-      for (int i = 0; i < kTurn<B> / 2; ++i) {
-        const int q = at[turn * kTurn<B> + 2 * i];
-        word |= uint32_t(B::kBits == 8 ? q ^ 128 : q & 15) << low_place<B>(i);
+      uint64_t bytes[kTurn<B> / 8];  // a turn has the numbers of one word of each lane, as `low_place` says
+      memcpy(bytes, numbers + turn * kTurn<B>, kTurn<B>);
+      uint32_t word = even_bytes(bytes[0] >> 8 * odd);
+      if constexpr (B::kBits == 8) {
+        word ^= 0x80808080;
+      } else {
+        word = (word & 0x0f0f0f0f) | (even_bytes(bytes[1] >> 8 * odd) & 0x0f0f0f0f) << 4;
       }
-      reinterpret_cast<uint32_t*>(run)[turn * 2 * kPanel + lane] = word;
+      memcpy(run + (turn * 2 * kPanel + lane) * 4, &word, 4);
     }
     uint32_t high = 0;
     constexpr int kHigh = B::kBits % 4;  // bits of a number beside its four or eight
-    for (int i = 0; kHigh && i < kRun / 2; ++i) high |= uint32_t(at[2 * i]) >> 4 << i * kHigh;
+    for (int i = 0; kHigh && i < kRun / 8; ++i) {  // four numbers of the lane at a time
+      uint64_t bits;
+      memcpy(&bits, numbers + 8 * i, 8);
+      bits = bits >> (8 * odd + 4) & ((1u << kHigh) - 1) * 0x0001000100010001;
+      bits |= bits >> (16 - kHigh);
+      bits |= bits >> 2 * (16 - kHigh);
+      high |= (static_cast<uint32_t>(bits) & ((1u << 4 * kHigh) - 1)) << 4 * kHigh * i;
+    }
     if constexpr (kHigh == 1) reinterpret_cast<uint16_t*>(run + kLowBytes<B>)[lane] = high;
     if constexpr (kHigh == 2) reinterpret_cast<uint32_t*>(run + kLowBytes<B>)[lane] = high;
   }
@@ -88,7 +127,7 @@ void put_run(const uint8_t* numbers, int column, uint8_t* run) {
 template <int TYPE>
 void put_unit(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   using B = Blocks<TYPE>;
-  memset(unit, 0, kUnitBytes<B>);
+  if (!rows[kPanel - 1]) memset(unit, 0, kUnitBytes<B>);  // rows that are null come last
   for (int column = 0; column < kPanel; ++column) {
     if (!rows[column]) continue;
     Apart apart;

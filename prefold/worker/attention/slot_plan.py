@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ... import kernels
+from ...engine.schedule.steps import SlotStep
 from .plan import Plan, window_positions
 
 MAX_SLOTS = 2**31 - 1
@@ -104,6 +105,20 @@ def plan_slots(
     if library is not None:
         lists = library.plan_slots(arrays, num_queries, query_positions, window, group, placed=invariant)
     return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)
+
+
+def runs_of(step: SlotStep, queries: np.ndarray | None = None) -> tuple[KeyRuns, np.ndarray]:
+    """Returns the keys that queries of a step see, and the positions of the queries, int64.
+
+    queries: the rows that query, ascending; None: all
+    """
+    first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
+    reads: slice | np.ndarray = slice(None)
+    if queries is not None:
+        first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
+        reads = last > first
+    runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
+    return runs, positions
 
 
 def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from ...engine.schedule.steps import SlotStep, StreamStep
 from ...model.config import Plane
 from ..attention.row_plan import RowPlan, plan_rows
-from ..attention.slot_plan import KeyRuns, SlotPlan, plan_slots
+from ..attention.slot_plan import SlotPlan, plan_slots, runs_of
 from ..pool import PoolPlan, plan_pool
 
 
@@ -164,12 +164,7 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
-    reads: slice | np.ndarray = slice(None)
-    if queries is not None:
-        first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
-        reads = last > first
-    runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
+    runs, positions = runs_of(step, queries)
     return {
         window: plan_slots(runs, len(positions), positions, window, group=group, invariant=invariant)
         for window in windows

@@ -31,6 +31,14 @@ class StoreLayout:
     stored: np.dtype
     interleaved: bool
 
+    @classmethod
+    def of(
+        cls, compiled: kernels.Kernels, kv_heads: int, head_dim: int, dtype: np.dtype, kept: np.dtype | None
+    ) -> StoreLayout:
+        """Return the layout that these kernels read. kept: the dtype of the numbers in memory; None: that of rows"""
+        interleaved = dtype == kernels.BFLOAT16 and compiled.stores_bf16_pairs
+        return cls(kv_heads, head_dim, dtype, kept or dtype, interleaved)
+
     @property
     def padded_dim(self) -> int:
         """Return how many numbers a row of one head takes."""

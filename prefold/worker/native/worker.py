@@ -34,10 +34,8 @@ NO_PATH = NativePath()
 
 def layout_of(model: NativeModel, kv_heads: int) -> StoreLayout:
     """Return how so many KV heads of a model lie in memory."""
-    config, dtype = model.config, model.dtype
-    stored = BFLOAT16 if config.kv_dtype == "bfloat16" else dtype
-    interleaved = dtype == BFLOAT16 and model.kernels.stores_bf16_pairs
-    return StoreLayout(kv_heads, config.head_dim, dtype, stored, interleaved)
+    kept = BFLOAT16 if model.config.kv_dtype == "bfloat16" else None
+    return StoreLayout.of(model.kernels, kv_heads, model.config.head_dim, model.dtype, kept)
 
 
 def slot_bytes(model: NativeModel) -> int:

@@ -6,10 +6,9 @@ Knows nothing of models, plans or steps.
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import os
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -33,7 +32,6 @@ TRITON_DEVICES = ("cuda",)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Arrays that are uploaded together begin at multiples of so many int32 numbers: 16 bytes.
 ALIGNMENT = 4
-PAGE = 4096
 kernels.calm_openmp()  # PyTorch has loaded OpenMP by now
 
 
@@ -96,21 +94,6 @@ def available_memory(device: torch.device | str) -> int:
 def check_fits(needed: int, device: torch.device, subject: str, remedy: str) -> None:
     """Raises OutOfMemoryError when `needed` bytes are more than is available. subject, remedy: for its message."""
     machine.check_fits(needed, subject, remedy, free=available_memory(device), place=device.type)
-
-
-def zero_pages(size: int) -> Tensor:
-    """Return zeros, uint8 [size], that begin at a page. A page takes memory when it is first written.
-
-    Huge pages are off for this memory. A KV store touches a few rows in each of many regions (one for every plane,
-    head, and K or V), and with huge pages each region would take 2 MB for its first row.
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no huge pages here
-        return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
-    pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:size]
 
 
 def free_cached(device: torch.device) -> None:

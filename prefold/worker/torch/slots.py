@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...engine.schedule.steps import SlotStep
 from ...model.config import Plane
-from ..attention import KeyRuns, SlotPlan
+from ..attention.slot_plan import SlotPlan, runs_of
 from .attention.store import KVStore
 from .device import send
 from .lora import NO_ADAPTERS, Adapter, RowAdapters
@@ -74,12 +74,7 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
-    reads: slice | np.ndarray = slice(None)
-    if queries is not None:
-        first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
-        reads = last > first
-    runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
+    runs, positions = runs_of(step, queries)
     return {window: store.plan(runs, len(positions), positions, window) for window in windows}
 
 

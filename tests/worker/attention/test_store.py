@@ -18,9 +18,9 @@ from nests import Nest, chains, random_nest, with_spans
 
 from prefold import kernels
 from prefold.worker.attention import KeyRuns, SlotPlan, plan_slots
+from prefold.worker.native.memory import zero_pages
 from prefold.worker.torch.attention.heads import Heads
 from prefold.worker.torch.attention.store import KVStore
-from prefold.worker.torch.device import zero_pages
 
 
 @settings(max_examples=120)
@@ -184,10 +184,10 @@ needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_vector_of_a_plane_lies_in_two_cache_lines(dtype):
-    planes = KVStore(3, Heads(2, 2, 40, dtype), 1001)._packed
+    planes = KVStore(3, Heads(2, 2, 40, dtype), 1001).packed.planes
     assert len(planes) == 3
     for plane in planes:
-        assert plane._keys.data_ptr() % 64 == plane._values.data_ptr() % 64 == 0
+        assert plane.struct.keys % 64 == plane.struct.values % 64 == 0
 
 
 def seen_in_lists(plan: SlotPlan, num_slots: int) -> np.ndarray:
@@ -311,7 +311,7 @@ def test_a_first_row_takes_pages_and_not_huge_pages(compiled):
 def test_memory_has_no_huge_pages_even_if_the_system_gives_them_unasked():
     """The flag nh stands for MADV_NOHUGEPAGE."""
     memory = zero_pages(8 << 20)
-    place = memory.data_ptr()
+    place = memory.ctypes.data
     flags, inside = [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

@@ -1,6 +1,6 @@
 """The KV store of generation: steps write rows into its slots, and attend over slots.
 
-On a CPU the rows lie in memory as the compiled kernel reads them, so that a step packs only the rows that it adds.
+On a CPU they lie in memory as the compiled kernels read them.
 `attend_slots` is the form in PyTorch: blocks of queries over gathered keys, for any device and any float dtype.
 """
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .... import kernels
 from ...attention.slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
-from ..device import PAGE, zero_pages
-from ..tensors import array_of, tensor_of
+from ...native.memory import zero_pages
+from ...native.store import NativeStore, StoreLayout
+from ..tensors import ARRAY_DTYPES, array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
 from .row_attention import attend_block, finite
@@ -119,79 +120,20 @@ def slot_block(plan: SlotPlan, start: int, stop: int) -> SlotBlock:
     return SlotBlock(start, stop, slots, positions, first, last)
 
 
-LANES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLayout:
-    """A layout says how one plane lies in memory: the keys and the values of all pairs of slots, one KV head after the
-    other, then a byte for each pair.
-
-    dtype        of the rows that are written and read
-    stored       of the numbers in memory: float32 rows may be kept as bfloat16
-    interleaved  whether two bfloat16 numbers that are summed at once lie side by side: the values of a pair of slots
-    """
-
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    stored: torch.dtype
-    interleaved: bool
-
-    @classmethod
-    def of(cls, compiled: kernels.Kernels, heads: Heads) -> PackedLayout:
-        """Returns the layout that these kernels read for such heads."""
-        interleaved = heads.dtype == torch.bfloat16 and compiled.stores_bf16_pairs
-        return cls(heads.kv_heads, heads.head_dim, heads.dtype, heads.kept or heads.dtype, interleaved)
-
-    @property
-    def padded_dim(self) -> int:
-        """Returns how many numbers a row of one head takes."""
-        return -(-self.head_dim // LANES) * LANES
-
-    @property
-    def pair_bytes(self) -> int:
-        """Returns the bytes of a pair of slots: keys and values of all heads, and a byte a head about them."""
-        return self.kv_heads * (4 * self.padded_dim * self.stored.itemsize + 1)
-
-    def plane_bytes(self, slots: int) -> int:
-        """Returns the bytes of a plane of so many slots, in whole pages, with one more byte about all of its pairs."""
-        return -(-((slots + 1) // 2 * self.pair_bytes + 1) // PAGE) * PAGE
-
-
-class PackedPlane:
-    """A plane of a store lies in `memory`, uint8 [layout.plane_bytes(slots)], all zeros at first."""
-
-    def __init__(self, memory: Tensor, layout: PackedLayout, slots: int):
-        self.layout = layout
-        pairs, dim = (slots + 1) // 2, layout.padded_dim
-        size = layout.kv_heads * pairs * 2 * dim * layout.stored.itemsize
-        keys, values, unsafe = memory[:size], memory[size : 2 * size], memory[2 * size :]
-        addresses = (keys.data_ptr(), values.data_ptr(), unsafe.data_ptr())
-        rounded = layout.stored != layout.dtype
-        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim, rounded)
-        # Both as [kv_heads, pairs, 2, dim].
-        self._keys = keys.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
-        if layout.interleaved:
-            self._values = values.view(layout.stored).view(layout.kv_heads, pairs, dim, 2).transpose(2, 3)
-        else:
-            self._values = values.view(layout.stored).view(layout.kv_heads, pairs, 2, dim)
-
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
-        pair, half = slots // 2, slots % 2
-        keys, values = (x[:, pair, half, : self.layout.head_dim].transpose(0, 1) for x in (self._keys, self._values))
-        return keys.to(self.layout.dtype), values.to(self.layout.dtype)
+def layout_of(compiled: kernels.Kernels, heads: Heads) -> StoreLayout:
+    """Returns how K/V of such heads lies in memory for the compiled kernels."""
+    kept = None if heads.kept is None else ARRAY_DTYPES[heads.kept]
+    return StoreLayout.of(compiled, heads.kv_heads, heads.head_dim, ARRAY_DTYPES[heads.dtype], kept)
 
 
 class KVStore:
     """A store keeps the K/V of `slots` rows for every plane, and attends over them.
 
-    Who reads and writes it is chosen when it is made. For the compiled kernels of a CPU it lies as they read it
-    (PackedLayout); for Triton's kernels on a GPU, and for the form in PyTorch, which takes any device and dtype, it is
-    a tensor [planes, 2, slots, kv_heads, head_dim]. Slot 0 is scratch: any number of rows of one write may go there,
-    and no run names it.
+    Who reads and writes it is chosen when it is made: the compiled kernels of a CPU, Triton's kernels on a GPU, or the
+    form in PyTorch, which takes any device and dtype. For all but the first it is a tensor [planes, 2, slots, kv_heads,
+    head_dim]. Slot 0 is scratch: any number of rows of one write may go there, and no run names it.
 
+    packed    what the compiled kernels read and write
     compiled  the kernels that read and write it; None: others do
     """
 
@@ -200,27 +142,25 @@ class KVStore:
         self.compiled = heads.compiled(self.device)
         self._fused = heads.fits(self.device) and not self.compiled
         if self.compiled:
-            layout = PackedLayout.of(self.compiled, heads)
-            self._memory = zero_pages(planes * layout.plane_bytes(slots)).view(planes, -1)
-            self._packed = [PackedPlane(memory, layout, slots) for memory in self._memory]
+            self.packed = NativeStore(planes, layout_of(self.compiled, heads), slots, self.compiled)
         else:
             shape, dtype = (planes, 2, slots, heads.kv_heads, heads.head_dim), heads.kept or heads.dtype
             if self.device.type == "cpu":
-                self._memory = zero_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+                self._memory = torch.from_numpy(zero_pages(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
             else:
                 self._memory = torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of all planes."""
-        return self._memory.nbytes
+        return self.packed.num_bytes if self.compiled else self._memory.nbytes
 
     @staticmethod
     def bytes_per_slot(planes: int, heads: Heads, device: torch.device | str = "cpu") -> int:
         """Returns the bytes of one slot in all planes, rounded up; so many slots fit as these go into the memory."""
         compiled = heads.compiled(torch.device(device))
         if compiled:
-            return -(-planes * PackedLayout.of(compiled, heads).pair_bytes // 2)
+            return layout_of(compiled, heads).slot_bytes(planes)
         return planes * 2 * heads.kv_heads * heads.head_dim * (heads.kept or heads.dtype).itemsize
 
     def plan(
@@ -245,9 +185,7 @@ class KVStore:
                 f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
             )
         if self.compiled:
-            rows = (array_of(x) for x in (slots.contiguous(), gpu.dense(k), gpu.dense(v)))
-            if not self.compiled.write_slots(self._packed[plane].struct, *rows):
-                _check_slots(slots, self.slots)
+            self.packed.write(plane, *(array_of(x) for x in (slots.contiguous(), gpu.dense(k), gpu.dense(v))))
             return
         if slots.device.type == "cpu":  # another device checks by itself, and would have to be waited for
             _check_slots(slots, self.slots)
@@ -261,7 +199,8 @@ class KVStore:
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
         if self.compiled:
-            return self._packed[plane].read(slots)
+            keys, values = map(tensor_of, self.packed.read(plane, array_of(slots)))
+            return keys, values
         keys, values = (x.index_select(0, slots).to(self.heads.dtype) for x in self.plane(plane))
         return keys, values
 
@@ -279,7 +218,7 @@ class KVStore:
         check_sinks(sinks, self.heads)
         if self.compiled and plan.lists is not None and scale > 0:
             numbers, cap = array_of(gpu.dense(q)), self.heads.cap
-            struct = self._packed[plane].struct
+            struct = self.packed.planes[plane].struct
             return tensor_of(self.compiled.slot_attention(struct, numbers, plan.lists, scale, cap, array_of(sinks)))
         if self._fused:
             return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale, sinks=sinks)
