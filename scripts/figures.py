@@ -185,7 +185,7 @@ def written(file: dict) -> list[str]:
     return "\n\n".join(file["tables"].values()).splitlines()
 
 
-TABLES = {"drift": drift, "serve": written, "lmeval": written, "simulate": written, "memory": written, "weights": written}
+TABLES = {"drift": drift} | dict.fromkeys(("serve", "lmeval", "simulate", "memory", "weights"), written)
 
 
 def panels(name: str) -> list[Panel]:
