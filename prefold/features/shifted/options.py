@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ...errors import InputError
 
@@ -52,11 +51,11 @@ SETTINGS: dict[str, tuple[str, int | None, str]] = {
 _DEFAULTS = {field.name: field.default for field in fields(ShiftedReuse)}
 
 
-def command_options() -> tuple[Any, ...]:
+def command_options() -> tuple[object, ...]:
     """Return its options of the command line, which click is imported for."""
     import click
 
-    def option(name: str) -> Any:
+    def option(name: str) -> object:
         setting, least, doc = SETTINGS[name]
         kind = click.FloatRange(0, 1) if least is None else click.IntRange(least)
         metavar, flag = "SHARE" if least is None else "N", f"--{name.replace('_', '-')}"
