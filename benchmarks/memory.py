@@ -83,7 +83,7 @@ FILES = {"qwen3-0.6b-q8_0": (QWEN, "Q8_0"), "qwen3-4b-q4_k": (QWEN_4B, "Q4_K")}
 
 @contextmanager
 def file_of(name: str) -> Iterator[str]:
-    """Give the name that `LLM` is asked for: that of a file, which is there meanwhile, or `name`."""
+    """Give what to load: the path of a file that exists within the context, or `name` itself."""
     if name not in FILES:
         yield name
         return

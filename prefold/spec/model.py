@@ -214,7 +214,8 @@ class ModelSpec(StepOptions, SlotOptions):
         "auto",
         "How weights lie in the memory of a CPU. file: as the checkpoint stores them, in GGUF's blocks or in 16 bits;"
         " dtype: in the compute dtype, which takes more memory; fast: what is faster for many rows if memory is plenty;"
-        " auto: fast for jobs, else file. int8: quantise to 8 bits at load, only with --arithmetic int8.",
+        " auto: fast for jobs, else file; in bfloat16 on a CPU that does not multiply it, dtype if memory is plenty."
+        " int8: quantise to 8 bits at load, only with --arithmetic int8.",
         one_of=("auto", "file", "fast", "dtype", "int8"), on="machine",
     )  # fmt: skip
     kv_dtype: Literal["auto", "bfloat16"] = option(

@@ -36,7 +36,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["compiled", "without kernels"])
 def llm(request, folder):
-    """The model as one compiled call, and as PyTorch's modules."""
+    """The model in each executor."""
     if kernels.load() is None and request.param == "compiled":
         pytest.skip("there is no compiler")
     in_use = kernels_in_use(kernels.load() if request.param == "compiled" else None)
