@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .cluster.backends import Backend
     from .engine.schedule.parts import MakePart as MakeEnginePart
-    from .model.builders import MlpKind
+    from .model.builders import MixerKind, MlpKind
     from .model.families import Family
     from .model.program import Operation
     from .tasks.readers import Reader
@@ -60,12 +60,12 @@ def register_mlp(name: str, kind: MlpKind) -> None:
     add_mlp(name, kind)
 
 
-def register_mixer(name: str, kind: Any) -> None:
-    """Let configs of hybrids name a kind of layer with a state. `kind` is a
-    `prefold.features.hybrid.config.MixerKind`: it adds operations to a layer, and knows the shapes of the state."""
-    from .spec.plugins import named_class
+def register_mixer(name: str, kind: MixerKind) -> None:
+    """Let configs of hybrids name a kind of layer with a state. `kind` adds operations to a layer, and knows the shapes
+    of the state."""
+    from .model.builders import add_mixer
 
-    named_class("prefold.features.hybrid.config:add_mixer")(name, kind)
+    add_mixer(name, kind)
 
 
 def register_operation(kind: type[Operation], function: Callable[[Any, Any, Any], None]) -> None:

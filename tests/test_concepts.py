@@ -23,7 +23,7 @@ RATCHET = Path(__file__).with_name("ratchet.txt")
 # `exit` and `__exit__`, which are Python's.
 FEATURE_WORDS = re.compile(
     r"\b(\w*_)?(looped|exits|exit_(threshold|change|prompts|visits)"
-    r"|routed?|routes|image|images|shifted|approximate\w*|hybrid)(_\w*)?\b"
+    r"|routed?|routes|image|images|shifted|approximate\w*)(_\w*)?\b"
 )
 
 

@@ -226,6 +226,7 @@ class ExpertsCall(Structure):
         ("down", c_void_p),
         ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p),
+        ("correction", c_void_p),
         ("out", c_void_p),
         ("rows", c_int64),
         ("x_row", c_int64),
@@ -234,6 +235,10 @@ class ExpertsCall(Structure):
         ("hidden", c_int64),
         ("width", c_int64),
         ("bias_width", c_int64),
+        ("groups", c_int64),
+        ("chosen_groups", c_int64),
+        ("scale", c_float),
+        ("is_sigmoid", c_int32),
         ("normalised", c_int32),
         ("threads", c_int32),
     )

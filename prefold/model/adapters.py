@@ -89,7 +89,7 @@ def read_adapter(
     settings = read_adapter_config(folder)
     pairs = _read_pairs(folder, config)
     layers: list[dict[str, LinearAdapter]] = []
-    local, places = (config, {}) if shard is None else (shard.local(config), shard.parts(config))
+    local = config if shard is None else shard.local(config)
     whole = config.program()
     own_program = whole if shard is None else local.program(shard.copies)
     for number in range(config.layers):
@@ -99,8 +99,9 @@ def read_adapter(
             for (module, columns, inputs), (_, own, _) in zip(modules, own_linears[linear], strict=True):
                 pair = pairs.pop((number, module), None)
                 if pair is not None:
-                    a, b = scaled(pair, settings, columns.stop - columns.start, inputs, folder)
-                    outputs, *of_inputs = places[module.rpartition(".")[2]] if places else [slice(None)]
+                    shape = (columns.stop - columns.start, inputs)
+                    a, b = scaled(pair, settings, *shape, folder)
+                    outputs, *of_inputs = [slice(None)] if shard is None else shard.part(config, module, shape)
                     parts.append((a[:, *of_inputs], b[outputs], own))
             if parts:
                 linears[linear] = LinearAdapter.joined(parts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedModelError
 from ..spec.plugins import named_class
-from .config import ModelConfig
+from .config import ATTENTION, ModelConfig, StateShape
 from .program import (
     DELTA,
     OUT,
@@ -15,6 +15,7 @@ from .program import (
     Attend,
     Buffer,
     Embed,
+    Experts,
     Gate,
     H,
     Linear,
@@ -30,6 +31,8 @@ from .program import (
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
+# What one of several mixers gives; what the MLP beside experts gives, and its gate.
+MIXED_BESIDE, SHARED, SHARED_GATE = "mixed_beside", "shared", "shared_gate"
 # The name of a module, and its outputs.
 Module = tuple[str, int]
 
@@ -41,12 +44,13 @@ class LayerBuilder:
     number   of the layer
     is_last  whether a pass ends with this layer, where the rows that are not read are left out
     copies   how many ranks have each KV head
+    mixed    the buffer that a mixer fills
     """
 
     def __init__(self, config: ModelConfig, number: int, copies: int = 1):
         self.config, self.number, self.copies = config, number, copies
         self.is_last = number == config.pass_layers[-1]
-        self.prefix = f"layers.{number}."
+        self.prefix, self.mixed = f"layers.{number}.", DELTA
         self.operations: list[Operation] = []
 
     def add(self, operation: Operation) -> None:
@@ -78,15 +82,16 @@ class LayerBuilder:
         self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed))
 
     def decoder_layer(self) -> tuple[Operation, ...]:
-        """Return the operations of a layer of attention and an MLP."""
+        """Return the operations of a layer: its mixers, and an MLP."""
         config = self.config
+        mixers = config.mixers_of(self.number)
+        if not mixers:
+            if self.is_last:
+                self.add(Pick((X,)))
+            self.mlp_part("input_layernorm")
+            return tuple(self.operations)
         h = self.norm("input_layernorm", X, H) if config.in_norms else X
-        self.attention(h)
-        return self.after_mixer(h)
-
-    def after_mixer(self, h: Buffer) -> tuple[Operation, ...]:
-        """Add what follows attention, or what stands in its place, and return all operations. h: what that has read"""
-        config, scale = self.config, self.config.residual_scale
+        self._mix(h, mixers)
         if config.parallel:
             self.mlp(h, H)
             self.add(Add(DELTA, H))
@@ -95,21 +100,42 @@ class LayerBuilder:
         normed = config.out_norms or config.sum_norms
         if config.out_norms:
             self.norm("post_attention_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, scale))
+        self.add(Add(X, DELTA, config.residual_scale))
         if config.sum_norms:
             self.norm("post_attention_layernorm", X, X)
-        post_norm = "pre_feedforward_layernorm" if normed else "post_attention_layernorm"
-        h = self.norm(post_norm, X, H) if config.in_norms else X
+        if config.mlp_of(self.number) != NO_MLP:
+            self.mlp_part("pre_feedforward_layernorm" if normed else "post_attention_layernorm")
+        return tuple(self.operations)
+
+    def mlp_part(self, name: str) -> None:
+        """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
+        config = self.config
+        h = self.norm(name, X, H) if config.in_norms else X
         self.mlp(h, DELTA)
         if config.out_norms:
             self.norm("post_feedforward_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, scale))
+        self.add(Add(X, DELTA, config.residual_scale))
         if config.sum_norms:
             self.norm("post_feedforward_layernorm", X, X)
-        return tuple(self.operations)
+
+    def _mix(self, h: Buffer, mixers: Sequence[str]) -> None:
+        """Add what mixes rows along the sequence; DELTA gets the result. h: what it reads"""
+        is_last = self.is_last
+        self.is_last = is_last and len(mixers) == 1  # else one mixer would leave out rows that another one reads
+        for number, name in enumerate(mixers):
+            self.mixed = MIXED_BESIDE if number else DELTA
+            if name == ATTENTION:
+                self.attention(h)
+            else:
+                MIXERS[name].build(self, h)
+            if number:
+                self.add(Add(DELTA, MIXED_BESIDE))
+        if is_last and not self.is_last:
+            self.add(Pick((X, DELTA)))
+        self.is_last = is_last
 
     def attention(self, h: Buffer) -> None:
-        """Add attention of what `h` has; DELTA gets the result."""
+        """Add attention of what `h` has; `mixed` gets the result."""
         config = self.config
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
         stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
@@ -138,7 +164,7 @@ class LayerBuilder:
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
         o = [("self_attn.o_proj", config.hidden)]
-        self.linear("o", o, ATTENDED, DELTA, config.q_size, biased=o if config.o_bias else (), summed=True)
+        self.linear("o", o, ATTENDED, self.mixed, config.q_size, biased=o if config.o_bias else (), summed=True)
 
     def _biased(self, of_qk: Sequence[Module], of_v: Sequence[Module]) -> list[Module]:
         """Return which of these modules have a bias."""
@@ -166,9 +192,10 @@ class LayerBuilder:
 
     def mlp(self, h: Buffer, out: Buffer) -> None:
         """Add the MLP, of the kind that the config names, of what `h` has."""
-        if self.config.mlp not in MLPS:
-            raise UnsupportedModelError(f"mlp is {self.config.mlp!r}; it must be one of {', '.join(MLPS)}")
-        MLPS[self.config.mlp].build(self, h, out)
+        kind = self.config.mlp_of(self.number)
+        if kind not in MLPS:
+            raise UnsupportedModelError(f"mlp is {kind!r}; it must be one of {', '.join(MLPS)}")
+        MLPS[kind].build(self, h, out)
 
     def gated_mlp(
         self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
@@ -234,7 +261,80 @@ def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     builder.gated_mlp(h, out, builder.config.intermediate)
 
 
-MLPS = {"gated": MlpKind(_build_gated), "plain": MlpKind(LayerBuilder.plain_mlp)}
+def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    """Add a mixture of experts, and the MLP beside it."""
+    mixture, hidden, mlp = builder.config.experts, builder.config.hidden, f"{builder.prefix}mlp."
+    if mixture is None:
+        raise UnsupportedModelError("mlp is 'experts', and the config has no mixture")
+    names = [f"{mlp}experts.{number}." for number in range(mixture.count)]
+    halves = [(f"{name}{half}_proj", mixture.width) for name in names for half in ("gate", "up")]
+    downs = [(f"{name}down_proj", hidden) for name in names]
+    router = [(f"{mlp}gate", mixture.count)]
+
+    def weight(modules: Sequence[Module], inputs: int) -> Weight:
+        return Weight(tuple((f"{module}.weight", rows) for module, rows in modules), (inputs,))
+
+    def bias(modules: Sequence[Module]) -> Weight | None:
+        return Weight(tuple((f"{module}.bias", rows) for module, rows in modules)) if mixture.biases else None
+
+    corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
+    builder.add(
+        Experts(
+            h,
+            out,
+            weight(router, hidden),
+            weight(halves, hidden),
+            weight(downs, mixture.width),
+            experts=mixture.count,
+            chosen=mixture.chosen,
+            normalised=mixture.normalised,
+            activation="clamped" if mixture.clamped else builder.config.activation,
+            score=mixture.score,
+            scale=mixture.scale,
+            groups=mixture.groups,
+            chosen_groups=mixture.chosen_groups,
+            correction=corrected,
+            router_bias=bias(router),
+            gate_up_bias=bias(halves),
+            down_bias=bias(downs),
+            summed=not mixture.shared,
+        )
+    )
+    if not mixture.shared:
+        return
+    builder.gated_mlp(h, SHARED, mixture.shared, "mlp.shared_expert.", named=False, summed=False)
+    if mixture.shared_gate:
+        builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
+        builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
+    builder.add(Add(out, SHARED, summed=True))
+
+
+EXPERTS, NO_MLP = "experts", "none"
+MLPS = {
+    "gated": MlpKind(_build_gated),
+    "plain": MlpKind(LayerBuilder.plain_mlp),
+    EXPERTS: MlpKind(_build_experts),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MixerKind:
+    """A MixerKind says what a layer with a state has in place of attention; `ModelConfig.mixers` names it.
+
+    build   adds the operations of the mixer to a layer. It takes the buffer that they read; they fill `builder.mixed`
+    states  returns the shapes of a layer's state, of a config
+    """
+
+    build: Callable[[LayerBuilder, Buffer], None]
+    states: Callable[[ModelConfig], tuple[StateShape, ...]]
+
+
+MIXERS: dict[str, MixerKind] = {}
+
+
+def add_mixer(name: str, kind: MixerKind) -> None:
+    """Add a kind of mixer, which configs may name."""
+    MIXERS[name] = kind
 
 
 def decoder_program(config: ModelConfig, copies: int = 1) -> Program:

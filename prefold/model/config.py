@@ -37,6 +37,7 @@ class RopeConfig:
 
 
 STILL = RopeConfig("none")
+ATTENTION = "attention"  # the mixer that has keys and values
 
 
 def head_order(head_dim: int, turned: int, interleaved: bool) -> tuple[int, ...] | None:
@@ -67,6 +68,67 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts: gated MLPs of a layer, of which each row goes through some.
+
+    count        experts of a layer
+    chosen       experts that a row goes through: those with the largest scores
+    width        of an expert
+    score        what the router's logits become: "softmax" over all experts, or "sigmoid" of each
+    normalised   whether the weights of the chosen experts are divided by their sum
+    scale        factor of the weights
+    corrected    whether the router has a number for each expert that is added to its score when experts are chosen, and
+                 not to its weight
+    groups       equal groups of experts; a row goes through experts of the best `chosen_groups` alone
+    chosen_groups
+    shared       width of a gated MLP beside the experts that every row goes through; 0: there is none
+    shared_gate  whether its result is multiplied with the sigmoid of a linear with one output
+    biases       whether the router and the experts have biases
+    clamped      whether an expert is that of gpt-oss: of gates g, at most 7, and of up u, within 7, it computes
+                 g * sigmoid(1.702 g) * (1 + u)
+    """
+
+    count: int
+    chosen: int
+    width: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    corrected: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+    biases: bool = False
+    clamped: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise UnsupportedModelError(f"each row goes through {self.chosen} experts of {self.count}")
+        if self.count % self.groups or not 0 < self.chosen_groups <= self.groups:
+            raise UnsupportedModelError(
+                f"{self.count} experts in {self.groups} groups, of which a row goes through {self.chosen_groups}"
+            )
+        if self.chosen > self.count // self.groups * self.chosen_groups:
+            raise UnsupportedModelError(
+                f"each row goes through {self.chosen} experts, and {self.chosen_groups} groups have "
+                f"{self.count // self.groups * self.chosen_groups}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The shape of one of the arrays that a layer's state consists of.
+
+    shape    of one state
+    is_wide  whether it is float32 whatever the model's dtype is
+    """
+
+    shape: tuple[int, ...]
+    is_wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A ModelConfig describes a decoder, whose layers norm what they read of the residual stream.
 
@@ -80,8 +142,13 @@ class ModelConfig:
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
     norm           of the residual stream: RMS norm, or LayerNorm
     norm_bias      whether a LayerNorm has a bias
-    mlp            the kind of MLP: "gated", activation(gate) * up; "plain", activation(up); or one that was added with
-                   `add_mlp`
+    mlp            the kind of MLP, of all layers or one for each: "gated", activation(gate) * up; "plain",
+                   activation(up); "experts", the mixture; "none"; or one that was added with `add_mlp`
+    experts        the mixture of the layers whose MLP is one
+    mixers         of each layer, what mixes rows along the sequence: "attention", the name of a mixer with a state
+                   (`builders.add_mixer`), several of them with "+" between, whose results are added, or "none";
+                   (): all layers have attention
+    sizes          the numbers that the mixers with states need, by names of theirs
     qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
     row_qk_norm    an RMS norm over all query heads of a row, and another over its key heads, before the rotation
@@ -107,7 +174,7 @@ class ModelConfig:
     labels         names of the head's rows, in order; empty when the checkpoint names none
     pad_id         the padding token, whose rows at the end of a text a classification head does not read; None: the
                    head reads the last row
-    planes         one for each layer that a pass goes through, in its order
+    planes         one for each layer with attention that a pass goes through, in its order
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     kv_dtype       the dtype of keys and values in a KV store; None: that of rows
@@ -132,7 +199,10 @@ class ModelConfig:
     planes: tuple[Plane, ...]
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True
-    mlp: str = "gated"
+    mlp: str | tuple[str, ...] = "gated"
+    experts: Mixture | None = None
+    mixers: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_bias: bool = False
@@ -208,18 +278,45 @@ class ModelConfig:
             )
         if not self.in_norms and not self.out_norms:
             raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
+        for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
+            if every and len(every) != self.layers:
+                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+        if not self.visited:
+            raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
         if len(self.planes) != len(self.visited):
             raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
 
     @property
     def visited(self) -> Sequence[int]:
         """Returns the layer that each plane is of, in the order of a pass."""
-        return range(self.layers)
+        if not self.mixers:
+            return range(self.layers)
+        return [number for number in range(self.layers) if ATTENTION in self.mixers_of(number)]
 
     @property
     def pass_layers(self) -> Sequence[int]:
         """Returns the layers that a pass goes through, in its order."""
-        return self.visited
+        return range(self.layers) if self.mixers else self.visited
+
+    def mixers_of(self, number: int) -> list[str]:
+        """Return what mixes the rows of a layer along the sequence; []: nothing does."""
+        names = self.mixers[number] if self.mixers else ATTENTION
+        return [] if names == "none" else names.split("+")
+
+    def mlp_of(self, number: int) -> str:
+        """Return the kind of a layer's MLP."""
+        return self.mlp if isinstance(self.mlp, str) else self.mlp[number]
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether a layer has a state that runs along the sequence."""
+        return any({*self.mixers_of(number)} - {ATTENTION} for number in range(self.layers))
+
+    def states(self, number: int) -> tuple[StateShape, ...]:
+        """Return the shapes of a layer's state; none for a layer without a state."""
+        kinds: Any = named_class("prefold.model.builders:MIXERS")
+        names = (name for name in self.mixers_of(number) if name != ATTENTION)
+        return tuple(shape for name in names for shape in kinds[name].states(self))
 
     def program(self, copies: int = 1) -> Program:
         """Returns what the model computes. copies: how many ranks have each KV head"""
@@ -244,6 +341,8 @@ class ModelConfig:
     @property
     def fixed(self) -> str | None:
         """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
+        if self.has_states:
+            return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
         if self.rope is None:
             return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
         return None
@@ -251,7 +350,7 @@ class ModelConfig:
     @property
     def unsplit(self) -> str | None:
         """Returns why the model is not split over ranks, in words; None: it may be."""
-        return None
+        return "a model with layers of states is not split over ranks" if self.has_states else None
 
     @property
     def scale(self) -> float:
@@ -294,12 +393,6 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Returns how many numbers the keys (or values) of one row are, in one plane."""
         return self.kv_heads * self.head_dim
-
-    @property
-    def split_mlps(self) -> dict[str, str]:
-        """Returns the fields with widths of gated MLPs, beside `intermediate`, whose columns are split over ranks, each
-        with the name of the MLP's module."""
-        return {}
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
         """Returns how many outputs each of these tensors or modules of one layer has, which are stored as one: by their

@@ -29,7 +29,6 @@ from .decoders import (  # fmt: skip
     gemma3,
     gpt2,
     granite,
-    granite4,
     llama,
     mistral,
     olmo2,
@@ -40,6 +39,8 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
+from .hybrids import granite4, lfm2, qwen3_5, qwen3_5_with_tower
+from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
@@ -290,11 +291,23 @@ MODEL_TYPES = {
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
+# Families of which transformers has no classifiers.
+UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, qwen3_5)
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
-_QUANTISED: dict[str, str] = {}
+_QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
 # Architectures whose families are not prefold's own.
 REGISTERED: set[str] = set()
@@ -317,6 +330,34 @@ for _causal, _other, _family in (
     ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
     ("Exaone4ForCausalLM", "Exaone4", exaone4),
     ("GPT2LMHeadModel", "GPT2", gpt2),
+    ("Qwen2MoeForCausalLM", "Qwen2Moe", qwen2_moe),
+    ("Qwen3MoeForCausalLM", "Qwen3Moe", qwen3_moe),
+    ("OlmoeForCausalLM", "Olmoe", olmoe),
+    ("GptOssForCausalLM", "GptOss", gpt_oss),
+    ("MixtralForCausalLM", "Mixtral", mixtral),
+    ("GraniteMoeForCausalLM", "GraniteMoe", granite_moe),
+    ("GraniteMoeSharedForCausalLM", "GraniteMoeShared", granite_moe),
+    ("Lfm2ForCausalLM", "Lfm2", lfm2),
+    ("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5),
 ):
-    # Of some transformers has no classifiers.
-    FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in (granite, granite4, cohere2))
+    FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
+FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
+
+_STATES = "its layers keep recurrent states that prefold does not compute; Qwen3.5, LFM2 and Granite 4 hybrids work"
+_WITH_STATES = {
+    "bamba": "Bamba",
+    "falcon_h1": "FalconH1",
+    "falcon_mamba": "FalconMamba",
+    "jamba": "Jamba",
+    "mamba": "Mamba",
+    "mamba2": "Mamba2",
+    "nemotron_h": "NemotronH",
+    "recurrent_gemma": "RecurrentGemma",
+    "rwkv": "Rwkv",
+    "xlstm": "xLSTM",
+    "zamba": "Zamba",
+    "zamba2": "Zamba2",
+}
+MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, name in _WITH_STATES.items()}
+for _name in _WITH_STATES.values():
+    _REFUSED |= {f"{_name}{_end}": _STATES for _end in ("ForCausalLM", "ForSequenceClassification", "Model")}

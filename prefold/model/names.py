@@ -138,7 +138,7 @@ GGUF_FUSED = replace(
     GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
 # By the architecture of GGUF files that call things otherwise.
-GGUF_OF = {"phi3": GGUF_FUSED}
+GGUF_OF: dict[str, Names] = {"phi3": GGUF_FUSED}
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(
@@ -154,3 +154,32 @@ GGUF_OUT_NORMS = replace(
         "post_ffw_norm": ("post_feedforward_layernorm",),
     },
 )
+GGUF_OF |= {
+    "lfm2": replace(
+        GGUF,
+        parts={
+            **GGUF.parts,
+            "token_embd_norm": ("norm",),  # the norm behind the layers
+            "shortconv.in_proj": ("conv.in_proj",),
+            "shortconv.conv": ("conv.conv",),
+            "shortconv.out_proj": ("conv.out_proj",),
+        },
+    ),
+    "qwen35": replace(
+        GGUF,
+        parts={
+            **GGUF.parts,
+            "post_attention_norm": ("post_attention_layernorm",),
+            "attn_qkv": ("linear_attn.in_proj_qkv",),
+            "attn_gate": ("linear_attn.in_proj_z",),
+            "ssm_beta": ("linear_attn.in_proj_b",),
+            "ssm_alpha": ("linear_attn.in_proj_a",),
+            "ssm_conv1d": ("linear_attn.conv1d",),
+            "ssm_a": ("linear_attn.A_log",),
+            "ssm_dt.bias": ("linear_attn.dt_bias",),
+            "ssm_norm": ("linear_attn.norm",),
+            "ssm_out": ("linear_attn.out_proj",),
+        },
+        negative_exponentials=("linear_attn.A_log",),
+    ),
+}

@@ -156,11 +156,16 @@ class Linear(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Experts(Operation):
-    """out = the weighted sum of what the `chosen` experts with the largest logits give for a row of `source`.
+    """out = the weighted sum of what the `chosen` experts with the largest scores give for a row of `source`.
 
-    An expert is a gated MLP. The logits, in float32, are source times the router plus its bias. The weights are the
-    softmax of the logits: of the chosen ones if `normalised`, otherwise of all.
+    An expert is a gated MLP. The logits, in float32, are source times the router plus its bias; the scores are their
+    softmax, or the sigmoid of each. The weight of a chosen expert is `scale` times its score, divided by the sum of the
+    chosen experts' scores if `normalised`.
 
+    correction     float32 [experts], added to the scores that choose, and not to the weights (DeepSeek-V3)
+    groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose two
+                   largest corrected scores have the largest sum, or, without a correction, whose largest score is the
+                   largest (DeepSeek-V2)
     router         [experts, hidden]
     gate_up        [experts * 2 * width, hidden]: of each expert gate, then up
     down           [experts * hidden, width]
@@ -177,6 +182,11 @@ class Experts(Operation):
     chosen: int
     normalised: bool
     activation: str
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    correction: Weight | None = None
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None

@@ -7,8 +7,9 @@ here, and nothing in a layer, knows which rows belong together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -33,23 +34,20 @@ class Split:
     """A Split says which part of each tensor of a checkpoint a rank holds.
 
     shapes  of the whole model's tensors, by name
-    parts   as of `Shard.parts`; empty: the rank holds all
+    part    takes the name and the whole shape of a tensor, as `Shard.part`; None: the rank holds all
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    parts: Mapping[str, tuple[slice, ...]] = field(default_factory=dict)
+    part: Callable[[str, tuple[int, ...]], tuple[slice, ...]] | None = None
 
     def of(self, weight: Weight) -> tuple[tuple[slice, ...], ...]:
         """Return the part of each tensor of a weight of the rank's program; (): all of it."""
         return tuple(self._part(tensor, shape) for tensor, shape in weight.shapes.items())
 
     def _part(self, tensor: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        if not self.parts or self.shapes[tensor] == shape:
+        if self.part is None or (whole := self.shapes[tensor]) == shape:
             return ()
-        path, _, kind = tensor.rpartition(".")
-        names = (path if kind in ("weight", "bias") else tensor).split(".")
-        part = self.parts.get(".".join(names[-2:])) or self.parts[names[-1]]
-        return part[: len(shape)]
+        return self.part(tensor, whole)
 
 
 WHOLE = Split()
@@ -109,16 +107,17 @@ class Shard:
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Return the config with the sizes of this rank's part of the layers."""
-        of_features: dict[str, Any] = {
-            name: _length(_columns(getattr(config, name), self.rank, self.size)) for name in config.split_mlps
-        }
+        experts = config.experts
+        if experts is not None:
+            width, shared = (_length(_columns(size, self.rank, self.size)) for size in (experts.width, experts.shared))
+            experts = replace(experts, width=width, shared=shared)
         return replace(
             config,
             heads=_length(self.heads),
             kv_heads=_length(self.kv_heads),
             intermediate=_length(self.width),
+            experts=experts,
             whole=config,
-            **of_features,
         )
 
     def program(self, config: ModelConfig) -> Program:
@@ -136,27 +135,21 @@ class Shard:
         if self.size == 1:
             return WHOLE
         shapes = {name: shape for weight in config.program().weights for name, shape in weight.shapes.items()}
-        return Split(shapes, self.parts(config))
+        return Split(shapes, partial(self.part, config))
 
-    def parts(self, config: ModelConfig) -> dict[str, tuple[slice, ...]]:
-        """Return, by the last parts of a module's name, which outputs, or outputs and inputs, of its weight this rank
-        holds."""
+    def part(self, config: ModelConfig, tensor: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return which outputs, or outputs and inputs, this rank holds of a tensor, or of a module's weight.
+
+        shape: of the whole model's tensor
+        """
 
         def numbers(heads: slice) -> slice:
             return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
 
-        def of_mlp(prefix: str, columns: slice) -> dict[str, tuple[slice, ...]]:
-            return {
-                f"{prefix}gate_proj": (columns,),
-                f"{prefix}up_proj": (columns,),
-                f"{prefix}down_proj": (every, columns),
-            }
-
+        path, _, kind = tensor.rpartition(".")
+        module = (path if kind in ("weight", "bias") else tensor).rpartition(".")[2]
         q, kv, every = numbers(self.heads), numbers(self.kv_heads), slice(None)
-        split: dict[str, tuple[slice, ...]] = {}
-        for width, module in config.split_mlps.items():
-            split |= of_mlp(f"{module}.", _columns(getattr(config, width), self.rank, self.size))
-        return {
+        parts: dict[str, tuple[slice, ...]] = {
             "embed_tokens": (self.vocab,),
             "lm_head": (self.vocab,),
             "q_proj": (q,),
@@ -166,9 +159,11 @@ class Shard:
             "k_norm": (kv,),
             "o_proj": (every, q),
             "sinks": (self.heads,),
-            **of_mlp("", self.width),
-            **split,
+            "gate_proj": (_columns(shape[0], self.rank, self.size),),
+            "up_proj": (_columns(shape[0], self.rank, self.size),),
+            "down_proj": (every, _columns(shape[-1], self.rank, self.size)),
         }
+        return parts[module][: len(shape)]
 
 
 def share(total: int, rank: int, size: int, unit: int = 1) -> slice:

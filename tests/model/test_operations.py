@@ -10,9 +10,10 @@ from configs import configs
 from dense import dense_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing import route
 
-from prefold.features.experts.families import mixture
 from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.model.mixtures import mixture
 from prefold.model.program import Add, Attend, Experts, Gate, Linear, Norm, Pick, Program, Rope, Weight
 from prefold.worker.torch.layer import Layer, dead_buffers
 from prefold.worker.torch.lora import NO_ADAPTERS
@@ -134,9 +135,11 @@ class Dense:
         logits = h @ self.weight(op.router).T + self.weight(op.router_bias)
         out = np.zeros((len(h), op.down.rows // count))
         for row, x in enumerate(h):
-            chosen = np.argsort(-logits[row])[: op.chosen]
-            shares = np.exp(logits[row] - logits[row].max())
-            shares = shares / (shares[chosen] if op.normalised else shares).sum()
+            chosen, shares = route(
+                logits[row], op.chosen, normalised=op.normalised, sigmoid=op.score == "sigmoid", scale=op.scale,
+                correction=None if op.correction is None else self.weight(op.correction), groups=op.groups,
+                chosen_groups=op.chosen_groups,
+            )  # fmt: skip
             for expert in chosen:
                 gate, up = np.split(matrices[0][expert] @ x + biases[0][expert], 2)
                 if op.activation == "clamped":
@@ -180,7 +183,7 @@ def test_each_parameter_is_one_weight_of_the_program():
         rope=RopeConfig(), max_positions=20, planes=(Plane(), Plane()), sinks=True, qk_norm=True, qk_bias=True,
         norm="layer", gated=True,
     )  # fmt: skip
-    config = mixture(config, experts=3, chosen=2, shared=4, shared_gate=True, biases=True)
+    config = mixture(config, count=3, chosen=2, shared=4, shared_gate=True, biases=True)
     model = CausalLM(config, dtype=torch.float32, device=torch.device("meta"))
     held = list(model.held)
     assert {id(one.parameter) for one in held} == {id(parameter) for parameter in model.parameters()}

@@ -427,11 +427,11 @@ def write_gguf(folder, path, arch):
         writer.add_sliding_window(windows[0])
         if not all(windows):
             writer.add_sliding_window_pattern([window is not None for window in windows])
-    if experts := getattr(config, "experts", 0):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.chosen)
-        writer.add_expert_feed_forward_length(config.intermediate)
-        writer.add_expert_shared_feed_forward_length(config.shared)
+    if experts := config.experts:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.chosen)
+        writer.add_expert_feed_forward_length(experts.width)
+        writer.add_expert_shared_feed_forward_length(experts.shared)
     for key, kind, of_config in OWN_KEYS.get(arch, ()):
         getattr(writer, f"add_{kind}")(f"{arch}.{key}", hf[of_config])
     if arch == "phi3":

@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from prefold.features.experts.families import mixture
-from prefold.model import ModelConfig, Plane, RopeConfig
-from prefold.spec.plugins import load_plugins
+from prefold.model import ModelConfig, Plane, RopeConfig, mixture
 
-load_plugins()  # mixtures
 booleans = st.booleans()
 
 
@@ -36,8 +33,11 @@ def configs(draw: Callable) -> ModelConfig:
     )  # fmt: skip
     if draw(booleans):
         return config
-    shared, experts = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4))
+    shared, experts, groups = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    kinds = draw(st.sampled_from(["experts", ("gated", "experts")]))
     return mixture(
-        config, experts=experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans), shared=shared,
-        shared_gate=bool(shared) and draw(booleans), biases=draw(booleans), clamped=draw(booleans),
+        config, mlp=kinds, count=groups * experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans),
+        width=4, shared=shared, shared_gate=bool(shared) and draw(booleans), biases=draw(booleans),
+        clamped=draw(booleans), score=draw(st.sampled_from(["softmax", "sigmoid"])), groups=groups,
+        corrected=draw(booleans), scale=draw(st.sampled_from([1.0, 2.5])),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from ctypes import Structure, addressof
 from dataclasses import dataclass
 
 import numpy as np
+from routing import route
 
 from prefold import kernels
 from prefold.kernels.abi import (
@@ -380,9 +381,19 @@ def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> E
     given = {"gate_up": packed[0], "down": packed[1]}
     if biased:
         given |= {"gate_up_bias": biases[1], "down_bias": biases[2]}
+    groups = int(rng.choice([n for n in range(1, count + 1) if count % n == 0 and count // n * n >= chosen]))
+    least = -(-chosen // (count // groups))
+    options = {
+        "normalised": normalised, "sigmoid": bool(rng.integers(2)), "scale": float(rng.choice([1.0, 2.5])),
+        "correction": normal(rng, count, scale=0.3) if rng.integers(2) else None, "groups": groups,
+        "chosen_groups": int(rng.integers(least, groups + 1)),
+    }  # fmt: skip
+    if options["correction"] is not None:
+        given["correction"] = options["correction"]
     call = ExpertsCall(
         **machine.fields(**given), experts=count, chosen=chosen, width=width + fill, bias_width=width,
-        normalised=normalised,
+        normalised=normalised, is_sigmoid=options["sigmoid"], scale=options["scale"], groups=groups,
+        chosen_groups=options["chosen_groups"],
     )  # fmt: skip
     fields = machine.fields(weight=pack(router), bias=biases[0] if biased else None, activation=kind, call=call)
 
@@ -392,10 +403,8 @@ def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> E
         logits = x @ wide[0].T + biased * wide[4]
         out = np.zeros_like(x)
         for row, of_row in enumerate(logits):
-            best = np.argsort(-of_row, kind="stable")[:chosen]
-            shares = np.exp(of_row[best] - of_row.max())
-            shares /= shares.sum() if normalised else np.exp(of_row - of_row.max()).sum()
-            for expert, share in zip(best, shares, strict=True):
+            best, weights = route(of_row, chosen, **options)
+            for expert, share in zip(best, weights[best], strict=True):
                 halves = [wide[1 + half][expert] @ x[row] + biased * wide[5][expert, half] for half in range(2)]
                 inside = gated(kind, *halves)
                 out[row] += share * (wide[3][expert] @ inside + biased * wide[6][expert])

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...model.config import ModelConfig, StateShape
 from ...worker.torch.device import send
-from .config import HybridConfig, StateShape
 from .states import StateFlow, StateTable
 
 # The most runs whose states are worked on at once: bounds what a layer holds beside its rows.
 MOST_RUNS = 64
 
 
-def tensor_table(config: HybridConfig, rows: int, dtype: torch.dtype, device: torch.device) -> StateTable:
+def tensor_table(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> StateTable:
     """Returns a table of states as tensors."""
 
     def zeros(count: int, part: StateShape) -> Tensor:

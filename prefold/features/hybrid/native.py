@@ -10,11 +10,11 @@ import numpy as np
 
 from ...engine.worker import DONE, Ticket
 from ...kernels.abi import PlaceLists, RunLists, StatePlane, StateStep
+from ...model.config import StateShape
 from ...worker.native.model import NativeModel
 from ...worker.native.steps import StreamBatch
 from ...worker.native.worker import NativeWorker
 from ...worker.parts import WorkerPart
-from .config import HybridConfig, StateShape
 from .states import StateFlow, StateTable
 from .steps import MakeStates, StateFacts, StateRuns, StateSlotStep, StateStreamStep
 
@@ -50,7 +50,6 @@ class StateCall:
 def state_part(model: NativeModel) -> WorkerPart:
     """Return the part of a worker that holds states."""
     config = model.config
-    assert isinstance(config, HybridConfig)
     paths: dict[int, StateTable] = {}
     table: StateTable | None = None
     last: StateCall | None = None  # of the last step over slots, if each state is where it was before

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .config import HybridConfig, StateShape
+from ...model.config import ModelConfig, StateShape
 from .steps import ZERO, StateRuns
 
 
@@ -60,7 +60,7 @@ class StateTable:
     """
 
     def __init__(
-        self, config: HybridConfig, rows: int, zeros: Callable[[int, StateShape], Any], *, in_place: bool = True
+        self, config: ModelConfig, rows: int, zeros: Callable[[int, StateShape], Any], *, in_place: bool = True
     ):
         """Makes a table of so many rows, which grows.
 

@@ -1,4 +1,4 @@
-"""A hybrid, and the states that a worker keeps for it: of paths of row streams, and of slots."""
+"""The states that a worker keeps for a hybrid: of paths of row streams, and of slots."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from ...worker.torch.model import CausalLM
 from ...worker.torch.rows import Batch
 from ...worker.torch.worker import TorchWorker
 from .carry import Carry, tensor_table
-from .config import HybridConfig
 from .states import StateTable
 from .steps import MakeStates, StateFacts, StateSlotStep, StateStreamStep
 
 
-class HybridLM(CausalLM):
-    """A HybridLM is a CausalLM some of whose layers have a state in place of attention. Its `states` are a Carry."""
-
-    config: HybridConfig
-
-
-def state_part(model: HybridLM) -> WorkerPart:
+def state_part(model: CausalLM) -> WorkerPart:
     """Returns the part of a worker that holds states."""
     config, dtype, device = model.config, model.dtype, model.device
     paths: dict[int, StateTable] = {}

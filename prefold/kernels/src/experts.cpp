@@ -3,6 +3,7 @@
 // The pairs of a row and an expert are sorted by expert, so that each expert's rows are one product with its matrices.
 // What an expert gives for a row is kept where the pair stands in the row's own order, largest logit first, and summed in
 // that order: a row's result does not depend on its company, nor on the number of threads.
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -21,24 +22,80 @@ constexpr int64_t kBadStride = 2048, kPadding = 64;
 
 constexpr int64_t padded_row(int64_t bytes) { return bytes + (bytes % kBadStride ? 0 : kPadding); }
 
-// The experts of one row, and their shares. Of equal logits the first is the larger; NaN is below all numbers.
-void route(const float* logits, int64_t experts, int64_t chosen, bool normalised, int32_t* to, float* shares) {
+// Puts the numbers of the `count` largest keys into `to`, the largest first. Of equal keys the first is the larger; NaN
+// is below all numbers.
+void choose_largest(const float* keys, int64_t size, int64_t count, int32_t* to) {
   const auto key = [](float x) { return std::isnan(x) ? -HUGE_VALF : x; };
-  for (int64_t e = 0, count = 0; e < experts; ++e) {
-    const float x = key(logits[e]);
-    if (count == chosen && !(x > key(logits[to[count - 1]]))) continue;
-    int64_t at = count < chosen ? count++ : count - 1;
-    for (; at > 0 && x > key(logits[to[at - 1]]); --at) to[at] = to[at - 1];
+  for (int64_t e = 0, found = 0; e < size; ++e) {
+    const float x = key(keys[e]);
+    if (found == count && !(x > key(keys[to[found - 1]]))) continue;
+    int64_t at = found < count ? found++ : found - 1;
+    for (; at > 0 && x > key(keys[to[at - 1]]); --at) to[at] = to[at - 1];
     to[at] = static_cast<int32_t>(e);
+  }
+}
+
+// Sets the keys of experts in all but the best groups to minus infinity. A group is as good as the sum of its `best`
+// largest keys.
+void leave_groups(float* keys, const ExpertsCall& call, int64_t best) {
+  const int64_t size = call.experts / call.groups;
+  std::vector<float> sums(call.groups);
+  std::vector<int32_t> largest(std::max(size, call.groups));
+  for (int64_t g = 0; g < call.groups; ++g) {
+    const int64_t count = std::min(best, size);
+    choose_largest(keys + g * size, size, count, largest.data());
+    for (int64_t i = 0; i < count; ++i) sums[g] += keys[g * size + largest[i]];
+  }
+  choose_largest(sums.data(), call.groups, call.chosen_groups, largest.data());
+  for (int64_t g = 0; g < call.groups; ++g) {
+    const auto stop = largest.begin() + call.chosen_groups;
+    if (std::find(largest.begin(), stop, static_cast<int32_t>(g)) != stop) continue;
+    std::fill(keys + g * size, keys + (g + 1) * size, -HUGE_VALF);
+  }
+}
+
+// The experts of one row, and their weights.
+void route(const ExpertsCall& call, const float* logits, int32_t* to, float* weights) {
+  const int64_t experts = call.experts, chosen = call.chosen;
+  const bool plain = !call.correction && call.groups == 1;  // then the largest scores are those of the largest logits
+  static thread_local std::vector<float> scores, keys;
+  if (!plain || call.is_sigmoid) {
+    scores.resize(experts);
+    float sum = 0, top = -HUGE_VALF;
+    for (int64_t e = 0; e < experts; ++e) top = std::max(top, logits[e]);
+    for (int64_t e = 0; e < experts; ++e) {
+      scores[e] = call.is_sigmoid ? 1 / (1 + std::exp(-logits[e])) : std::exp(logits[e] - top);
+      sum += scores[e];
+    }
+    if (!call.is_sigmoid) {
+      for (float& score : scores) score /= sum;
+    }
+  }
+  if (plain) {
+    choose_largest(logits, experts, chosen, to);
+  } else {
+    keys = scores;
+    if (call.correction) {
+      for (int64_t e = 0; e < experts; ++e) keys[e] += call.correction[e];
+    }
+    if (call.groups > 1) leave_groups(keys.data(), call, call.correction ? 2 : 1);
+    choose_largest(keys.data(), experts, chosen, to);
+  }
+  if (!plain || call.is_sigmoid) {
+    float sum = 0;
+    for (int64_t i = 0; i < chosen; ++i) sum += weights[i] = scores[to[i]];
+    const float by = call.normalised ? call.scale / sum : call.scale;
+    for (int64_t i = 0; i < chosen; ++i) weights[i] *= by;
+    return;
   }
   const float top = logits[to[0]];
   float sum = 0;
-  for (int64_t i = 0; i < chosen; ++i) sum += shares[i] = std::exp(logits[to[i]] - top);
-  if (!normalised) {
+  for (int64_t i = 0; i < chosen; ++i) sum += weights[i] = std::exp(logits[to[i]] - top);
+  if (!call.normalised) {
     sum = 0;
     for (int64_t e = 0; e < experts; ++e) sum += std::exp(logits[e] - top);
   }
-  for (int64_t i = 0; i < chosen; ++i) shares[i] /= sum;
+  for (int64_t i = 0; i < chosen; ++i) weights[i] = weights[i] / sum * call.scale;
 }
 
 // Pairs of a row and an expert, numbered row by row, sorted by expert.
@@ -120,8 +177,7 @@ class Experts {
     const auto* logits = static_cast<const float*>(call_.logits);
     parallel_ranges(call_.rows, 4 * call_.experts, call_.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
-        route(logits + r * call_.experts, call_.experts, call_.chosen, call_.normalised, &experts_of_[r * call_.chosen],
-              &shares_[r * call_.chosen]);
+        route(call_, logits + r * call_.experts, &experts_of_[r * call_.chosen], &shares_[r * call_.chosen]);
       }
     });
     const Sorted sorted(experts_of_.data(), pairs_, call_.experts);

@@ -347,10 +347,14 @@ struct ExpertsCall {
   const void* down;          // likewise
   const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up, of the dtype of x; null: none
   const void* down_bias;     // [experts, hidden], of the dtype of x; null: none
+  const float* correction;   // [experts], added to the scores that choose experts; null: none
   void* out;                 // [rows, hidden]
   int64_t rows, x_row, experts, chosen, hidden;
   int64_t width;             // of an expert, a multiple of sixteen
   int64_t bias_width;
+  int64_t groups, chosen_groups;  // of experts; a row goes through experts of the best groups
+  float scale;                    // of the weights
+  int32_t is_sigmoid;             // scores are sigmoids of the logits, not their softmax
   int32_t normalised, threads;
 };
 extern "C" int32_t prefold_experts_silu_float32(const ExpertsCall* call);

@@ -300,6 +300,8 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         gate_up_bias=bias(experts.gate_up_bias), experts=experts.experts,
         down_bias=bias(experts.down_bias) if compiler.is_added(experts.summed) else None,
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
+        correction=bias(experts.correction), groups=experts.groups, chosen_groups=experts.chosen_groups,
+        scale=experts.scale, is_sigmoid=experts.score == "sigmoid",
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
     compiler.add(

@@ -24,7 +24,7 @@ from .layer import Layer, held_weights
 from .layers import HeldWeight, recomputed
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
-from .operations import EXECUTE, Place, hold_linear
+from .operations import Place, execution_of, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
@@ -142,7 +142,7 @@ class CausalLM(nn.Module):
         yield from self.end.held
         linears = [self.score] if isinstance(self.score, layers.Linear) else [*(self.score or ())][::2]
         for operation, module in zip(program.score, linears, strict=True):
-            yield from held_weights(operation, module, EXECUTE[Linear])
+            yield from held_weights(operation, module, execution_of(Linear))
         for weight in program.beside:  # called as the modules of the feature whose code reads them
             path, _, attribute = weight.parts[0][0].rpartition(".")
             yield HeldWeight(self.get_submodule(path), attribute, weight.parts, weight.offset)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from ...model.program import ADDED, Add, Attend, Buffer, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
+from ...model.program import ADDED, Add, Attend, Buffer, Experts, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
 from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
@@ -278,7 +278,7 @@ class HeadNorm(nn.Module):
         self.weight = None if operation.norm is None else place.empty(operation.norm)
 
 
-EXECUTE: dict[type[Operation], Execution] = {
+EXECUTE: dict[type[Operation], Execution | str] = {
     Norm: Execution(norm, hold_norm),
     Linear: Execution(linear, hold_linear),
     Rope: Execution(rope, HeadNorm, {"norm": "weight"}),
@@ -286,4 +286,5 @@ EXECUTE: dict[type[Operation], Execution] = {
     Gate: Execution(gate),
     Add: Execution(add),
     Pick: Execution(pick),
+    Experts: "prefold.worker.torch.experts:EXECUTION",
 }

@@ -22,10 +22,9 @@ from prefold import LLM
 from prefold.checkpoint import resolve
 from prefold.engine.cache import CacheOptions
 from prefold.errors import InputError, UnsupportedModelError
-from prefold.features.hybrid import config
 from prefold.features.hybrid.layers import gated_delta, state_space
 from prefold.features.shifted.options import ShiftedReuse
-from prefold.model import config_from, families
+from prefold.model import builders, config_from, families
 from prefold.spec import environment, plugins
 from prefold.spec.requests import Namespace, Readout
 from prefold.worker.native.int8 import check_int8
@@ -164,17 +163,11 @@ def test_what_cannot_be_had_is_refused(folder):
         LLM(str(folder), dtype="float32").generate(["a"], max_tokens=1, max_visits=2)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Lfm2MoeForCausalLM"])
-def test_mixtures_are_refused(architecture):
-    with pytest.raises(UnsupportedModelError, match="mixtures of experts"):
-        config_from({"architectures": [architecture]})
-
-
 def test_the_example_of_the_page_gives_what_transformers_does(tmp_path, monkeypatch, keep):
     example = re.search(r"hybrid_models.py -->\n```python\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.S)
     assert len(example[1].splitlines()) <= 45
     plugins.load_plugins()
-    keep(families.FAMILIES, config.MIXERS, families.REGISTERED)
+    keep(families.FAMILIES, builders.MIXERS, families.REGISTERED)
     families.REGISTERED.clear()
     monkeypatch.setenv(environment.PLUGINS, "")
     (tmp_path / "my_hybrids.py").write_text(example[1], encoding="utf-8")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from prefold.features.hybrid.carry import Carry, tensor_table
-from prefold.features.hybrid.config import HybridConfig
 from prefold.features.hybrid.steps import StateRuns
 from prefold.model import config_from
+from prefold.model.builders import MIXERS as MIXER_KINDS
 from prefold.model.builders import LayerBuilder
 from prefold.model.program import DELTA, X
 from prefold.worker.torch.layer import Layer
@@ -58,10 +58,10 @@ def mixer_of(settings: dict, dtype: torch.dtype) -> Layer:
     sizes = {"hidden_size": 40, "intermediate_size": 32, "vocab_size": 100, "num_hidden_layers": 2, "head_dim": 8,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
     config = config_from(sizes | settings)
-    assert isinstance(config, HybridConfig)
+    assert config.has_states
     builder = LayerBuilder(config, 0)
     builder.is_last = True
-    config.mixer(0).build(builder, X)
+    MIXER_KINDS[config.mixers[0]].build(builder, X)
     mixer = Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False)
     mixer.config = config
     generator = torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from tritons import on_triton  # noqa: F401 (a fixture)
 
-from prefold.features.experts.mlp import grouped
+from prefold.worker.torch.experts import grouped
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

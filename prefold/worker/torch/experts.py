@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from ... import kernels
 from ...model.program import Experts
-from ...worker.torch.device import TRITON_DTYPES, runs_triton
-from ...worker.torch.layers import Linear
-from ...worker.torch.operations import Execution, Place, Rows
-from ...worker.torch.ops import Ops, wide
-from ...worker.torch.products import wide_product
+from .device import TRITON_DTYPES, runs_triton
+from .layers import Linear
+from .operations import Execution, Place, Rows
+from .ops import Ops, wide
+from .products import wide_product
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
 GROUPED_BYTES = 16
@@ -71,6 +71,7 @@ class ExpertWeights(nn.Module):
         # The biases of what is summed over ranks are added once.
         biased = operation.down_bias is not None and place.ranks.rank == 0
         self.down = ExpertLinear(experts, width, hidden, gated=False, bias=biased, **options)
+        self.correction = None if operation.correction is None else place.empty(operation.correction)
 
 
 def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
@@ -85,11 +86,34 @@ def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
     rows.put(operation.out, rows.ranks.sum(out) if operation.summed else out)
 
 
+def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts that each row goes through, [rows, chosen] each, largest first.
+
+    logits: float32 [rows, experts]
+    """
+    scores = logits.sigmoid() if operation.score == "sigmoid" else logits.softmax(-1)
+    # Where scores decide alone, logits decide without rounding.
+    keys = logits if correction is None else scores + correction
+    if operation.groups > 1:
+        keys = scores if correction is None else keys
+        of_groups = keys.unflatten(-1, (operation.groups, -1))
+        best = of_groups.topk(min(2 if correction is not None else 1, of_groups.shape[-1]), -1)[0].sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, best.topk(operation.chosen_groups, -1)[1], True)
+        keys = of_groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    experts = keys.topk(operation.chosen, -1)[1]
+    if operation.score == "softmax" and operation.normalised:
+        return logits.gather(-1, experts).softmax(-1) * operation.scale, experts
+    weights = scores.gather(-1, experts)
+    if operation.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * operation.scale, experts
+
+
 def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
     """Sort pairs of a row and an expert by expert, so that each expert's rows are one product with its matrices."""
     chosen = operation.chosen
-    top, experts = logits.topk(chosen, -1)
-    shares = top.softmax(-1) if operation.normalised else logits.softmax(-1).gather(-1, experts)
+    shares, experts = choose_experts(operation, logits, weights.correction)
     experts, pairs = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(operation.experts, device=h.device), right=True)
     gate_up = grouped(h[pairs // chosen], weights.gate_up.matrices(), ends)

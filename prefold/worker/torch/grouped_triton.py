@@ -13,7 +13,7 @@ ROWS, COLUMNS, STEP = 16, 64, 32
 
 
 def grouped(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Returns what `prefold.features.experts.mlp.grouped` does. No gradients."""
+    """Returns what `experts.grouped` does. No gradients."""
     (rows, inputs), (experts, outputs, _) = x.shape, matrices.shape
     x, matrices = x.contiguous(), matrices.contiguous()
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

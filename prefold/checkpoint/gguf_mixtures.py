@@ -1,17 +1,12 @@
-"""Enter mixtures of experts in the tables of the core, with their keys in GGUF files. No torch."""
+"""The config keys of mixtures of experts, of the metadata of GGUF files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ...checkpoint.gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
-from ...checkpoint.settings import Settings
-from ...errors import UnsupportedModelError
-from ...model.builders import MlpKind, add_mlp
-from ...model.families import add_families, with_heads
-from ...model.program import Experts, add_operation
-from .families import MLP, build_experts, gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from ..errors import UnsupportedModelError
+from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
+from .settings import Settings
 
 SOFTMAX = 1  # of llama.cpp's functions of the router's logits
 
@@ -56,17 +51,15 @@ def _gpt_oss(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return windows_of(gguf, 2) | {"rope_parameters": rope}
 
 
-GGUF_ARCHITECTURES = {
+ARCHITECTURES |= {
     "gpt-oss": "GptOssForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
 }
-# What has more than experts that is its own.
-OWN_KEYS: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {"gpt-oss": _gpt_oss}
-# By the architecture of files that have experts: what makes the config keys of the mixture.
-EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+OF_ARCHITECTURE["gpt-oss"] = _gpt_oss
+MIXTURES |= {
     "llama": lambda gguf, config: _counts(gguf, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
     "gpt-oss": lambda gguf, config: _counts(gguf, "num_local_experts"),
     "qwen2moe": _qwen2,
@@ -74,28 +67,3 @@ EXPERTS_OF: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
     "olmoe": lambda gguf, config: _counts(gguf, "num_experts"),
     "granitemoe": _granite,
 }
-
-add_mlp(MLP, MlpKind(build_experts))
-add_operation(Experts, "prefold.features.experts.mlp:EXECUTION")
-add_families(
-    with_heads("Qwen2MoeForCausalLM", "Qwen2Moe", qwen2_moe)
-    | with_heads("Qwen3MoeForCausalLM", "Qwen3Moe", qwen3_moe)
-    | with_heads("OlmoeForCausalLM", "Olmoe", olmoe, classified=False)
-    | with_heads("GptOssForCausalLM", "GptOss", gpt_oss)
-    | with_heads("MixtralForCausalLM", "Mixtral", mixtral)
-    | with_heads("GraniteMoeForCausalLM", "GraniteMoe", granite_moe, classified=False)
-    | with_heads("GraniteMoeSharedForCausalLM", "GraniteMoeShared", granite_moe, classified=False),
-    model_types={
-        "qwen2_moe": "Qwen2MoeForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "olmoe": "OlmoeForCausalLM",
-        "gpt_oss": "GptOssForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "granitemoe": "GraniteMoeForCausalLM",
-        "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    },
-    quantised={"GptOssForCausalLM": "mxfp4"},
-)
-ARCHITECTURES.update(GGUF_ARCHITECTURES)
-MIXTURES.update(EXPERTS_OF)
-OF_ARCHITECTURE.update(OWN_KEYS)

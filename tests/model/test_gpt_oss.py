@@ -12,7 +12,7 @@ from tiny import DenseAttend, reference, tiny_checkpoint
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.model import config_from, mxfp4
+from prefold.model import Mixture, config_from, mxfp4
 from prefold.train import save_model
 from prefold.worker.torch.load import load_model
 
@@ -127,20 +127,15 @@ def test_openai_config():
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
     }  # fmt: skip
     config = config_from(hf)
-    assert (config.experts, config.chosen, config.intermediate, config.sinks, config.clamped) == (
-        32,
-        4,
-        2880,
-        True,
-        True,
-    )
+    assert (config.experts, config.sinks) == (Mixture(32, 4, 2880, biases=True, clamped=True), True)
     assert [plane.window for plane in config.planes] == [128, None, 128, None]
     assert (config.rope.kind, config.rope.theta, config.rope.settings["truncate"]) == ("yarn", 150000.0, False)
     few = {
         key: hf[key] for key in ("architectures", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     }
     own = config_from(few | {"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32})
-    assert np.all([getattr(own, key) == getattr(config, key) for key in ("rope", "planes", "head_dim", "chosen")])
+    assert np.all([getattr(own, key) == getattr(config, key) for key in ("rope", "planes", "head_dim")])
+    assert own.experts.chosen == config.experts.chosen
     with pytest.raises(CheckpointError, match=r"swiglu_limit is 5\.0"):
         config_from(hf | {"swiglu_limit": 5.0})
     with pytest.raises(UnsupportedModelError, match=r"quantised \(method 'awq'\)"):

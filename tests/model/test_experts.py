@@ -14,11 +14,9 @@ from torch.nn import functional as F
 
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, UnsupportedModelError
-from prefold.features.experts.families import ExpertsConfig, build_experts, mixture
-from prefold.model import ModelConfig, Plane, config_from
+from prefold.model import Mixture, ModelConfig, Plane, config_from, mixture
 from prefold.model.builders import LayerBuilder
 from prefold.model.program import DELTA, X
-from prefold.spec.plugins import load_plugins
 from prefold.worker.torch.layer import Layer
 from prefold.worker.torch.load import load_model
 from prefold.worker.torch.lora import load_adapter
@@ -26,22 +24,21 @@ from prefold.worker.torch.operations import Place
 from prefold.worker.torch.ops import PYTORCH, choose_ops
 from prefold.worker.torch.parallel import ALONE
 
-load_plugins()  # the kind of MLP
 CPU = torch.device("cpu")
 
 
-def config_of(hidden: int, width: int, experts: int, chosen: int, **own) -> ExpertsConfig:
+def config_of(hidden: int, width: int, experts: int, chosen: int, **own) -> ModelConfig:
     dense = ModelConfig(
         vocab_size=30, hidden=hidden, layers=1, heads=1, kv_heads=1, head_dim=2, intermediate=width, norm_eps=1e-6,
         rope=None, max_positions=8, planes=(Plane(),), activation=own.pop("activation", "silu"),
     )  # fmt: skip
-    return mixture(dense, experts=experts, chosen=chosen, **own)
+    return mixture(dense, count=experts, chosen=chosen, **own)
 
 
-def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0) -> Layer:
+def module_of(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Layer:
     """A mixture with random weights."""
     builder = LayerBuilder(config, 0)
-    build_experts(builder, X, DELTA)
+    builder.mlp(X, DELTA)
     module = Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
@@ -50,22 +47,22 @@ def module_of(config: ExpertsConfig, dtype: torch.dtype, seed: int = 0) -> Layer
     return module
 
 
-def by_the_book(module, config: ExpertsConfig, h: torch.Tensor) -> torch.Tensor:
+def by_the_book(module, config: ModelConfig, h: torch.Tensor) -> torch.Tensor:
     """Row by row, in float64."""
-    module = module.experts
+    module, mixture = module.experts, config.experts
     gate_up, down = module.gate_up.matrices().double(), module.down.matrices().double()
     out = torch.zeros(h.shape, dtype=torch.float64)
     biases = [0.0, torch.zeros(len(gate_up)), torch.zeros(len(down))]
-    if config.biases:
+    if mixture.biases:
         biases = [x.double() for x in (module.router.bias, module.gate_up.biases, module.down.biases)]
     for row, x in enumerate(h.double()):
         logits = module.router.weight.double() @ x + biases[0]
         shares = logits.softmax(0)
-        chosen = logits.argsort(descending=True)[: config.chosen]
-        total = shares[chosen].sum() if config.normalised else 1.0
+        chosen = logits.argsort(descending=True)[: mixture.chosen]
+        total = shares[chosen].sum() if mixture.normalised else 1.0
         for expert in chosen:
             gate, up = (gate_up[expert] @ x + biases[1][expert]).chunk(2)
-            if config.clamped:
+            if mixture.clamped:
                 gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
                 inner = gate * torch.sigmoid(1.702 * gate)
             else:
@@ -100,7 +97,11 @@ def test_biases_and_the_activation_of_gpt_oss(hidden, width, experts, chosen, ro
     with torch.inference_mode():
         for ops in (choose_ops(h.dtype, h.device), PYTORCH):
             torch.testing.assert_close(module.result(DELTA, h, None, ops), expected, rtol=1e-5, atol=1e-4)
-    assert clamped == (not torch.equal(by_the_book(module, replace(config, clamped=False), h).float(), expected))
+    assert clamped == (
+        not torch.equal(
+            by_the_book(module, replace(config, experts=replace(config.experts, clamped=False)), h).float(), expected
+        )
+    )
 
 
 def test_bfloat16_is_as_near_as_rounding_allows():
@@ -172,31 +173,34 @@ def test_adapters_of_experts_are_refused_by_name(tmp_path):
 BASE = {key: value for key, value in SIZES.items() if not key.endswith("_token_id")}
 
 
-def config(architecture: str, **settings) -> ExpertsConfig:
+def config(architecture: str, **settings) -> ModelConfig:
     found = config_from(BASE | {"architectures": [architecture]} | settings)
-    assert isinstance(found, ExpertsConfig)
+    assert found.experts is not None
     return found
 
 
 def test_what_configs_say_of_experts():
     qwen = config("Qwen3MoeForCausalLM", num_experts=128, moe_intermediate_size=24, norm_topk_prob=True)
-    assert (qwen.experts, qwen.chosen, qwen.intermediate, qwen.normalised, qwen.shared) == (128, 8, 24, True, 0)
-    assert not config("Qwen3MoeForCausalLM", num_experts=16).normalised
-    assert config("Qwen3MoeForCausalLM", num_local_experts=16).experts == 16  # as transformers writes it
+    assert qwen.experts == Mixture(128, 8, 24)
+    assert not config("Qwen3MoeForCausalLM", num_experts=16).experts.normalised
+    assert config("Qwen3MoeForCausalLM", num_local_experts=16).experts.count == 16  # as transformers writes it
+    some = config("Qwen3MoeForCausalLM", mlp_only_layers=[1], moe_intermediate_size=24)
+    assert (some.mlp, some.intermediate, some.experts.width) == (("experts", "gated", "experts"), 50, 24)
+    assert config("Qwen3MoeForCausalLM", decoder_sparse_step=2).mlp == ("gated", "experts", "gated")
     qwen2 = config("Qwen2MoeForCausalLM", shared_expert_intermediate_size=34)
-    assert (qwen2.experts, qwen2.chosen, qwen2.shared, qwen2.shared_gate, qwen2.qkv_bias) == (60, 4, 34, True, True)
+    assert qwen2.experts == Mixture(60, 4, 1408, normalised=False, shared=34, shared_gate=True)
+    assert qwen2.qkv_bias
     mixtral = config("MixtralForCausalLM", num_local_experts=4)
-    assert (mixtral.experts, mixtral.chosen, mixtral.intermediate, mixtral.normalised) == (4, 2, 50, True)
+    assert mixtral.experts == Mixture(4, 2, 50)
     assert (mixtral.rope.theta, mixtral.planes[0].window) == (1e6, None)
     granite = config("GraniteMoeSharedForCausalLM", shared_intermediate_size=34, residual_multiplier=0.5)
-    assert (granite.experts, granite.shared, granite.shared_gate, granite.residual_scale) == (8, 34, False, 0.5)
+    assert (granite.experts, granite.residual_scale) == (Mixture(8, 2, 50, shared=34), 0.5)
 
 
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}, "some layers have no experts"),
-        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "some layers have no experts"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
         ("Qwen3MoeForCausalLM", {"num_experts": 4}, "through 8 experts of 4"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "without experts"),
         ("MixtralForCausalLM", {"num_experts": 4, "num_local_experts": 8}, "num_local_experts is 8"),
@@ -218,9 +222,10 @@ def test_operations_are_those_of_the_experts_that_a_row_meets(tmp_path, family):
     assert found.num_parameters == sum(p.numel() for p in parameters.values())
     linears = {name: p for name, p in parameters.items() if p.ndim > 1 and "layers." in name}
     linears = {name: p for name, p in linears.items() if not name.endswith("_bias")}
-    met = sum(p.numel() * (found.chosen / found.experts if p.ndim == 3 else 1) for p in linears.values())
+    met = sum(p.numel() * (found.experts.chosen / found.experts.count if p.ndim == 3 else 1) for p in linears.values())
     assert found.linear_flops == round(2 * met)
-    assert replace(found, experts=2 * found.experts).linear_flops == found.linear_flops + 2 * 3 * 36 * found.experts
+    doubled = replace(found, experts=replace(found.experts, count=2 * found.experts.count))
+    assert doubled.linear_flops == found.linear_flops + 2 * 3 * 36 * found.experts.count
 
 
 def test_a_settings_file_says_which_experts_there_are(tmp_path):

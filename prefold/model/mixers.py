@@ -1,0 +1,145 @@
+"""Mixers with a state: what stands in place of attention in layers of hybrids. No NumPy, no torch.
+
+Short convolutions (LFM2), gated delta nets (Qwen3.5; Yang et al. 2024) and Mamba-2 (Granite 4; Dao and Gu 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .builders import LayerBuilder, MixerKind, Module, add_mixer
+from .config import ModelConfig, StateShape
+from .program import Buffer, GatedDelta, Mamba2, Operation, Pick, ShortConv, Weight, X
+
+# Buffers: what a mixer's first linear gives, and what the mixer gives.
+MIXED, MIXER_OUT = "mixed", "mixer_out"
+
+
+def _mixer(
+    builder: LayerBuilder,
+    h: Buffer,
+    before: Sequence[Module],
+    after: str,
+    make: Callable[[Callable[..., Weight]], Operation],
+) -> None:
+    """Add a mixer with a linear before and after it.
+
+    before  the modules that lie side by side in the first linear; after: the module of the last one
+    make    takes a function that makes a weight of the layer (by its name, its rows and further dimensions), and
+            returns the operation, from MIXED to MIXER_OUT
+    """
+    config = builder.config
+    last = [(after, config.hidden)]
+    biased = bool(config.sizes.get("bias"))
+
+    def weight(name: str, rows: int, *inputs: int) -> Weight:
+        return Weight(((builder.prefix + name, rows),), inputs)
+
+    builder.linear("in_proj", before, h, MIXED, config.hidden, biased=before if biased else ())
+    operation = make(weight)
+    builder.add(operation)
+    if builder.is_last:
+        builder.add(Pick((X,)))
+    assert operation.fills is not None
+    builder.linear("out_proj", last, MIXER_OUT, builder.mixed, operation.fills[1], biased=last if biased else ())
+
+
+def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    hidden, taps, biased = config.hidden, config.sizes["taps"], config.sizes["bias"]
+    _mixer(
+        builder,
+        h,
+        [("conv.in_proj", 3 * hidden)],
+        "conv.out_proj",
+        lambda weight: ShortConv(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            weight("conv.conv.weight", hidden, 1, taps),
+            weight("conv.conv.bias", hidden) if biased else None,
+            builder.is_last,
+        ),
+    )
+
+
+def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    sizes, prefix = config.sizes, "linear_attn."
+    heads, channels = sizes["value_heads"], _delta_states(config)[0].shape[1]
+    rows = {"qkv": channels, "z": heads * sizes["value_dim"], "b": heads, "a": heads}
+    _mixer(
+        builder,
+        h,
+        [(f"{prefix}in_proj_{name}", size) for name, size in rows.items()],
+        f"{prefix}out_proj",
+        lambda weight: GatedDelta(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            heads=heads,
+            key_heads=sizes["key_heads"],
+            key_dim=sizes["key_dim"],
+            value_dim=sizes["value_dim"],
+            taps=weight(f"{prefix}conv1d.weight", channels, 1, sizes["taps"]),
+            dt_bias=weight(f"{prefix}dt_bias", heads),
+            a_log=weight(f"{prefix}A_log", heads),
+            norm=weight(f"{prefix}norm.weight", sizes["value_dim"]),
+            eps=config.norm_eps,
+            picked=builder.is_last,
+        ),
+    )
+
+
+def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
+    config = builder.config
+    sizes, prefix, heads = config.sizes, "mamba.", config.sizes["heads"]
+    channels = _mamba_states(config)[0].shape[1]
+    _mixer(
+        builder,
+        h,
+        [(f"{prefix}in_proj", heads * sizes["dim"] + channels + heads)],
+        f"{prefix}out_proj",
+        lambda weight: Mamba2(
+            builder.number,
+            MIXED,
+            MIXER_OUT,
+            heads=heads,
+            groups=sizes["groups"],
+            dim=sizes["dim"],
+            state=sizes["state"],
+            limits=sizes["limits"],
+            taps=weight(f"{prefix}conv1d.weight", channels, 1, sizes["taps"]),
+            conv_bias=weight(f"{prefix}conv1d.bias", channels) if sizes["conv_bias"] else None,
+            dt_bias=weight(f"{prefix}dt_bias", heads),
+            a_log=weight(f"{prefix}A_log", heads),
+            d=weight(f"{prefix}D", heads),
+            norm=weight(f"{prefix}norm.weight", heads * sizes["dim"]),
+            eps=config.norm_eps,
+            picked=builder.is_last,
+        ),
+    )
+
+
+def _conv_states(config: ModelConfig) -> tuple[StateShape, ...]:
+    return (StateShape((config.sizes["taps"] - 1, config.hidden)),)
+
+
+def _delta_states(config: ModelConfig) -> tuple[StateShape, ...]:
+    sizes = config.sizes
+    channels = 2 * sizes["key_heads"] * sizes["key_dim"] + sizes["value_heads"] * sizes["value_dim"]
+    recurrent = StateShape((sizes["value_heads"], sizes["key_dim"], sizes["value_dim"]), is_wide=True)
+    return StateShape((sizes["taps"] - 1, channels)), recurrent
+
+
+def _mamba_states(config: ModelConfig) -> tuple[StateShape, ...]:
+    sizes = config.sizes
+    channels = sizes["heads"] * sizes["dim"] + 2 * sizes["groups"] * sizes["state"]
+    recurrent = StateShape((sizes["heads"], sizes["state"], sizes["dim"]), is_wide=True)
+    return StateShape((sizes["taps"] - 1, channels)), recurrent
+
+
+CONV, DELTA_NET, MAMBA = "conv", "linear_attention", "mamba"
+add_mixer(CONV, MixerKind(_build_conv, _conv_states))
+add_mixer(DELTA_NET, MixerKind(_build_delta, _delta_states))
+add_mixer(MAMBA, MixerKind(_build_mamba, _mamba_states))

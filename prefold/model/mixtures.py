@@ -1,0 +1,180 @@
+"""The families of mixtures of experts: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from ..checkpoint.settings import MOST_LAYERS, Settings
+from ..errors import UnsupportedModelError
+from .builders import EXPERTS
+from .config import Mixture, ModelConfig
+from .decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, mistral, qwen2, qwen3, windows_of
+from .names import Names
+
+
+def mixture(
+    config: ModelConfig, *, count: int, chosen: int, width: int | None = None, dense: int = 0, **values: Any
+) -> ModelConfig:
+    """Return a decoder whose MLPs are mixtures of experts.
+
+    Args:
+        config: a dense decoder.
+        count: experts of a layer.
+        chosen: experts that a row goes through.
+        width: of an expert; None: `config.intermediate`.
+        values: further fields of Mixture, and of ModelConfig (`mlp`, if some layers have another MLP).
+    """
+    of_mixture = {name: values.pop(name) for name in FIELDS if name in values}
+    experts = Mixture(count, chosen, config.intermediate if width is None else width, **of_mixture)
+    fields_of_config: dict[str, Any] = {"mlp": EXPERTS, "experts": experts, "mlp_bias": False} | values
+    return replace(config, **fields_of_config)
+
+
+FIELDS = [field.name for field in fields(Mixture)]
+MOST_EXPERTS = 4096
+GATE_UP, DOWN = (
+    ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    ("mlp.experts.{}.down_proj.weight",),
+)
+# As transformers holds the matrices of all experts, and may write them.
+STACKS = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
+GRANITE = Names(
+    parts={
+        "block_sparse_moe.router.layer": ("mlp.gate",),
+        "shared_mlp.input_linear": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "shared_mlp.output_linear": ("mlp.shared_expert.down_proj",),
+    },
+    stacks={"block_sparse_moe.input_linear.weight": GATE_UP, "block_sparse_moe.output_linear.weight": DOWN},
+    writes_stacks=True,
+)
+# As transformers has gpt-oss, and as OpenAI's files have it: the matrices are blocks of MXFP4 there.
+GPT_OSS = Names(
+    parts={"mlp.router": ("mlp.gate",)},
+    stacks=STACKS
+    | {
+        "mlp.experts.gate_up_proj_blocks": GATE_UP,
+        "mlp.experts.down_proj_blocks": DOWN,
+        "mlp.experts.gate_up_proj_bias": tuple(name.replace(".weight", ".bias") for name in GATE_UP),
+        "mlp.experts.down_proj_bias": tuple(name.replace(".weight", ".bias") for name in DOWN),
+    },
+    writes_stacks=True,
+    in_turn=True,
+    other_names=r".*_proj_scales$",  # they are read with the blocks
+)
+
+
+def qwen3_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Qwen 3 with experts: Qwen 3, whose MLPs are mixtures."""
+    hf = Settings.of(hf)
+    head_dim = hf.size("head_dim", None) or hf.size("hidden_size") // hf.size("num_attention_heads")
+    hf = hf | {"head_dim": head_dim}
+    return qwen_mixture(hf, qwen3(_of_experts(hf, 768)), count=128, chosen=8)
+
+
+def qwen2_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Qwen 1.5 and 2 with experts: Qwen 2, whose MLPs are mixtures beside an MLP for all rows,
+    with a gate."""
+    hf = Settings.of(hf)
+    config = replace(qwen2(_of_experts(hf, 1408)), qkv_bias=hf.flag("qkv_bias", True))
+    shared = hf.size("shared_expert_intermediate_size", 5632)
+    return qwen_mixture(hf, config, count=60, chosen=4, shared=shared, shared_gate=True)
+
+
+def olmoe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of OLMoE: Llama with norms over all heads of q and of k, whose MLPs are mixtures."""
+    hf = Settings.of(hf)
+    return qwen_mixture(hf, llama({"rms_norm_eps": 1e-5, "pad_token_id": 1} | hf, row_qk_norm=True), count=64, chosen=8)
+
+
+def mixtral(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Mixtral: Mistral, whose MLPs are mixtures."""
+    hf = Settings.of(hf)
+    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+    config = mistral(defaults | {"num_key_value_heads": hf.size("num_attention_heads")} | hf)
+    experts = _experts(hf, 8)
+    modules = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    parts = {
+        f"block_sparse_moe.experts.{number}.{theirs}": (f"mlp.experts.{number}.{ours}",)
+        for number in range(experts)
+        for theirs, ours in modules.items()
+    }
+    names = Names(parts={"block_sparse_moe.gate": ("mlp.gate",)} | parts, stacks=STACKS)
+    return mixture(config, count=experts, chosen=hf.size("num_experts_per_tok", 2), names=names)
+
+
+def granite_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Granite with experts: Granite 3, whose MLPs are mixtures, in some models beside an MLP for
+    all rows."""
+    hf = Settings.of(hf)
+    chosen, shared = hf.size("num_experts_per_tok", 2), hf.size("shared_intermediate_size", 0, least=0)
+    return mixture(granite(hf), count=_experts(hf, 8), chosen=chosen, shared=shared, names=GRANITE)
+
+
+def gpt_oss(hf: HFConfig) -> ModelConfig:
+    """Returns the config of gpt-oss: attention with sinks, every other layer with a sliding window, and mixtures with
+    biases and an activation of their own."""
+    hf = Settings.of(hf)
+    layers = hf.size("num_hidden_layers", most=MOST_LAYERS)
+    types = hf.texts("layer_types", None) or [FULL if number % 2 else SLIDING for number in range(layers)]
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    defaults = {
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000.0,
+        "rope_parameters": yarn | {"original_max_position_embeddings": 4096},
+    }
+    hf = Settings.of(defaults | hf)
+    for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if hf.number(key, value) != value:
+            raise hf.wrong(key, f"{value}, the only one that there is code for")
+    bias = hf.flag("attention_bias", True)
+    config = decoder(hf, windows=windows_of(hf, types), qkv_bias=bias, o_bias=bias, sinks=True)
+    chosen = hf.size("num_experts_per_tok", 4)
+    if hf.size("experts_per_token", chosen) != chosen:  # the same in files of OpenAI's
+        raise hf.wrong("experts_per_token", f"num_experts_per_tok, {chosen}")
+    return mixture(config, count=_experts(hf, 128), chosen=chosen, biases=True, clamped=True, names=GPT_OSS)
+
+
+def _experts(hf: Settings, default: int) -> int:
+    """Returns how many experts a layer has: transformers writes either key, whatever a family calls it."""
+    counts = [hf.size(key, 0, least=0, most=MOST_EXPERTS) for key in ("num_experts", "num_local_experts") if key in hf]
+    if len(set(counts) - {0}) > 1:
+        raise hf.wrong("num_local_experts", f"num_experts, {hf['num_experts']}")
+    if counts and not max(counts):
+        raise UnsupportedModelError("num_experts is 0, which is a model without experts; name its dense architecture")
+    return max(counts, default=default)
+
+
+def _of_experts(hf: Settings, width: int) -> Settings:
+    """Return a config of Qwen's; if all layers have experts, with the width of an expert as that of its MLPs. width: if
+    the config has none"""
+    if "gated" in qwen_mlps(hf):
+        return hf
+    return hf | {"intermediate_size": hf.size("moe_intermediate_size", width)}
+
+
+def qwen_mlps(hf: Settings) -> tuple[str, ...]:
+    """Return the kind of MLP of each layer, by the keys of Qwen's configs."""
+    layers, step = hf.size("num_hidden_layers", most=MOST_LAYERS), hf.size("decoder_sparse_step", 1)
+    dense = hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(number, int) for number in dense):
+        raise hf.wrong("mlp_only_layers", "a list of numbers of layers")
+    return tuple("gated" if number in dense or (number + 1) % step else EXPERTS for number in range(layers))
+
+
+def qwen_mixture(hf: Settings, config: ModelConfig, *, count: int, chosen: int, **values: Any) -> ModelConfig:
+    """Return a config with the experts that the keys of Qwen and OLMoE say. count, chosen: if the config has none"""
+    kinds = qwen_mlps(hf)
+    options: dict[str, Any] = {"names": Names(stacks=STACKS), "mlp": kinds if "gated" in kinds else EXPERTS}
+    options |= values
+    return mixture(
+        config,
+        count=_experts(hf, count),
+        chosen=hf.size("num_experts_per_tok", chosen),
+        width=hf.size("moe_intermediate_size", config.intermediate),
+        normalised=hf.flag("norm_topk_prob"),
+        **options,
+    )
