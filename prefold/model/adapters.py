@@ -16,7 +16,7 @@ from .adapter_config import AdapterConfig, read_adapter_config
 from .config import ModelConfig
 from .program import Program
 from .shard import Shard
-from .sources import in_order
+from .sources import in_order, rows_of_parts
 
 TENSOR = re.compile(r"(?:base_model\.model\.)?([\w.]+)\.lora_([AB])\.weight")
 MODULE = re.compile(r"layers\.(\d{1,9})\.(\w+\.\w+)")  # by its name here
@@ -161,7 +161,8 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
     sizes = config.fused_sizes(modules) if len(modules) > 1 else [len(pair.b)]
     if len(pair.b) != sum(sizes):
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
-    parts = zip(modules, np.split(pair.b, np.cumsum(sizes)[:-1]), strict=True)
+    rows = rows_of_parts(sizes, config.groups_of(pair.name))
+    parts = zip(modules, (pair.b[part] for part in rows), strict=True)
     order = config.head_order
     return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
 

@@ -408,6 +408,11 @@ class ModelConfig:
                 return [sizes[module] for module in modules]
         raise UnsupportedModelError(f"no layer has {', '.join(modules)}, which the checkpoint stores as one")
 
+    def groups_of(self, stored: str) -> int:
+        """Return how many groups the outputs of a stored tensor or module lie in, as of `Names.grouped`."""
+        size = self.names.grouped_by(stored)
+        return 1 if size is None else int(self.sizes[size])
+
     @property
     def linear_flops(self) -> int:
         """Returns the floating-point operations of all linears in a pass of one row, the LM head left out."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint.settings import CONTEXT, MOST_LAYERS, MOST_POSITIONS, Settings
 from ..errors import CheckpointError, UnsupportedModelError
 from .config import STILL, ModelConfig, Plane, RopeConfig
-from .names import FUSED, GPT2, GRANITE4, STARCODER2, Names
+from .names import FUSED, GPT2, STARCODER2, Names
 
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
@@ -200,25 +200,6 @@ def granite(hf: HFConfig) -> ModelConfig:
         residual_scale=float(hf.number("residual_multiplier", 1.0)),
         logit_scale=1 / hf.number("logits_scaling", 1.0),
     )
-
-
-def granite4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Granite 4 where it has neither experts nor recurrent layers."""
-    hf = Settings.of(hf)
-    if experts := hf.size("num_local_experts", 8, least=0):
-        raise UnsupportedModelError(f"num_local_experts is {experts}; Granite 4 works without experts")
-    norm = hf.text("normalization_function", "rmsnorm")
-    if norm != "rmsnorm":
-        raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
-    types = hf.texts("layer_types", None) or hf.texts("layers_block_type", None) or ["mamba"]
-    if unknown := set(types) - {"attention", FULL}:
-        raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; Granite 4 works with attention")
-    for key in [key for key in hf if key.startswith("mamba_")] + ["num_experts_per_tok", "time_step_limit"]:
-        hf.get(key)  # of experts and recurrent layers, of which there are none
-    config = granite(hf | {"intermediate_size": hf.size("shared_intermediate_size", 1024)})
-    config = replace(config, names=GRANITE4)
-    position = hf.text("position_embedding_type", None)
-    return config if position == "rope" else replace(config, rope=STILL)
 
 
 def gemma(hf: HFConfig) -> ModelConfig:

@@ -39,7 +39,16 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
-from .hybrids import granite4, lfm2, qwen3_5, qwen3_5_with_tower
+from .hybrids import (  # fmt: skip
+    granite4,
+    lfm2,
+    lfm2_moe,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_with_tower,
+    qwen3_5_with_tower,
+    qwen3_next,
+)
 from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
@@ -300,10 +309,14 @@ MODEL_TYPES = {
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 # Families of which transformers has no classifiers.
-UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, qwen3_5)
+UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next)
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
@@ -338,10 +351,14 @@ for _causal, _other, _family in (
     ("GraniteMoeForCausalLM", "GraniteMoe", granite_moe),
     ("GraniteMoeSharedForCausalLM", "GraniteMoeShared", granite_moe),
     ("Lfm2ForCausalLM", "Lfm2", lfm2),
+    ("Lfm2MoeForCausalLM", "Lfm2Moe", lfm2_moe),
     ("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5),
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeText", qwen3_5_moe),
+    ("Qwen3NextForCausalLM", "Qwen3Next", qwen3_next),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
+FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 
 _STATES = "its layers keep recurrent states that prefold does not compute; Qwen3.5, LFM2 and Granite 4 hybrids work"
 _WITH_STATES = {

@@ -4,18 +4,18 @@ mixer with a state. No torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
-from .builders import MIXERS
-from .config import ATTENTION, ModelConfig
-from .decoders import HFConfig, decoder
-from .decoders import granite4 as dense_granite4
+from .builders import EXPERTS, MIXERS
+from .config import ATTENTION, STILL, ModelConfig
+from .decoders import HFConfig, decoder, granite
 from .mixers import CONV, DELTA_NET, MAMBA
-from .names import Names
+from .mixtures import GRANITE, STACKS, W1_TO_W3, experts_of, mixture, qwen_mixture
+from .names import GRANITE4, Names
 
 
 def hybrid(config: ModelConfig, mixers: Sequence[str], **values: Any) -> ModelConfig:
@@ -48,17 +48,23 @@ LFM2 = Names(
 )
 
 
+LFM2_MOE = replace(
+    LFM2,
+    parts={
+        **LFM2.parts,
+        **{f"feed_forward.{name}": parts for name, parts in W1_TO_W3.items()},
+        "feed_forward.gate": ("mlp.gate",),
+        "feed_forward.expert_bias": ("mlp.gate.correction",),
+    },
+)
+
+
 def lfm2(hf: HFConfig) -> ModelConfig:
     """Returns the config of LFM2: layers of gated short convolutions, and a few of attention with norms on q and k.
 
     Source: modeling_lfm2.py of transformers, for the rounding of the MLP's width too.
     """
     hf = Settings.of(hf)
-    layers = hf.size("num_hidden_layers")
-    full = hf.get("full_attn_idxs")
-    types = hf.texts("layer_types", None) or [
-        "full_attention" if full is None or number in full else CONV for number in range(layers)
-    ]
     hidden, width = hf.size("hidden_size"), hf.size("block_ff_dim", None) or hf.size("intermediate_size")
     unit = hf.size("block_multiple_of", 256)
     factor = hf.number("block_ffn_dim_multiplier", 1.0)
@@ -70,11 +76,40 @@ def lfm2(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{key} is {hf[key]}, and hidden_size {hidden}; both must be equal")
     for key in ("block_use_swiglu", "block_norm_eps", "block_use_xavier_init", "conv_use_xavier_init", "use_pos_enc"):
         hf.get(key)  # of the model that was trained; transformers does not read them
-    tied = hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True))
+    return _lfm2(hf, width)
+
+
+def lfm2_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of LFM2 with experts: LFM2, whose layers but the first ones have mixtures; their routers score
+    by sigmoids. Source: modeling_lfm2_moe.py of transformers."""
+    hf = Settings.of(hf)
+    config = _lfm2(hf, hf.size("intermediate_size", 7168))
+    dense = hf.size("num_dense_layers", 2, least=0)
+    return mixture(
+        config,
+        count=experts_of(hf, 32),
+        chosen=hf.size("num_experts_per_tok", 4),
+        width=hf.size("moe_intermediate_size", 1792),
+        score="sigmoid",
+        normalised=hf.flag("norm_topk_prob", True),
+        scale=float(hf.number("routed_scaling_factor", 1.0)),
+        corrected=hf.flag("use_expert_bias", True),
+        mlp=("gated",) * dense + (EXPERTS,) * (config.layers - dense),
+        names=LFM2_MOE,
+    )
+
+
+def _lfm2(hf: Settings, width: int) -> ModelConfig:
+    """Returns what the models of LFM2 have in common. width: of a gated MLP"""
+    layers = hf.size("num_hidden_layers")
+    full = hf.get("full_attn_idxs")
+    types = hf.texts("layer_types", None) or [
+        "full_attention" if full is None or number in full else CONV for number in range(layers)
+    ]
     settings = {
         "rms_norm_eps": hf.number("norm_eps", 1e-5, zero=True),
         "intermediate_size": width,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": hf.flag("tie_embedding", hf.flag("tie_word_embeddings", True)),
         "rope_theta": hf.number("rope_theta", 1e6),
         "hidden_act": "silu",
     }
@@ -84,9 +119,21 @@ def lfm2(hf: HFConfig) -> ModelConfig:
     return hybrid(config, mixers, sizes={"taps": taps, "bias": hf.flag("conv_bias")})
 
 
-def qwen3_5(hf: HFConfig) -> ModelConfig:
+QWEN = Names(other_names=r"mtp\.|model\.visual\.")
+QWEN_MOE = replace(QWEN, stacks=STACKS)
+QWEN_NEXT = replace(
+    QWEN_MOE,
+    parts={
+        "linear_attn.in_proj_qkvz": tuple(f"linear_attn.in_proj_{part}" for part in "qkvz"),
+        "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    },
+    grouped={"linear_attn.in_proj_qkvz": "key_heads", "linear_attn.in_proj_ba": "key_heads"},
+)
+
+
+def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
     """Returns the config of Qwen3.5's dense text models: gated delta nets, and every fourth layer gated attention, of
-    whose heads a quarter is rotated; norms whose weights are stored less one."""
+    whose heads a quarter is rotated; norms whose weights are stored less one. names: of its tensors"""
     hf = Settings.of(hf)
     layers, interval = hf.size("num_hidden_layers"), hf.size("full_attention_interval", 4)
     types = hf.texts("layer_types", None) or [
@@ -108,7 +155,7 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
         o_bias=bias,
         qk_norm=True,
         norm_offset=1.0,
-        names=Names(other_names=r"mtp\.|model\.visual\."),
+        names=names,
     )
     sizes = {
         "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
@@ -126,24 +173,75 @@ def qwen3_5(hf: HFConfig) -> ModelConfig:
     return hybrid(config, mixers, sizes=sizes)
 
 
+def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Qwen3.5's text models with experts (35B-A3B): Qwen3.5, whose MLPs are mixtures beside an
+    MLP for all rows, with a gate."""
+    hf = Settings.of(hf)
+    width = hf.size("moe_intermediate_size", 512)
+    config = qwen3_5(hf | {"intermediate_size": width}, names=QWEN_MOE)
+    return mixture(
+        config,
+        count=experts_of(hf, 256),
+        chosen=hf.size("num_experts_per_tok", 8),
+        shared=hf.size("shared_expert_intermediate_size", 512),
+        shared_gate=True,
+    )
+
+
+def qwen3_next(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Qwen3-Next: Qwen3.5 with experts, where the linears before a delta net are two, and some
+    layers may have a dense MLP."""
+    hf = Settings.of(hf)
+    config = qwen3_5({"intermediate_size": 5632} | hf, names=QWEN_NEXT)
+    config = replace(config, sizes={**config.sizes, "in_parts": "qkvzba"})
+    shared = hf.size("shared_expert_intermediate_size", 512)
+    hf = {"norm_topk_prob": True, "moe_intermediate_size": 512} | hf
+    return qwen_mixture(hf, config, count=512, chosen=10, shared=shared, shared_gate=True, names=QWEN_NEXT)
+
+
 def qwen3_5_with_tower(hf: HFConfig) -> ModelConfig:
     """Returns the config of a checkpoint of Qwen3.5 that has a tower for images, of which text alone is read."""
+    return _without_tower(hf, qwen3_5)
+
+
+def qwen3_5_moe_with_tower(hf: HFConfig) -> ModelConfig:
+    """Returns the config of a checkpoint of Qwen3.5 with experts and a tower for images, of which text alone is
+    read."""
+    return _without_tower(hf, qwen3_5_moe)
+
+
+def _without_tower(hf: HFConfig, family: Callable[[HFConfig], ModelConfig]) -> ModelConfig:
     hf = Settings.of(hf)
     hf.get("vision_config")
-    config = qwen3_5(hf.settings("text_config"))
-    names = Names(prefix="", before=r"model\.language_model\.", other_names=r"mtp\.|model\.visual\.")
+    config = family(hf.settings("text_config"))
+    names = replace(config.names, prefix="", before=r"model\.language_model\.")
     tied = hf.flag("tie_word_embeddings", config.tie_embeddings)
     return replace(config, names=names, tie_embeddings=tied)
 
 
 def granite4(hf: HFConfig) -> ModelConfig:
-    """Returns the config of Granite 4 where it has no experts: layers of Mamba-2, and a few of attention, which rotate
-    nothing (4 H); or attention alone."""
+    """Returns the config of Granite 4: layers of attention alone; or most of Mamba-2, and a few of attention, which
+    rotate nothing (4 H), with or without experts."""
     hf = Settings.of(hf)
+    norm = hf.text("normalization_function", "rmsnorm")
+    if norm != "rmsnorm":
+        raise UnsupportedModelError(f"normalization_function is {norm}; Granite 4 works with rmsnorm")
     types = hf.texts("layer_types", None) or hf.texts("layers_block_type", None) or [MAMBA]
-    mixers = [ATTENTION if kind in (ATTENTION, "full_attention") else kind for kind in types]
-    config = dense_granite4(hf | {"layer_types": [ATTENTION] * len(mixers)})
+    kinds = {"full_attention": ATTENTION, "linear_attention": MAMBA}
+    mixers = [kinds.get(kind, kind) for kind in types]
+    shared, count = hf.size("shared_intermediate_size", 1024), hf.size("num_local_experts", 8, least=0)
+    if count:
+        chosen = hf.size("num_experts_per_tok", 8)
+        config = mixture(granite(hf), count=count, chosen=chosen, shared=shared, names=GRANITE)
+    else:
+        hf.get("num_experts_per_tok")  # of no experts
+        config = replace(granite(hf | {"intermediate_size": shared}), names=GRANITE4)
+    if hf.text("position_embedding_type", None) != "rope":
+        config = replace(config, rope=STILL)
+    hf.get("mamba_chunk_size")  # of transformers' kernels
     if set(mixers) == {ATTENTION}:
+        for key in [*(key for key in hf if key.startswith("mamba_")), "time_step_limit"]:
+            hf.get(key)  # of recurrent layers, of which there are none
         return config
     heads, inner = hf.size("mamba_n_heads", 128), hf.size("mamba_expand", 2) * config.hidden
     groups = hf.size("mamba_n_groups", 1)
@@ -161,8 +259,7 @@ def granite4(hf: HFConfig) -> ModelConfig:
         "bias": hf.flag("mamba_proj_bias"),
         "limits": _limits(hf),
     }
-    kinds = {"linear_attention": MAMBA}
-    return hybrid(config, [kinds.get(kind, kind) for kind in mixers], sizes=sizes)
+    return hybrid(config, mixers, sizes=sizes)
 
 
 def _limits(hf: Settings) -> tuple[float, ...]:

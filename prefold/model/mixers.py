@@ -67,11 +67,13 @@ def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
     config = builder.config
     sizes, prefix = config.sizes, "linear_attn."
     heads, channels = sizes["value_heads"], _delta_states(config)[0].shape[1]
-    rows = {"qkv": channels, "z": heads * sizes["value_dim"], "b": heads, "a": heads}
+    keys, values = sizes["key_heads"] * sizes["key_dim"], heads * sizes["value_dim"]
+    rows = {"qkv": channels, "q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    parts = sizes.get("in_parts", ("qkv", "z", "b", "a"))  # those that checkpoints have as tensors
     _mixer(
         builder,
         h,
-        [(f"{prefix}in_proj_{name}", size) for name, size in rows.items()],
+        [(f"{prefix}in_proj_{name}", rows[name]) for name in parts],
         f"{prefix}out_proj",
         lambda weight: GatedDelta(
             builder.number,

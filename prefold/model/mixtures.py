@@ -48,6 +48,16 @@ GRANITE = Names(
     stacks={"block_sparse_moe.input_linear.weight": GATE_UP, "block_sparse_moe.output_linear.weight": DOWN},
     writes_stacks=True,
 )
+# Matrices of experts as Mixtral and LFM2 call them.
+W1_TO_W3 = {
+    f"experts.{{}}.{theirs}": (f"mlp.experts.{{}}.{ours}_proj",)
+    for theirs, ours in {"w1": "gate", "w2": "down", "w3": "up"}.items()
+}
+MIXTRAL = Names(
+    parts={f"block_sparse_moe.{name}": parts for name, parts in W1_TO_W3.items()}
+    | {"block_sparse_moe.gate": ("mlp.gate",)},
+    stacks=STACKS,
+)
 # As transformers has gpt-oss, and as OpenAI's files have it: the matrices are blocks of MXFP4 there.
 GPT_OSS = Names(
     parts={"mlp.router": ("mlp.gate",)},
@@ -92,15 +102,7 @@ def mixtral(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     defaults = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
     config = mistral(defaults | {"num_key_value_heads": hf.size("num_attention_heads")} | hf)
-    experts = _experts(hf, 8)
-    modules = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    parts = {
-        f"block_sparse_moe.experts.{number}.{theirs}": (f"mlp.experts.{number}.{ours}",)
-        for number in range(experts)
-        for theirs, ours in modules.items()
-    }
-    names = Names(parts={"block_sparse_moe.gate": ("mlp.gate",)} | parts, stacks=STACKS)
-    return mixture(config, count=experts, chosen=hf.size("num_experts_per_tok", 2), names=names)
+    return mixture(config, count=experts_of(hf, 8), chosen=hf.size("num_experts_per_tok", 2), names=MIXTRAL)
 
 
 def granite_moe(hf: HFConfig) -> ModelConfig:
@@ -108,7 +110,7 @@ def granite_moe(hf: HFConfig) -> ModelConfig:
     all rows."""
     hf = Settings.of(hf)
     chosen, shared = hf.size("num_experts_per_tok", 2), hf.size("shared_intermediate_size", 0, least=0)
-    return mixture(granite(hf), count=_experts(hf, 8), chosen=chosen, shared=shared, names=GRANITE)
+    return mixture(granite(hf), count=experts_of(hf, 8), chosen=chosen, shared=shared, names=GRANITE)
 
 
 def gpt_oss(hf: HFConfig) -> ModelConfig:
@@ -135,10 +137,10 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
     chosen = hf.size("num_experts_per_tok", 4)
     if hf.size("experts_per_token", chosen) != chosen:  # the same in files of OpenAI's
         raise hf.wrong("experts_per_token", f"num_experts_per_tok, {chosen}")
-    return mixture(config, count=_experts(hf, 128), chosen=chosen, biases=True, clamped=True, names=GPT_OSS)
+    return mixture(config, count=experts_of(hf, 128), chosen=chosen, biases=True, clamped=True, names=GPT_OSS)
 
 
-def _experts(hf: Settings, default: int) -> int:
+def experts_of(hf: Settings, default: int) -> int:
     """Returns how many experts a layer has: transformers writes either key, whatever a family calls it."""
     counts = [hf.size(key, 0, least=0, most=MOST_EXPERTS) for key in ("num_experts", "num_local_experts") if key in hf]
     if len(set(counts) - {0}) > 1:
@@ -172,7 +174,7 @@ def qwen_mixture(hf: Settings, config: ModelConfig, *, count: int, chosen: int, 
     options |= values
     return mixture(
         config,
-        count=_experts(hf, count),
+        count=experts_of(hf, count),
         chosen=hf.size("num_experts_per_tok", chosen),
         width=hf.size("moe_intermediate_size", config.intermediate),
         normalised=hf.flag("norm_topk_prob"),

@@ -14,7 +14,10 @@ class Names:
     prefix       before the names of all but the heads; checkpoints may leave it out
     lists        the lists of layers, in order, and the number here of the first layer of each
     parts        what modules are called there, with the names here; with several of these, their outputs lie side by
-                 side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one
+                 side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one.
+                 "{}" stands for the number of an expert
+    grouped      modules of `parts` whose outputs lie group by group: those of each part for the first group, then for
+                 the second; with the entry of `ModelConfig.sizes` that says how many groups there are
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
                  of the tensors that lie side by side in such a matrix: "{}" stands for the number
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
@@ -31,6 +34,7 @@ class Names:
     prefix: str = "model."
     lists: Mapping[str, int] = field(default_factory=lambda: {"layers": 0})
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    grouped: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
     in_turn: bool = False
@@ -44,6 +48,10 @@ class Names:
         """Returns the names here of a checkpoint's module; an unknown name is kept as it is, without the prefix."""
         stored = self._own(stored)
         return self._named(stored, self.parts) or (stored,)
+
+    def grouped_by(self, stored: str) -> str | None:
+        """Return what says how many groups the outputs of a stored tensor or module lie in; None: in one."""
+        return next((size for module, size in self.grouped.items() if re.search(rf"\b{module}(\.|$)", stored)), None)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:
         """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
@@ -59,10 +67,15 @@ class Names:
         if stored in table:
             return table[stored]
         in_layer = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", stored)
-        if in_layer and in_layer[1] in self.lists and in_layer[3] in table:
-            number = self.lists[in_layer[1]] + int(in_layer[2])
-            return tuple(f"layers.{number}.{name}" for name in table[in_layer[3]])
-        return ()
+        if not in_layer or in_layer[1] not in self.lists:
+            return ()
+        rest, expert = in_layer[3], ""
+        if rest not in table and (numbered := re.search(r"\.(\d+)\.", rest)) is not None:
+            rest, expert = f"{rest[: numbered.start()]}.{{}}.{rest[numbered.end() :]}", numbered[1]
+        if rest not in table:
+            return ()
+        number = self.lists[in_layer[1]] + int(in_layer[2])
+        return tuple(f"layers.{number}.{name.replace('{}', expert) if expert else name}" for name in table[rest])
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:
         """Returns the names here of a checkpoint's tensor; none for a tensor of something else."""

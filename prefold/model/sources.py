@@ -83,7 +83,8 @@ def open_source(
 class TensorPlace:
     """A TensorPlace says where a tensor lies in a file.
 
-    outputs      which rows of the stored tensor (columns of a transposed one) it is; None: the whole
+    outputs      which rows of the stored tensor (columns of a transposed one) it is: a slice, or their numbers; None:
+                 the whole
     transposed   whether it is stored as [inputs, outputs]
     flat         whether it is stored with more dimensions, all of them outputs
     order        of the numbers of each head, as of `head_order`; None: as they are stored
@@ -93,7 +94,7 @@ class TensorPlace:
 
     file: SafetensorsFile
     name: str
-    outputs: slice | None
+    outputs: slice | np.ndarray | None
     transposed: bool
     flat: bool = False
     order: Sequence[int] | None = None
@@ -117,6 +118,16 @@ class TensorPlace:
             values = mxfp4.numbers(values[rows], file.array(name)[self.matrix][self.outputs][rows])
             part = (slice(None), *part[1:])
         return in_order(values[part] if part else values, self.order)
+
+
+def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.ndarray]:
+    """Return which rows of a stored tensor are those of each of its parts: one part behind the other, or, with several
+    groups, as of `Names.grouped`. sizes: rows of each part."""
+    ends = list(accumulate(size // groups for size in sizes))
+    if groups == 1:
+        return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    rows = np.arange(sum(sizes)).reshape(groups, -1)
+    return [rows[:, end - size // groups : end].ravel() for size, end in zip(sizes, ends, strict=True)]
 
 
 def in_order(values: np.ndarray, order: Sequence[int] | None) -> np.ndarray:
@@ -198,8 +209,9 @@ class SafetensorsSource:
                 sizes = config.fused_sizes(own_names)
                 if shape[0] != sum(sizes):
                     raise CheckpointError(f"{stored} of {checkpoint.name} has {shape[0]} outputs, not {sum(sizes)}")
-                for name, size, end, order in zip(own_names, sizes, accumulate(sizes), orders, strict=True):
-                    self._places[name] = TensorPlace(file, stored, slice(end - size, end), transposed, flat, order)
+                every = rows_of_parts(sizes, config.groups_of(stored))
+                for name, size, rows, order in zip(own_names, sizes, every, orders, strict=True):
+                    self._places[name] = TensorPlace(file, stored, rows, transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
 
     def _add_stack(

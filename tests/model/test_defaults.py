@@ -54,7 +54,8 @@ def test_missing_keys_have_the_values_of_transformers(architecture):
 
 
 @pytest.mark.parametrize(
-    "architecture", [name for name in CAUSAL if name not in ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM")]
+    "architecture",
+    [name for name in CAUSAL if name not in ("Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM")],
 )
 def test_sizes_that_are_left_out(architecture):
     """Of the head and of biases: the model of transformers has as many weights."""

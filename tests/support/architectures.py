@@ -9,8 +9,12 @@ from typing import Any
 import torch
 from tiny import SIZES, randomise, write_tokenizer
 
+# Buffers of routers that are added to scores, and the last linears of layers with states.
+CORRECTIONS = ("expert_bias", "e_score_correction_bias")
+STATE_OUTPUTS = ("linear_attn.out_proj.weight", "mamba.out_proj.weight", "mixer.out_proj.weight")
 # Products of experts in transformers want rows of whole 16 bytes.
 TINY = SIZES | {"hidden_size": 48, "intermediate_size": 64, "sliding_window": 5, "moe_intermediate_size": 16}
+OPTIONAL = ("sliding_window", "moe_intermediate_size")  # in few architectures
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"moe_num_experts": 4, "moe_k": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -29,6 +33,28 @@ GEMMA4: dict[str, Any] = {
     "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 300, "use_double_wide_mlp": True,
 }  # fmt: skip
+
+# Hybrids: layers with a state, and one with attention among them.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10, "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 6, "mamba_n_groups": 2,
+    "mamba_d_state": 10, "shared_intermediate_size": 26, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
+}  # fmt: skip
+
+# By model_type, the settings of families of prefold's own without which the architecture would look like another.
+# tests/model/test_family_programs.py compares each with transformers.
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": MAMBA2,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_next": DELTA | {"mlp_only_layers": [2]},
+}
+# Those whose norms are stored less one.
+CENTRED = {"qwen3_5_moe_text", "qwen3_next"}
 
 # By model_type, the settings without which the architecture would look like another; none of prefold's own families.
 TAKEN: dict[str, dict[str, Any]] = {
@@ -128,7 +154,9 @@ def config_for(model_type: str, settings: dict[str, Any]) -> Any:
     except Exception:
         keys = kind().to_dict().keys()
     more = {key: value for key, value in EXPERTS.items() if key in keys}
-    return kind(**deepcopy(TINY | more | settings))
+    own = kind().to_dict().keys()
+    sizes = {key: value for key, value in TINY.items() if key in own or key not in OPTIONAL}
+    return kind(**deepcopy(sizes | more | settings))
 
 
 def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:
@@ -136,7 +164,17 @@ def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, se
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(config_for(model_type, settings), dtype=torch.float32)
-    randomise(model, seed)
+    randomise(model, seed, norm=0 if model_type in CENTRED else 1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTIONS):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            if name.endswith(STATE_OUTPUTS):  # else each layer makes the differences of rounding much larger
+                parameter.mul_(0.5)
+            if name.endswith("linear_attn.norm.weight"):  # which is not stored less one
+                parameter.add_(model_type in CENTRED)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
