@@ -103,6 +103,7 @@ class TileCall(Structure):
         ("heads", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("tiles", c_int64),
         ("run_offsets", c_void_p),
         ("mask_offsets", c_void_p),
@@ -137,6 +138,11 @@ class RowCall(Structure):
         ("path_v_head", c_int64),
         ("rows", c_int64),
         ("path", c_int64),
+        ("tail", c_void_p),
+        ("path_tail", c_void_p),
+        ("tail_row", c_int64),
+        ("path_tail_row", c_int64),
+        ("tail_dim", c_int64),
     )
 
 
@@ -148,6 +154,7 @@ class SlotPlane(Structure):
         ("slots", c_int64),
         ("kv_heads", c_int64),
         ("dim", c_int64),
+        ("value_dim", c_int64),
         ("rounded", c_int64),
     )
 

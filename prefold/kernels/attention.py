@@ -14,7 +14,7 @@ from .abi import RowCall, SlotCall, SlotPlane, TileCall, WriteCall
 from .interface import BFLOAT16, FLOAT32, Family, RowLists, SlotLists, address, step
 from .threads import threads
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 
 
 class AttentionKernels(Family):
@@ -129,7 +129,7 @@ class AttentionKernels(Family):
                 setattr(call, name, address(rows))
                 setattr(call, f"{name}_row", step(rows))
                 setattr(call, f"{name}_head", step(rows, 1))
-        return self._attend("row_attention", call, q, k.shape[1], scale, cap, sinks)
+        return self._attend("row_attention", call, q, v.shape[1:], scale, cap, sinks)
 
     def slot_attention(
         self,
@@ -140,35 +140,45 @@ class AttentionKernels(Family):
         cap: float | None,
         sinks: np.ndarray | None,
     ) -> np.ndarray:
-        """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, dim] as q is.
+        """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, value dim].
 
         cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`."""
-        return self._attend("slot_attention", SlotCall(lists.call, plane), q, plane.kv_heads, scale, cap, sinks)
+        return self._attend(
+            "slot_attention", SlotCall(lists.call, plane), q, (plane.kv_heads, plane.value_dim), scale, cap, sinks
+        )
 
     def _attend(
         self,
         name: str,
         call: RowCall | SlotCall,
         q: np.ndarray,
-        kv_heads: int,
+        values: tuple[int, int],
         scale: float,
         cap: float | None,
         sinks: np.ndarray | None,
     ) -> np.ndarray:
-        """Fills in what rows and slots have in common, calls, and returns the result."""
-        out, tiles = np.empty(q.shape, q.dtype), call.tiles
+        """Fill in what rows and slots have in common, call, and return the result. values: KV heads, and the dim of a
+        value"""
+        kv_heads, value_dim = values
+        out, tiles = np.empty((*q.shape[:2], value_dim), q.dtype), call.tiles
         sinks = None if sinks is None else np.ascontiguousarray(sinks, FLOAT32)
         tiles.sinks, tiles.q, tiles.out = address(sinks), address(q), address(out)
         tiles.q_row, tiles.q_head = step(q), step(q, 1)
         tiles.queries, tiles.heads, tiles.dim = q.shape
-        tiles.kv_heads, tiles.scale, tiles.threads, tiles.cap = kv_heads, scale, threads(), cap or 0
+        tiles.value_dim, tiles.kv_heads, tiles.scale, tiles.threads, tiles.cap = (
+            value_dim,
+            kv_heads,
+            scale,
+            threads(),
+            cap or 0,
+        )
         if self._calls[name](byref(call), q.dtype == BFLOAT16):
             raise MemoryError("attention workspace")
         return out
 
     def write_slots(self, plane: SlotPlane, slots: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
-        """Puts rows k, v [n, kv_heads, dim] into int64 slots [n], and returns True; False where a slot is out of range:
-        then nothing is written."""
+        """Put rows k [n, kv_heads, dim] and v [n, kv_heads, value dim] into int64 slots [n], and return True. Return
+        False, and write nothing, if a slot is out of range."""
         call = WriteCall(
             plane,
             address(slots),

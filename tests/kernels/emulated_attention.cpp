@@ -37,8 +37,8 @@ E as_element(float x) {
 }
 
 struct Case {
-  int64_t heads, kv_heads, dim, keys, path, window;
-  bool placed;
+  int64_t heads, kv_heads, dim, value_dim, tail, keys, path, window;
+  bool placed, in_keys;  // in_keys: whether values are the first numbers of keys
   float scale, cap;
   std::vector<int64_t> end, position, rows, at;  // at: the positions of the queries
   std::vector<float> sinks;
@@ -47,6 +47,9 @@ struct Case {
 Case random_case(std::mt19937_64& rng) {
   Case made;
   made.kv_heads = 1 + rng() % 2, made.heads = made.kv_heads * (1 + rng() % 5), made.dim = 1 + rng() % 80;
+  if (rng() % 9 == 0) made.dim = 500 + rng() % 77;
+  made.in_keys = rng() % 4 == 0, made.value_dim = made.in_keys ? 1 + rng() % made.dim : 1 + rng() % 80;
+  made.tail = rng() % 3 ? 0 : rng() % made.dim;
   made.keys = 1 + rng() % 120, made.path = rng() % made.keys, made.window = rng() % 3 ? 0 : 1 + rng() % 40;
   made.placed = rng() % 2;
   made.scale = 1 / std::sqrt(float(made.dim)), made.cap = rng() % 4 ? 0 : 2;
@@ -74,14 +77,14 @@ struct Count {
   double most = 0;
 };
 
-// Compares a result [queries, heads, dim] with attention by its definition.
+// Compares a result [queries, heads, value_dim] with attention by its definition.
 template <class E>
 void compare(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
              const std::vector<E>& out, double tolerance, const char* what, Count& count) {
   for (size_t i = 0; i < one.rows.size(); ++i) {
     for (int64_t h = 0; h < one.heads; ++h) {
       const int64_t of = h / (one.heads / one.kv_heads);
-      std::vector<double> sum(one.dim);
+      std::vector<double> sum(one.value_dim);
       double whole = one.sinks.empty() ? 0 : std::exp(one.sinks[h]);
       for (int64_t j = 0; j <= one.rows[i]; ++j) {
         if (one.end[j] <= one.rows[i] || (one.window && one.at[i] - one.position[j] >= one.window)) continue;
@@ -92,10 +95,11 @@ void compare(const Case& one, const std::vector<E>& q, const std::vector<E>& k, 
         score *= one.scale;
         const double weight = std::exp(one.cap ? one.cap * std::tanh(score / one.cap) : score);
         whole += weight;
-        for (int64_t d = 0; d < one.dim; ++d) sum[d] += weight * number(v[(j * one.kv_heads + of) * one.dim + d]);
+        const E* value = v.data() + (j * one.kv_heads + of) * one.value_dim;
+        for (int64_t d = 0; d < one.value_dim; ++d) sum[d] += weight * number(value[d]);
       }
-      for (int64_t d = 0; d < one.dim; ++d, ++count.sums) {
-        const double got = number(out[(i * one.heads + h) * one.dim + d]), error = std::fabs(got - sum[d] / whole);
+      for (int64_t d = 0; d < one.value_dim; ++d, ++count.sums) {
+        const double got = number(out[(i * one.heads + h) * one.value_dim + d]), error = std::fabs(got - sum[d] / whole);
         count.most = std::max(count.most, error);
         if (error < tolerance) continue;
         if (count.wrong++ < 5) printf("%s, query %zu, head %ld: %g for %g\n", what, i, long(h), got, sum[d] / whole);
@@ -108,6 +112,7 @@ TileCall tiles_of(const Case& one, const void* q, void* out) {
   TileCall call{};
   call.q = q, call.out = out, call.q_row = one.heads * one.dim, call.q_head = one.dim;
   call.queries = one.rows.size(), call.heads = one.heads, call.kv_heads = one.kv_heads, call.dim = one.dim;
+  call.value_dim = one.value_dim;
   call.sinks = one.sinks.empty() ? nullptr : one.sinks.data();
   call.scale = one.scale, call.cap = one.cap, call.threads = 1;
   return call;
@@ -140,14 +145,17 @@ void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k
       handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data(),
       lists.placed_offsets.data(), lists.placed.data());
   FUNCTION(prefold_free_row_lists)(handle);
-  std::vector<E> out(q.size());
+  std::vector<E> out(one.rows.size() * one.heads * one.value_dim);
   RowCall call{};
   call.tiles = tiles_of(one, q.data(), out.data());
   name_lists(call.tiles, lists, sizes[0], one.placed);
-  const int64_t row = one.kv_heads * one.dim;
-  call.path_k = k.data(), call.path_v = v.data(), call.k = k.data() + one.path * row, call.v = v.data() + one.path * row;
-  call.k_row = call.v_row = call.path_k_row = call.path_v_row = row;
-  call.k_head = call.v_head = call.path_k_head = call.path_v_head = one.dim;
+  const int64_t row = one.kv_heads * one.dim, value_row = one.kv_heads * one.value_dim;
+  call.path_k = k.data(), call.k = k.data() + one.path * row;
+  call.path_v = v.data(), call.v = v.data() + one.path * value_row;
+  call.k_row = call.path_k_row = call.tail_row = call.path_tail_row = row, call.v_row = call.path_v_row = value_row;
+  call.k_head = call.path_k_head = one.dim, call.v_head = call.path_v_head = one.value_dim;
+  call.tail_dim = one.tail;
+  call.path_tail = k.data() + one.dim - one.tail, call.tail = k.data() + one.path * row + one.dim - one.tail;
   call.path = one.path, call.rows = one.keys - one.path;
   if (FUNCTION(prefold_row_attention)(&call, sizeof(E) == 2)) exit(3);
   compare(one, q, k, v, out, tolerance, "rows", count);
@@ -189,24 +197,30 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
                                  lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
   FUNCTION(prefold_free_slot_lists)(handle);
   // Room for float32, which is enough for any format; zeros at first.
-  const int64_t padded = (one.dim + 15) / 16 * 16, pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim;
+  const auto padded = [](int64_t dim) { return (dim + 15) / 16 * 16; };
+  const int64_t pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim, value_row = one.kv_heads * one.value_dim;
+  const bool in_keys = one.in_keys && !(sizeof(E) == 2 && FUNCTION(prefold_stores_bf16_pairs)());
   const auto memory = [](int64_t bytes) {
     return memset(pages(bytes).release(), 0, bytes);
   };
   SlotPlane plane{};
-  plane.keys = memory(one.kv_heads * pairs * 2 * padded * 4), plane.values = memory(one.kv_heads * pairs * 2 * padded * 4);
+  plane.keys = memory(one.kv_heads * pairs * 2 * padded(one.dim) * 4);
+  plane.values = in_keys ? plane.keys : memory(one.kv_heads * pairs * 2 * padded(one.value_dim) * 4);
   plane.unsafe = static_cast<uint8_t*>(memory(one.kv_heads * pairs + 1));
-  plane.slots = free_slot, plane.kv_heads = one.kv_heads, plane.dim = one.dim, plane.rounded = rounded;
-  const WriteCall write{plane, slots.data(), k.data(), v.data(), row, one.dim, row, one.dim, one.keys, 1};
+  plane.slots = free_slot, plane.kv_heads = one.kv_heads, plane.dim = one.dim;
+  plane.value_dim = one.value_dim, plane.rounded = rounded;
+  const WriteCall write{plane, slots.data(), k.data(),      v.data(), row,
+                        one.dim, value_row, one.value_dim, one.keys, 1};
   if (FUNCTION(prefold_write_slots)(&write, sizeof(E) == 2)) exit(3);
-  std::vector<E> out(q.size());
+  std::vector<E> out(one.rows.size() * one.heads * one.value_dim);
   SlotCall call{tiles_of(one, q.data(), out.data()), plane};
   name_lists(call.tiles, lists, sizes[0], one.placed);
   call.tiles.tile_starts = lists.tile_starts.data();
   call.tiles.own_offsets = lists.own_offsets.data(), call.tiles.own = lists.own.data();
   if (FUNCTION(prefold_slot_attention)(&call, sizeof(E) == 2)) exit(3);
   compare(one, q, k, v, out, tolerance, rounded ? "rounded slots" : "slots", count);
-  for (void* made : {plane.keys, plane.values, static_cast<void*>(plane.unsafe)}) free(made);
+  for (void* made : {plane.keys, static_cast<void*>(plane.unsafe)}) free(made);
+  if (!in_keys) free(plane.values);
 }
 
 template <class E>
@@ -220,8 +234,13 @@ void run(const Case& one, bool rounded, double tolerance, std::mt19937_64& rng, 
     }
     return made;
   };
-  const auto q = numbers(one.rows.size() * one.heads * one.dim), k = numbers(one.keys * one.kv_heads * one.dim),
-             v = numbers(one.keys * one.kv_heads * one.dim);
+  const auto q = numbers(one.rows.size() * one.heads * one.dim);
+  auto k = numbers(one.keys * one.kv_heads * one.dim), v = numbers(one.keys * one.kv_heads * one.value_dim);
+  for (int64_t i = 0; i < one.keys * one.kv_heads; ++i) {
+    const E* first = k.data() + i / one.kv_heads * one.kv_heads * one.dim;  // the tail that all heads of a key share
+    for (int64_t d = one.dim - one.tail; d < one.dim; ++d) k[i * one.dim + d] = first[d];
+    for (int64_t d = 0; one.in_keys && d < one.value_dim; ++d) v[i * one.value_dim + d] = k[i * one.dim + d];
+  }
   over_rows(one, q, k, v, tolerance, count);
   over_slots(one, q, k, v, rounded, tolerance, rng, count);
 }

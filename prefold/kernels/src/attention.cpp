@@ -103,7 +103,7 @@ int useful_threads(const TileCall& call) {
   if (call.own_offsets) {
     for (int64_t i = 0; i < call.own_offsets[call.queries]; ++i) keys += call.own[i].count;
   }
-  return static_cast<int>(std::min<int64_t>(call.threads, 1 + keys * call.heads * call.dim * 2 / kProductsPerThread));
+  return static_cast<int>(std::min<int64_t>(call.threads, 1 + keys * call.heads * (call.dim + call.value_dim) / kProductsPerThread));
 }
 
 Tile tile_of(const TileCall& call, int64_t number) {

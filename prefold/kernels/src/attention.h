@@ -18,20 +18,30 @@ struct Cap {
   }
 };
 
-// Keys and values packed a KV head at a time: pair p of KV head h at (h * pairs + p) * pair_size.
-// Dimensions are padded with zeros to whole vectors, keys to whole pairs.
+// Keys and values packed a KV head at a time: the keys of pair p of KV head h at (h * pairs + p) * key_size, their
+// values at (h * pairs + p) * value_size. Dimensions are padded with zeros to whole vectors, keys to whole pairs. The
+// values may be the first numbers of the keys, in the same memory.
 template <class Format>
 struct Packed {
   using Kept = typename Format::Kept;
-  int64_t pairs, dim, pair_size;  // dim: padded
+  int64_t pairs, dim, value_dim;  // dimensions: padded
+  int64_t key_size, value_size;   // of a pair
+  int64_t value_row;              // from the value of the first key of a pair to that of the second, if these lie apart
   Kept *keys, *values;
   uint8_t* unsafe;  // [kv_heads, pairs]: not zero where the pair has a value that is not finite
   bool any_unsafe;
 
   static int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-  const Kept* key_pairs(int64_t head) const { return keys + head * pairs * pair_size; }
-  const Kept* value_pairs(int64_t head) const { return values + head * pairs * pair_size; }
+  // in_keys: whether the values are numbers of the keys.
+  void set_sizes(int64_t of_key, int64_t of_value, bool in_keys) {
+    dim = padded(of_key), value_dim = padded(of_value);
+    value_row = in_keys ? dim : value_dim;
+    key_size = 2 * dim / Format::kWidth, value_size = 2 * value_row / Format::kWidth;
+  }
+
+  const Kept* key_pairs(int64_t head) const { return keys + head * pairs * key_size; }
+  const Kept* value_pairs(int64_t head) const { return values + head * pairs * value_size; }
   bool is_unsafe(int64_t head, int64_t pair) const { return unsafe[head * pairs + pair]; }
 };
 
@@ -40,10 +50,9 @@ Packed<Format> packed(const SlotPlane& plane) {
   using Kept = typename Format::Kept;
   Packed<Format> packed;
   packed.pairs = (plane.slots + 1) / 2;
-  packed.dim = packed.padded(plane.dim);
-  packed.pair_size = 2 * packed.dim / Format::kWidth;
   packed.keys = static_cast<Kept*>(plane.keys);
   packed.values = static_cast<Kept*>(plane.values);
+  packed.set_sizes(plane.dim, plane.value_dim, plane.values == plane.keys);
   packed.unsafe = plane.unsafe;
   packed.any_unsafe = plane.unsafe[plane.kv_heads * packed.pairs];
   return packed;

@@ -114,7 +114,7 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
               const RowGroup& of = groups[kG * pass.groups_row + i];
               float* to = sums + i * kPanel + column + at;
               Part<int32_t> whole = half(0) + half(1);
-              if constexpr (!kHasMinima<B> && kShift<B::kBits> >= 0) whole += of.zero << kShift<B::kBits>;
+              if constexpr (!kHasMinima<B> && kShift<B::kBits> >= 0) whole += of.zero * (1 << kShift<B::kBits>);
               Part<float> sum;
               memcpy(&sum, to, sizeof sum);
               sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);

@@ -64,9 +64,9 @@ struct PlacedRun {
 // [run_offsets[t], run_offsets[t + 1]) and the masked pairs [mask_offsets[t], mask_offsets[t + 1]).
 struct TileCall {
   const void* q;    // [queries, heads, dim]
-  void* out;        // [queries, heads, dim], contiguous
+  void* out;        // [queries, heads, value_dim], contiguous
   int64_t q_row, q_head;
-  int64_t queries, heads, kv_heads, dim, tiles;
+  int64_t queries, heads, kv_heads, dim, value_dim, tiles;
   const int64_t *run_offsets, *mask_offsets;  // [tiles + 1]
   const Run* runs;
   const MaskedPair* masked;
@@ -87,19 +87,23 @@ struct TileCall {
 // Attention over rows as they lie: `path` carried rows, then `rows` new ones.
 struct RowCall {
   TileCall tiles;
-  const void *k, *v;            // [rows, kv_heads, dim]
-  const void *path_k, *path_v;  // [path, kv_heads, dim]
+  const void *k, *v;            // [rows, kv_heads, dim - tail_dim], [rows, kv_heads, value_dim]
+  const void *path_k, *path_v;  // likewise, of `path` rows
   int64_t k_row, k_head, v_row, v_head, path_k_row, path_k_head, path_v_row, path_v_head;
   int64_t rows, path;
+  // The last numbers of each key, which all KV heads share: [rows, tail_dim] and [path, tail_dim].
+  const void *tail, *path_tail;
+  int64_t tail_row, path_tail_row, tail_dim;
 };
 
-// A plane of a KV store. Slots 2p and 2p + 1 lie together as pair p, as in `Packed` (attention.h).
+// A plane of a KV store. Slots 2p and 2p + 1 lie together as pair p, as in `Packed` (attention.h). If `values` is `keys`,
+// the first numbers of each key are its value.
 struct SlotPlane {
   void *keys, *values;
   // [kv_heads, pairs], then one byte for all. Bit 0 of a pair's byte: the first slot has a value that is not finite;
   // bit 1: the second has. The last byte: whether a bit was ever set. All bytes are zero at first.
   uint8_t* unsafe;
-  int64_t slots, kv_heads, dim;
+  int64_t slots, kv_heads, dim, value_dim;
   int64_t rounded;  // whether float32 rows are kept as bfloat16
 };
 
@@ -113,7 +117,7 @@ struct SlotCall {
 struct WriteCall {
   SlotPlane plane;
   const int64_t* slots;  // [rows]
-  const void *k, *v;     // [rows, kv_heads, dim]
+  const void *k, *v;     // [rows, kv_heads, dim], [rows, kv_heads, value_dim]
   int64_t k_row, k_head, v_row, v_head, rows;
   int32_t threads;
 };

@@ -39,14 +39,16 @@ class OneQuery {
   static constexpr int kDimParts = power_of_two(kAccumulators / H);
 
  public:
-  // dim: padded; pair_bytes: of a pair of keys where it is kept.
-  OneQuery(const TileCall& call, int64_t dim, int64_t pair_bytes, const Tile& tile)
+  template <class F>
+  OneQuery(const TileCall& call, const Packed<F>& packed, const Tile& tile)
       : call_(call),
         tile_(tile),
-        dim_(dim),
-        pair_bytes_(pair_bytes),
-        steps_(static_cast<int>(dim / kWidth)),
-        dim_parts_(static_cast<int>(dim / kPartLanes)) {}
+        dim_(packed.value_dim),
+        value_row_(packed.value_row),
+        key_bytes_(packed.key_size * sizeof(*packed.keys)),
+        value_bytes_(packed.value_size * sizeof(*packed.keys)),
+        steps_(static_cast<int>(packed.dim / kWidth)),
+        dim_parts_(static_cast<int>(dim_ / kPartLanes)) {}
 
  protected:
   void begin(int query, const TileSums* sums) {
@@ -70,9 +72,9 @@ class OneQuery {
     }
   }
 
-  PREFOLD_INLINE void fetch(const void* pair) const {
+  static PREFOLD_INLINE void fetch(const void* pair, int64_t bytes) {
     const char* at = static_cast<const char*>(pair);
-    for (int64_t i = 0; i < pair_bytes_; i += kLine) __builtin_prefetch(at + i);
+    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(at + i);
   }
 
   // scores_[head][key] = q . k
@@ -82,7 +84,7 @@ class OneQuery {
 
   // The scores of as many keys as a part has lanes; blocks past the last key are left out.
   PREFOLD_APART void score_part(int key) {
-    for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(kept_value_at_[j]);
+    for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(kept_value_at_[j], value_bytes_);
     constexpr int kBlocks = kPartLanes / kKeys;
     Part<float> block[kBlocks][H] = {};
 #pragma GCC unroll 4
@@ -192,10 +194,10 @@ class OneQuery {
     }
     const Stored* p = probabilities_;
     for (int j = 0; j < pairs_; ++j) {
-      if (first == 0) fetch(next_key_at_[j]);
+      if (first == 0) fetch(next_key_at_[j], key_bytes_);
       const Stored* v = value_at_[j] + first * kPartLanes;
 #pragma GCC unroll 2
-      for (int half = 0; half < 2 / kWidth; ++half, v += dim_, ++p) {
+      for (int half = 0; half < 2 / kWidth; ++half, v += value_row_, ++p) {
         Stored weight[H];
 #pragma GCC unroll 4
         for (int h = 0; h < H; ++h) weight[h] = p[h * 2 * kOwnPairs / kWidth];
@@ -227,7 +229,7 @@ class OneQuery {
         const float p = Format::value(probabilities(h) + pair * (2 / kWidth), 1, 0, half);
         for (int64_t d = 0; d < dim_; ++d) {
           reinterpret_cast<float*>(&out_[d / kLanes * H + h])[d % kLanes] +=
-              p * Format::value(value_at_[pair], dim_, d, half);
+              p * Format::value(value_at_[pair], value_row_, d, half);
         }
       }
     }
@@ -238,15 +240,15 @@ class OneQuery {
       const float sink = call_.sinks ? std::exp(call_.sinks[tile_.first_head + h] - max_[h] * call_.scale) : 0.0f;
       const Floats inverse(1.0f / (sum_[h] + sink));
       Element* row = tile_.template result<Element>(call_, query, h);
-      for (int d = 0; d < call_.dim; d += kLanes) {
-        store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.dim - d);
+      for (int d = 0; d < call_.value_dim; d += kLanes) {
+        store_some(row + d, out_[d / kLanes * H + h] * inverse, call_.value_dim - d);
       }
     }
   }
 
   const TileCall& call_;
   const Tile& tile_;
-  const int64_t dim_, pair_bytes_;
+  const int64_t dim_, value_row_, key_bytes_, value_bytes_;  // of values: padded dimensions, and as of Packed
   const int steps_, dim_parts_;
   int pairs_;
   uint64_t visible_;  // bit i: whether the query sees key i of the pairs
@@ -269,7 +271,7 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
 
  public:
   OwnKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
-      : Base(call, packed.dim, packed.pair_size * sizeof(Kept), tile), packed_(packed) {}
+      : Base(call, packed, tile), packed_(packed) {}
 
   // `sums` of the tile's lists, or null where they are empty.
   void run(int query, const TileSums* sums) {
@@ -329,20 +331,20 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
     visible_ = next_.visible;
     for (int j = 0; j < pairs_; ++j) {
       pair_[j] = next_.pair[j];
-      key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.pair_size, packed_.pair_size);
-      kept_value_at_[j] = values + pair_[j] * packed_.pair_size;
+      key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.key_size, packed_.key_size);
+      kept_value_at_[j] = values + pair_[j] * packed_.value_size;
     }
     // A register block of scores takes whole numbers of keys.
     for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
     find_chunk(next_);
-    for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.pair_size;
+    for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.key_size;
     for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = kept_value_at_[j];
   }
 
   // The chunk's values, which were fetched while its keys were scored.
   void find_values() {
     for (int j = 0; j < pairs_; ++j) {
-      value_at_[j] = chunk_values_.at(j, static_cast<const Kept*>(kept_value_at_[j]), packed_.pair_size);
+      value_at_[j] = chunk_values_.at(j, static_cast<const Kept*>(kept_value_at_[j]), packed_.value_size);
     }
   }
 

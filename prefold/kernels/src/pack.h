@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "formats.h"
 #include "parallel.h"
+#include "tile.h"
 #include "workspace.h"
 
 namespace prefold {
@@ -22,6 +23,13 @@ struct RowSource {
     key -= path_count;
     return key < count ? rows + key * row + kv_head * head : nullptr;
   }
+};
+
+// The last numbers of keys, which all KV heads share.
+template <class E>
+struct KeyTails {
+  RowSource<E> rows;
+  int64_t dim;  // 0: there are none
 };
 
 // A row of keys, or zeros where `row` is null.
@@ -43,11 +51,19 @@ PREFOLD_INLINE void pack_key(typename Format::Kept* out, const typename Format::
 }
 
 template <class Format>
-void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
-               int64_t head, int64_t pair) {
-  auto* out = packed.keys + (head * packed.pairs + pair) * packed.pair_size;
-  for (int half = 0; half < 2; ++half, out += packed.pair_size / 2) {
-    pack_key<Format>(out, source.at(2 * pair + half, head), dim, packed.dim);
+void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::Element>& source,
+               const KeyTails<typename Format::Element>& tails, int64_t dim, int64_t head, int64_t pair) {
+  auto* out = packed.keys + (head * packed.pairs + pair) * packed.key_size;
+  for (int half = 0; half < 2; ++half, out += packed.key_size / 2) {
+    const auto* row = source.at(2 * pair + half, head);
+    if (row && tails.dim) {
+      typename Format::Element whole[kMaxDim];
+      memcpy(static_cast<void*>(whole), row, (dim - tails.dim) * sizeof *whole);
+      memcpy(static_cast<void*>(whole + dim - tails.dim), tails.rows.at(2 * pair + half, 0), tails.dim * sizeof *whole);
+      pack_key<Format>(out, whole, dim, packed.dim);
+    } else {
+      pack_key<Format>(out, row, dim, packed.dim);
+    }
   }
 }
 
@@ -69,32 +85,31 @@ PREFOLD_INLINE Floats finite_or_zero(const Floats& x) {
 template <class Format>
 bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
                  int64_t head, int64_t pair) {
-  auto* out = packed.values + (head * packed.pairs + pair) * packed.pair_size;
+  auto* out = packed.values + (head * packed.pairs + pair) * packed.value_size;
   const auto* first = source.at(2 * pair, head);
   const auto* second = source.at(2 * pair + 1, head);
   Words unsafe(0);
-  for (int64_t d = 0; d < packed.dim; d += kLanes) {
+  for (int64_t d = 0; d < packed.value_dim; d += kLanes) {
     const Floats a = load_some(first + d, dim - d);
     const Floats b = second ? load_some(second + d, dim - d) : zeros();
     unsafe |= not_finite(a) | not_finite(b);
-    Format::store_values(out + d, packed.dim, a, b);
+    Format::store_values(out + d, packed.value_row, a, b);
   }
   return !any_bit(unsafe);
 }
 
 template <class Format>
 Packed<Format> pack(const RowCall& call, Workspace& workspace) {
-  const int64_t kv_heads = call.tiles.kv_heads, dim = call.tiles.dim;
+  const int64_t kv_heads = call.tiles.kv_heads, dim = call.tiles.dim, value_dim = call.tiles.value_dim;
   using E = typename Format::Element;
   using Kept = typename Format::Kept;
   Packed<Format> packed;
   packed.pairs = (call.path + call.rows + 1) / 2;
-  packed.dim = packed.padded(dim);
-  packed.pair_size = 2 * packed.dim / Format::kWidth;
-  const int64_t total = kv_heads * packed.pairs * packed.pair_size;
-  packed.keys = static_cast<Kept*>(workspace.reserve(2 * total * sizeof(Kept) + kv_heads * packed.pairs));
-  packed.values = packed.keys + total;
-  packed.unsafe = reinterpret_cast<uint8_t*>(packed.values + total);
+  packed.set_sizes(dim, value_dim, false);
+  const int64_t pairs = kv_heads * packed.pairs, numbers = pairs * (packed.key_size + packed.value_size);
+  packed.keys = static_cast<Kept*>(workspace.reserve(numbers * sizeof(Kept) + pairs));
+  packed.values = packed.keys + pairs * packed.key_size;
+  packed.unsafe = reinterpret_cast<uint8_t*>(packed.keys + numbers);
 
   const auto source = [&](const void* path, const void* rows, int64_t path_row, int64_t path_head, int64_t row,
                           int64_t head) {
@@ -103,13 +118,15 @@ Packed<Format> pack(const RowCall& call, Workspace& workspace) {
   };
   const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
   const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);
+  const auto tails = source(call.path_tail, call.tail, call.path_tail_row, 0, call.tail_row, 0);
+  const KeyTails<E> shared{tails, call.tail_dim};
   std::atomic<bool> any_unsafe{false};
-  parallel_ranges(packed.pairs, 4 * kv_heads * dim, call.tiles.threads, [&](int64_t first, int64_t last) {
+  parallel_ranges(packed.pairs, 2 * kv_heads * (dim + value_dim), call.tiles.threads, [&](int64_t first, int64_t last) {
     bool safe = true;
     for (int64_t pair = first; pair < last; ++pair) {
       for (int64_t head = 0; head < kv_heads; ++head) {
-        pack_keys(packed, keys, dim, head, pair);
-        const bool finite = pack_values(packed, values, dim, head, pair);
+        pack_keys(packed, keys, shared, dim, head, pair);
+        const bool finite = pack_values(packed, values, value_dim, head, pair);
         packed.unsafe[head * packed.pairs + pair] = !finite;
         safe &= finite;
       }

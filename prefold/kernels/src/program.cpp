@@ -342,6 +342,7 @@ struct Pass {
     tiles.heads = op.heads;
     tiles.kv_heads = op.kv_heads;
     tiles.dim = op.dim;
+    tiles.value_dim = op.dim;
     tiles.scale = call.scale;
     tiles.cap = call.cap;
     tiles.sinks = static_cast<const float*>(op.weight);
@@ -363,6 +364,7 @@ struct Pass {
     const PathPlane& path = call.paths[op.plane];
     RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
                  op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    over.tail_dim = 0;
     if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
     if (call.scatter) fold(static_cast<const E*>(over.tiles.out), buffer(op.out), op.heads * op.dim);

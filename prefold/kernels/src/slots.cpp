@@ -14,15 +14,15 @@ void write_row(const Packed<Format>& packed, const WriteCall& call, int64_t row,
   using E = typename Format::Element;
   const int64_t slot = call.slots[row], pair = slot / 2, at = head * packed.pairs + pair;
   const int half = slot & 1;
-  pack_key<Format>(packed.keys + at * packed.pair_size + half * packed.pair_size / 2,
+  pack_key<Format>(packed.keys + at * packed.key_size + half * packed.key_size / 2,
                    static_cast<const E*>(call.k) + row * call.k_row + head * call.k_head, call.plane.dim, packed.dim);
-  auto* out = packed.values + at * packed.pair_size;
+  auto* out = packed.values + at * packed.value_size;
   const E* v = static_cast<const E*>(call.v) + row * call.v_row + head * call.v_head;
   Words unsafe(0);
-  for (int64_t d = 0; d < packed.dim; d += kLanes) {
-    const Floats x = load_some(v + d, call.plane.dim - d);
+  for (int64_t d = 0; d < packed.value_dim; d += kLanes) {
+    const Floats x = load_some(v + d, call.plane.value_dim - d);
     unsafe |= not_finite(x);
-    Format::store_half(out + d, packed.dim, x, half);
+    if (packed.values != packed.keys) Format::store_half(out + d, packed.value_row, x, half);
   }
   const uint8_t bit = 1 << half, before = packed.unsafe[at];
   const uint8_t after = any_bit(unsafe) ? before | bit : before & ~bit;
@@ -34,7 +34,7 @@ void write_row(const Packed<Format>& packed, const WriteCall& call, int64_t row,
 template <class Format>
 void write(const WriteCall& call) {
   const Packed<Format> packed = prefold::packed<Format>(call.plane);
-  const int64_t numbers = call.rows * call.plane.kv_heads * call.plane.dim * 4;
+  const int64_t numbers = call.rows * call.plane.kv_heads * (call.plane.dim + call.plane.value_dim) * 2;
   const int64_t workers = std::min<int64_t>(call.threads, 1 + numbers / kNumbersPerThread);
   // A piece takes whole pairs, whichever rows those are in: two slots of a pair share words.
   parallel_tasks(workers, static_cast<int>(workers), [&](int64_t w) {

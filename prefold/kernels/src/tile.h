@@ -8,7 +8,7 @@
 
 namespace prefold {
 
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = 576;
 constexpr int kMaxHeads = 4;  // of a task
 
 // Vectors that one register block accumulates; the rest hold what meets them.
@@ -33,7 +33,7 @@ struct Tile {
 
   template <class Element>
   Element* result(const TileCall& call, int query, int head) const {
-    return static_cast<Element*>(call.out) + ((first_query + query) * call.heads + first_head + head) * call.dim;
+    return static_cast<Element*>(call.out) + ((first_query + query) * call.heads + first_head + head) * call.value_dim;
   }
 };
 

@@ -42,8 +42,9 @@ class TileQueries {
   static constexpr int kWidth = Format::kWidth;
 
  public:
-  TileQueries(const TileCall& call, int64_t dim, const Tile& tile)
-      : call_(call), tile_(tile), dim_(dim), steps_(static_cast<int>(dim / kWidth)) {
+  // dim, value_dim: padded; value_row: as of Packed
+  TileQueries(const TileCall& call, int64_t dim, int64_t value_dim, int64_t value_row, const Tile& tile)
+      : call_(call), tile_(tile), dim_(value_dim), value_row_(value_row), steps_(static_cast<int>(dim / kWidth)) {
     for (int h = 0; h < tile.heads; ++h) heads_ |= uint64_t{1} << (h * tile.stride);
   }
 
@@ -72,10 +73,11 @@ class TileQueries {
   void store_out() {
     for (int g = 0; g < V; ++g) {
       const Floats inverse = Floats(1.0f) / (call_.sinks ? sum_[g] + sink_weights(g) : sum_[g]);
-      for (int step = 0; step < steps_; step += kLanes) {
+      const int steps = static_cast<int>(dim_ / kWidth);
+      for (int step = 0; step < steps; step += kLanes) {
         Vector block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          if (step + i >= steps_) {  // the lanes of dimensions that are not there; never stored
+          if (step + i >= steps) {  // the lanes of dimensions that are not there; never stored
             block[i] = Vector(0);
             continue;
           }
@@ -87,7 +89,7 @@ class TileQueries {
         for (int r = 0; r < kLanes; ++r, lane.next()) {
           if (!lane.is_there()) continue;
           Element* row = tile_.template result<Element>(call_, lane.query, lane.head);
-          Format::store_row(row + step * kWidth, block[r], call_.dim - step * kWidth);
+          Format::store_row(row + step * kWidth, block[r], call_.value_dim - step * kWidth);
         }
       }
     }
@@ -320,7 +322,7 @@ class TileQueries {
     for (int j = 0; j < pairs; ++j) {
       const Stored* v = value_at_[j] + d;
 #pragma GCC unroll 2
-      for (int half = 0; half < 2 / kWidth; ++half, v += dim_) {
+      for (int half = 0; half < 2 / kWidth; ++half, v += value_row_) {
         Part<Lane> p[V];
 #pragma GCC unroll 4
         for (int g = 0; g < V; ++g) p[g] = ((const Part<Lane>*)probabilities(j, half * V + g))[part];
@@ -347,7 +349,7 @@ class TileQueries {
       for (int half = 0; half < 2; ++half) {
         const uint64_t half_mask = lanes(mask >> (16 * half));
         for (int64_t d = 0; d < dim_; ++d) {
-          const float v = Format::value(value_at_[j], dim_, d, half);
+          const float v = Format::value(value_at_[j], value_row_, d, half);
           for (int g = 0; g < V; ++g) {
             const Floats p = Format::probability((float*)probabilities(j, g), V * kLanes, half);
             Floats& o = out_[d * V + g];
@@ -360,8 +362,8 @@ class TileQueries {
 
   const TileCall& call_;
   const Tile& tile_;
-  const int64_t dim_;  // padded
-  const int steps_;
+  const int64_t dim_, value_row_;  // of values, padded; as of Packed
+  const int steps_;                // Stored of a key
   const bool in_tiles_ = kWidth == 2 && steps_ % kLanes == 0 && may_use_tiles();
   uint64_t heads_ = 0;  // bit 0 of every head's lanes
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
@@ -382,7 +384,7 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
 
  public:
   TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
-      : Base(call, packed.dim, tile), packed_(packed) {}
+      : Base(call, packed.dim, packed.value_dim, packed.value_row, tile), packed_(packed) {}
 
   void run() {
     load_queries();
@@ -425,8 +427,8 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
     const auto* keys = packed_.key_pairs(tile_.kv_head);
     const auto* values = packed_.value_pairs(tile_.kv_head);
     for (int j = 0; j < chunk.count; ++j) {
-      key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
-      value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.pair_size, packed_.pair_size);
+      key_at_[j] = chunk_keys_.at(j, keys + chunk.pair[j] * packed_.key_size, packed_.key_size);
+      value_at_[j] = chunk_values_.at(j, values + chunk.pair[j] * packed_.value_size, packed_.value_size);
     }
   }
 
@@ -440,15 +442,16 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
       const bool quiet = packed_.any_unsafe && chunk.mask[j] != 0xffffffff && (is_unsafe(a) || is_unsafe(b));
       unsafe |= quiet;
       if (together && !quiet) {
-        const int64_t at = (a < 0 ? b : a) / 2 * packed_.pair_size;
-        key_at_[j] = chunk_keys_.at(j, packed_.key_pairs(tile_.kv_head) + at, packed_.pair_size);
-        value_at_[j] = chunk_values_.at(j, packed_.value_pairs(tile_.kv_head) + at, packed_.pair_size);
+        const int64_t pair = (a < 0 ? b : a) / 2;
+        key_at_[j] = chunk_keys_.at(j, packed_.key_pairs(tile_.kv_head) + pair * packed_.key_size, packed_.key_size);
+        value_at_[j] =
+            chunk_values_.at(j, packed_.value_pairs(tile_.kv_head) + pair * packed_.value_size, packed_.value_size);
         continue;
       }
-      Kept *key = copied_keys_ + j * packed_.pair_size, *value = copied_values_ + j * packed_.pair_size;
+      Kept *key = copied_keys_ + j * packed_.key_size, *value = copied_values_ + j * packed_.value_size;
       for (int half = 0; half < 2; ++half) copy(chunk.key[2 * j + half], key, value, half, quiet);
-      key_at_[j] = chunk_keys_.at(j, key, packed_.pair_size);
-      value_at_[j] = chunk_values_.at(j, value, packed_.pair_size);
+      key_at_[j] = chunk_keys_.at(j, key, packed_.key_size);
+      value_at_[j] = chunk_values_.at(j, value, packed_.value_size);
     }
     return unsafe;
   }
@@ -457,18 +460,18 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
 
   // Copies a key and its value, or zeros, into one half of a pair. quiet: zeros in place of what is not finite
   void copy(int32_t from, Kept* key, Kept* value, int half, bool quiet) const {
-    const int64_t size = packed_.pair_size / 2;
+    const int64_t size = packed_.key_size / 2;
     if (from < 0) {
       memset(static_cast<void*>(key + half * size), 0, size * sizeof(Kept));
     } else {
       memcpy(static_cast<void*>(key + half * size),
-             packed_.key_pairs(tile_.kv_head) + from / 2 * packed_.pair_size + (from & 1) * size, size * sizeof(Kept));
+             packed_.key_pairs(tile_.kv_head) + from / 2 * packed_.key_size + (from & 1) * size, size * sizeof(Kept));
     }
-    const Kept* source = packed_.value_pairs(tile_.kv_head) + from / 2 * packed_.pair_size;
-    for (int64_t d = 0; d < packed_.dim; d += kLanes) {
-      Floats x = from < 0 ? zeros() : Format::load_half(source + d, packed_.dim, from & 1);
+    const Kept* source = packed_.value_pairs(tile_.kv_head) + from / 2 * packed_.value_size;
+    for (int64_t d = 0; d < packed_.value_dim; d += kLanes) {
+      Floats x = from < 0 ? zeros() : Format::load_half(source + d, packed_.value_row, from & 1);
       if (quiet) x = finite_or_zero(x);
-      Format::store_half(value + d, packed_.dim, x, half);
+      Format::store_half(value + d, packed_.value_row, x, half);
     }
   }
 
@@ -478,9 +481,9 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
       const int j = key / 2, half = key & 1;
       if (!is_unsafe(chunk.key[key]) || chunk.mask[j] == 0xffffffff) continue;
       const uint64_t mask = lanes(chunk.mask[j] >> (16 * half));
-      const Kept* source = packed_.value_pairs(tile_.kv_head) + chunk.key[key] / 2 * packed_.pair_size;
-      for (int64_t d = 0; d < packed_.dim; ++d) {
-        const Floats at = Format::load_half(source + d / kLanes * kLanes, packed_.dim, chunk.key[key] & 1);
+      const Kept* source = packed_.value_pairs(tile_.kv_head) + chunk.key[key] / 2 * packed_.value_size;
+      for (int64_t d = 0; d < packed_.value_dim; ++d) {
+        const Floats at = Format::load_half(source + d / kLanes * kLanes, packed_.value_row, chunk.key[key] & 1);
         const float v = lane_of(at, d % kLanes);
         if (lane_of(finite_or_zero(at), d % kLanes) == v) continue;
         for (int g = 0; g < V; ++g) {

@@ -68,7 +68,7 @@ class StorePlane:
         keys, values, unsafe = memory[:size], memory[size : 2 * size], memory[2 * size :]
         addresses = (keys.ctypes.data, values.ctypes.data, unsafe.ctypes.data)
         rounded = layout.stored != layout.dtype
-        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim, rounded)
+        self.struct = kernels.SlotPlane(*addresses, slots, layout.kv_heads, layout.head_dim, layout.head_dim, rounded)
         # Both as [kv_heads, pairs, 2, dim].
         self._keys = keys.view(layout.stored).reshape(layout.kv_heads, pairs, 2, dim)
         if layout.interleaved:
