@@ -241,7 +241,7 @@ def decode(models: dict, arguments) -> str:
     balance = linear_rate(config, torch.float32) / read_bandwidth()
     for batch in (1, 8, 64):
         heads = Heads(config.heads, config.kv_heads, config.head_dim, torch.float32)
-        store = KVStore(len(config.planes), heads, batch * (context + 1) + 2)
+        store = KVStore([heads] * len(config.planes), batch * (context + 1) + 2)
         first = 2 + np.arange(batch) * (context + 1)
         queries = np.arange(batch)
         runs = KeyRuns(first, np.full(batch, context + 1), np.zeros(batch, np.int64), queries, queries + 1)

@@ -17,9 +17,8 @@ from prefold.engine.schedule.windows import WindowPlanner
 from prefold.model import config_from
 from prefold.spec.requests import Readout, Request
 from prefold.trie import Spool, Trie
-from prefold.worker.torch.attention.row_attention import RowAttention
 from prefold.worker.torch.model import CausalLM
-from prefold.worker.torch.rows import Batch, Path, StepAttend, heads_of, prepare
+from prefold.worker.torch.rows import Batch, Path, StepAttend, prepare, row_attention_of
 
 # A model for any machine, for the smoke test of every section.
 TINY = {
@@ -151,8 +150,8 @@ def one_step(
             spool.add(Request(prompt), number.to_bytes(8, "little"))
         window = next(iter(spool.windows(max_tokens=1 << 30, share=sharing == "full")))
     scheduler = WindowPlanner(window, readout, sharing=sharing, max_batch_rows=rows)
-    attention = RowAttention(heads_of(model), model.device)
-    return prepare(scheduler.plan().message, model.config.planes, attention)
+    attention = row_attention_of(model.local, model.dtype, model.device)
+    return prepare(scheduler.plan().message, model.config, attention)
 
 
 def forward(model: CausalLM, batch: Batch) -> torch.Tensor:

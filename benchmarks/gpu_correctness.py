@@ -218,7 +218,7 @@ def check_slots(report: Report, bench: Bench, dtype: torch.dtype, shape: tuple) 
     runs = KeyRuns(slots, np.ones(step.rows, np.int64), step.positions, first, last)
 
     def both():
-        store = KVStore(1, Heads(step.heads, step.kv_heads, step.dim, dtype), step.rows + 1, bench.device)
+        store = KVStore([Heads(step.heads, step.kv_heads, step.dim, dtype)] * 1, step.rows + 1, bench.device)
         plan = store.plan(runs, len(queries), step.positions[queries], step.window)
         with torch.inference_mode():
             k, v, q = (x.to(bench.device) for x in (step.k, step.v, step.q[queries]))

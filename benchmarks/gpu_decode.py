@@ -62,17 +62,17 @@ def steps(bench: Bench, name: str) -> None:
     rows = []
     for batch in batches:
         store = make_store(model, 1 + shared + batch * own)
-        if store._memory.is_floating_point():  # as kernels of a CPU read them they are bytes
-            store._memory.normal_()
+        for rows in (rows for both in getattr(store, "_memory", ()) for rows in both):
+            rows.normal_()
         times, planned = {}, {}
         for grouped in (True, False):
             step = decode_step(batch, shared, own, grouped=grouped)
 
             def prepared(step=step, store=store):
-                slots = prepare_slots(step, store, config.planes, {})
+                slots = prepare_slots(step, store, config, {})
                 if runs_triton(store.device):  # else made for the first plane
                     for plan in slots.plans.values():
-                        place_slots(plan, store.heads, store.device)
+                        place_slots(plan, store.heads[0], store.device)
                 return slots
 
             slots = prepared()

@@ -193,7 +193,7 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
     shared, own = (24, 8) if bench.smoke else (2048, 256)
     found = []
     for batch in (4,) if bench.smoke else (64, 256):
-        store = KVStore(1, Heads(heads, kv_heads, dim, bench.dtype), 1 + shared + batch * own, bench.device)
+        store = KVStore([Heads(heads, kv_heads, dim, bench.dtype)] * 1, 1 + shared + batch * own, bench.device)
         if store._memory.is_floating_point():
             store._memory.normal_()
         q = torch.randn(batch, heads, dim, device=bench.device).to(bench.dtype)

@@ -61,6 +61,7 @@ class Kind(IntEnum):
     SHORT_CONV = 11
     GATED_DELTA = 12
     MAMBA2 = 13
+    ATTEND_LATENT = 14
 
 
 class Run(Structure):
@@ -244,10 +245,26 @@ class ExpertsCall(Structure):
         ("bias_width", c_int64),
         ("groups", c_int64),
         ("chosen_groups", c_int64),
+        ("group_best", c_int64),
         ("scale", c_float),
         ("is_sigmoid", c_int32),
         ("normalised", c_int32),
         ("threads", c_int32),
+    )
+
+
+class LatentCall(Structure):
+    _fields_ = (
+        ("expand", c_void_p),
+        ("absorb", c_void_p),
+        ("restore", c_void_p),
+        ("expand_words", c_int64),
+        ("absorb_words", c_int64),
+        ("restore_words", c_int64),
+        ("rank", c_int64),
+        ("tail", c_int64),
+        ("dim", c_int64),
+        ("value_dim", c_int64),
     )
 
 
@@ -411,8 +428,8 @@ class ProgramCall(Structure):
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("tables", c_void_p),
+        ("dims", c_void_p),
         ("num_tables", c_int64),
-        ("dim", c_int64),
         ("angles", c_void_p),
         ("ids", c_void_p),
         ("planes", c_void_p),
@@ -475,6 +492,7 @@ STRUCTURES: tuple[type[Structure], ...] = (
     Epilogue,
     RanksView,
     ExpertsCall,
+    LatentCall,
     ConvCall,
     ShortConvCall,
     RunLists,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .builders import MixerKind, MlpKind, add_mixer, add_mlp
-from .config import Mixture, ModelConfig, Plane, RopeConfig, StateShape
+from .config import KVSizes, Mixture, ModelConfig, Plane, RopeConfig, StateShape
 from .decoders import decoder
 from .families import config_from, fallbacks, register_family, supported_architectures
 from .hybrids import hybrid
@@ -15,6 +15,7 @@ from .names import Names
 from .program import MediaRows, add_operation
 
 __all__ = [
+    "KVSizes",
     "MediaRows",
     "MixerKind",
     "Mixture",

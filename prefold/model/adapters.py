@@ -163,8 +163,7 @@ def _parted(pair: Pair, modules: list[str], config: ModelConfig, folder: Path) -
         raise CheckpointError(f"{folder}: {pair.name} has lora_B {list(pair.b.shape)}, not {sum(sizes)} rows")
     rows = rows_of_parts(sizes, config.groups_of(pair.name))
     parts = zip(modules, (pair.b[part] for part in rows), strict=True)
-    order = config.head_order
-    return [Pair(pair.name, pair.a, in_order(b, order) if module[-6] in "qk" else b) for module, b in parts]
+    return [Pair(pair.name, pair.a, in_order(b, config.row_order(f"{module}.weight"))) for module, b in parts]
 
 
 def _linears(program: Program, number: int) -> dict[str, list[tuple[str, slice, int]]]:

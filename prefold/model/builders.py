@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedModelError
 from ..spec.plugins import named_class
-from .config import ATTENTION, ModelConfig, StateShape
+from .config import ATTENTION, Latent, ModelConfig, StateShape
 from .program import (
     DELTA,
     OUT,
     Add,
     Attend,
+    AttendLatent,
     Buffer,
     Embed,
     Experts,
@@ -31,6 +32,8 @@ from .program import (
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
+LATENT, QUERY_LATENT = "latent", "query_latent"
+LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's is
 # What one of several mixers gives; what the MLP beside experts gives, and its gate.
 MIXED_BESIDE, SHARED, SHARED_GATE = "mixed_beside", "shared", "shared_gate"
 # The name of a module, and its outputs.
@@ -42,14 +45,14 @@ class LayerBuilder:
 
     config   with the sizes of this rank's part
     number   of the layer
-    is_last  whether a pass ends with this layer, where the rows that are not read are left out
+    is_last  whether this is the layer of a pass that leaves out the rows that are not read
     copies   how many ranks have each KV head
     mixed    the buffer that a mixer fills
     """
 
     def __init__(self, config: ModelConfig, number: int, copies: int = 1):
         self.config, self.number, self.copies = config, number, copies
-        self.is_last = number == config.pass_layers[-1]
+        self.is_last = number == config.reading_layer
         self.prefix, self.mixed = f"layers.{number}.", DELTA
         self.operations: list[Operation] = []
 
@@ -137,19 +140,29 @@ class LayerBuilder:
     def attention(self, h: Buffer) -> None:
         """Add attention of what `h` has; `mixed` gets the result."""
         config = self.config
+        if config.latent is not None:
+            self._latent_attention(h, config.latent)
+            return
+        sizes = config.kv_sizes(config.plane_of(self.number)) if config.kv_layers else None
         heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
+        if sizes is not None:
+            kv_heads, dim = sizes.heads, sizes.dim
         stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
-        queries = heads * stride
+        queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
-        keys, values = (k, config.kv_size), (v, config.kv_size)
+        keys, values = (k, size), (v, size)
         q_modules = [(q, queries)]
-        if self.is_last:
-            self.linear("kv", [keys, values], h, KV, config.hidden, biased=self._biased([keys], [values]))
-            self._rope(KV, 0, kv_heads, dim, "k_norm")
-            self.add(Pick((X,) if h == X else (X, h)))
+        kv = self.kv_buffer
+        is_own = config.kv_layer(self.number) == self.number
+        if self.is_last or kv != KV or not is_own:
+            if is_own:
+                self.linear("kv", [keys, values], h, kv, config.hidden, biased=self._biased([keys], [values]))
+                self._rope(kv, 0, kv_heads, dim, "k_norm")
+            if self.is_last:
+                self.add(Pick((X,) if h == X else (X, h)))
             self.linear("q", q_modules, h, Q, config.hidden, biased=self._biased(q_modules, []))
             self._rope(Q, 0, heads, stride, "q_norm")
-            source, beside, at = Q, KV, 0
+            source, beside, at = Q, kv, 0
         else:
             biased = self._biased([*q_modules, keys], [values])
             self.linear("qkv", [*q_modules, keys, values], h, QKV, config.hidden, biased=biased)
@@ -160,11 +173,50 @@ class LayerBuilder:
                 self._rope(QKV, 0, heads + kv_heads, dim, "")
             source, beside, at = QKV, QKV, queries
         sinks = Weight(((f"{self.prefix}self_attn.sinks", heads),), wide=True) if config.sinks else None
-        self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks))
+        self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks, is_own=is_own))
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
         o = [("self_attn.o_proj", config.hidden)]
         self.linear("o", o, ATTENDED, self.mixed, config.q_size, biased=o if config.o_bias else (), summed=True)
+
+    def _latent_attention(self, h: Buffer, sizes: Latent) -> None:
+        """Add attention over latents."""
+        config, heads, dim = self.config, self.config.heads, sizes.dim + sizes.tail
+        biased = config.qkv_bias
+        latents = [("self_attn.kv_a_proj_with_mqa", sizes.rank + sizes.tail)]
+        self.linear("kv_a", latents, h, LATENT, config.hidden, biased=latents if biased else ())
+        self._norm_of(LATENT, sizes.rank, "self_attn.kv_a_layernorm")
+        self._rotate(LATENT, sizes.rank, 1, sizes.tail, sizes.tail)
+        if self.is_last:
+            self.add(Pick((X,) if h == X else (X, h)))
+        source, inputs, name = h, config.hidden, "q_proj"
+        if sizes.query_rank:
+            first = [("self_attn.q_a_proj", sizes.query_rank)]
+            self.linear("q_a", first, h, QUERY_LATENT, config.hidden, biased=first if biased else ())
+            self._norm_of(QUERY_LATENT, sizes.query_rank, "self_attn.q_a_layernorm")
+            source, inputs, name = QUERY_LATENT, sizes.query_rank, "q_b_proj"
+        self.linear("q", [(f"self_attn.{name}", heads * dim)], source, Q, inputs)
+        self._rotate(Q, sizes.dim, heads, sizes.tail, dim)
+        up = Weight(
+            ((f"{self.prefix}self_attn.kv_b_proj.weight", heads * (sizes.dim + sizes.value_dim)),), (sizes.rank,)
+        )
+        self.add(AttendLatent(Q, LATENT, ATTENDED, heads, sizes.dim, sizes.tail, sizes.value_dim, up))
+        o = [("self_attn.o_proj", config.hidden)]
+        self.linear("o", o, ATTENDED, self.mixed, heads * sizes.value_dim, biased=o if config.o_bias else ())
+
+    def _norm_of(self, buffer: Buffer, size: int, name: str) -> None:
+        """Add a norm of the first numbers of a buffer."""
+        self.add(Norm(buffer, buffer, Weight(((f"{self.prefix}{name}.weight", size),)), LATENT_EPS))
+
+    def _rotate(self, source: Buffer, at: int, heads: int, dim: int, stride: int) -> None:
+        self.add(Rope(source, at, heads, dim, dim, stride))
+
+    @property
+    def kv_buffer(self) -> Buffer:
+        """Return the buffer that has the keys and values that this layer's attention reads. It is kept if other layers
+        read them too."""
+        of = self.config.kv_layer(self.number)
+        return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else KV
 
     def _biased(self, of_qk: Sequence[Module], of_v: Sequence[Module]) -> list[Module]:
         """Return which of these modules have a bias."""
@@ -293,6 +345,7 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
             scale=mixture.scale,
             groups=mixture.groups,
             chosen_groups=mixture.chosen_groups,
+            group_best=mixture.group_best,
             correction=corrected,
             router_bias=bias(router),
             gate_up_bias=bias(halves),
@@ -351,6 +404,7 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     head = None
     if config.lm_head:
         head = table if config.tie_embeddings else Weight(((LM_HEAD, vocabulary),), (hidden,))
+    shared = {buffer for layer in layers for one in layer for buffer in one.buffers if buffer.startswith(f"{KV}@")}
     return Program(
         widths=widths_of(config, layers),
         embed=Embed(X, table, learned, config.embedding_scale),
@@ -358,6 +412,7 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
         end=(norm(config, "norm", X, OUT),),
         head=head,
         score=score_head(config),
+        kept=tuple(sorted(shared)),
     )
 
 

@@ -56,15 +56,38 @@ def head_order(head_dim: int, turned: int, interleaved: bool) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class KVSizes:
+    """The sizes of a row's keys and values in a plane.
+
+    heads      KV heads
+    dim        numbers of a key, and of a query head
+    value_dim  numbers of a value
+    in_keys    whether a value is the first numbers of its key, which then are kept once
+    """
+
+    heads: int
+    dim: int
+    value_dim: int
+    in_keys: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers of a row are kept."""
+        return self.heads * (self.dim if self.in_keys else self.dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class Plane:
     """A Plane is one KV layer: a layer, or one visit's layer where layers are visited several times.
 
     window  the sliding window: a key is visible while position(query) - position(key) < window; None: always
     rope    the rotary settings of this layer; None: the model's
+    sizes   of its keys and values; None: kv_heads heads of head_dim. Planes with one window have one size
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
+    sizes: KVSizes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +102,10 @@ class Mixture:
     scale        factor of the weights
     corrected    whether the router has a number for each expert that is added to its score when experts are chosen, and
                  not to its weight
-    groups       equal groups of experts; a row goes through experts of the best `chosen_groups` alone
+    groups       equal groups of experts; a row goes through experts of the best `chosen_groups` alone. The best group
+                 has the largest sum of its `group_best` largest scores
     chosen_groups
+    group_best
     shared       width of a gated MLP beside the experts that every row goes through; 0: there is none
     shared_gate  whether its result is multiplied with the sigmoid of a linear with one output
     biases       whether the router and the experts have biases
@@ -97,6 +122,7 @@ class Mixture:
     corrected: bool = False
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 1
     shared: int = 0
     shared_gate: bool = False
     biases: bool = False
@@ -114,6 +140,29 @@ class Mixture:
                 f"each row goes through {self.chosen} experts, and {self.chosen_groups} groups have "
                 f"{self.count // self.groups * self.chosen_groups}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """The sizes of attention whose keys and values are made of latents (MLA).
+
+    rank        numbers of a latent
+    query_rank  numbers of what queries are made of; 0: of the residual stream itself
+    dim         numbers of a key without its tail
+    tail        the last numbers of a key, which are rotated and which all heads share
+    value_dim   numbers of a value
+    """
+
+    rank: int
+    query_rank: int
+    dim: int
+    tail: int
+    value_dim: int
+
+    @property
+    def kept(self) -> KVSizes:
+        """Return the sizes of what a plane keeps of a row."""
+        return KVSizes(1, self.rank + self.tail, self.rank, in_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +223,10 @@ class ModelConfig:
     labels         names of the head's rows, in order; empty when the checkpoint names none
     pad_id         the padding token, whose rows at the end of a text a classification head does not read; None: the
                    head reads the last row
-    planes         one for each layer with attention that a pass goes through, in its order
+    planes         one for each layer with keys and values that a pass goes through, in its order
+    latent         attention is over latents of these sizes; None: over keys and values
+    kv_layers      of each layer the layer whose keys and values its attention reads: its own, or those of an earlier
+                   layer; (): each reads its own
     names          what tensors and modules are called in checkpoints, and which of them are stored as one
     dtype          the dtype the checkpoint was saved in ("bfloat16", ...), when it says so
     kv_dtype       the dtype of keys and values in a KV store; None: that of rows
@@ -202,6 +254,8 @@ class ModelConfig:
     mlp: str | tuple[str, ...] = "gated"
     experts: Mixture | None = None
     mixers: tuple[str, ...] = ()
+    latent: Latent | None = None
+    kv_layers: tuple[int, ...] = ()
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -281,6 +335,9 @@ class ModelConfig:
         for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
             if every and len(every) != self.layers:
                 raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+        by_window = {plane.window: plane.sizes for plane in self.planes}
+        if any(by_window[plane.window] != plane.sizes for plane in self.planes):
+            raise UnsupportedModelError("layers with one sliding window have keys of different sizes")
         if not self.visited:
             raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
         if len(self.planes) != len(self.visited):
@@ -289,14 +346,53 @@ class ModelConfig:
     @property
     def visited(self) -> Sequence[int]:
         """Returns the layer that each plane is of, in the order of a pass."""
-        if not self.mixers:
+        if not self.mixers and not self.kv_layers:
             return range(self.layers)
-        return [number for number in range(self.layers) if ATTENTION in self.mixers_of(number)]
+        return [number for number in range(self.layers) if self.attends(number) and self.kv_layer(number) == number]
 
     @property
     def pass_layers(self) -> Sequence[int]:
         """Returns the layers that a pass goes through, in its order."""
-        return range(self.layers) if self.mixers else self.visited
+        return range(self.layers) if self.mixers or self.kv_layers else self.visited
+
+    def attends(self, number: int) -> bool:
+        """Return whether a layer has attention."""
+        return ATTENTION in self.mixers_of(number)
+
+    def kv_layer(self, number: int) -> int:
+        """Return the layer whose keys and values a layer's attention reads."""
+        return self.kv_layers[number] if self.kv_layers else number
+
+    def plane_of(self, number: int) -> int:
+        """Return the plane that a layer's attention reads, in a model that visits each layer once."""
+        return list(self.visited).index(self.kv_layer(number))
+
+    def kv_sizes(self, plane: int) -> KVSizes:
+        """Return the sizes of the keys and values of a plane."""
+        if self.latent is not None:
+            return self.latent.kept
+        return self.planes[plane].sizes or KVSizes(self.kv_heads, self.head_dim, self.head_dim)
+
+    @property
+    def group_of(self) -> dict[int | None, int]:
+        """Return how many query heads share a KV head, by sliding window."""
+        sizes = {plane.window: self.kv_sizes(number) for number, plane in enumerate(self.planes)}
+        return {window: self.heads // of.heads for window, of in sizes.items()}
+
+    @property
+    def reading_layer(self) -> int:
+        """Return the last layer of a pass that has keys, values or a state of its own. From its attention on, rows that
+        are not read are left out."""
+        of_rows = {*self.visited, *(number for number in range(self.layers) if self.states(number))}
+        return next(number for number in reversed(self.pass_layers) if number in of_rows)
+
+    @property
+    def read_windows(self) -> set[int | None]:
+        """Return the sliding windows of the layers that leave out the rows that are not read."""
+        if not self.kv_layers:
+            return {self.planes[-1].window}
+        later = range(self.reading_layer, self.layers)
+        return {self.planes[self.plane_of(number)].window for number in later if self.attends(number)}
 
     def mixers_of(self, number: int) -> list[str]:
         """Return what mixes the rows of a layer along the sequence; []: nothing does."""
@@ -341,6 +437,8 @@ class ModelConfig:
     @property
     def fixed(self) -> str | None:
         """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
+        if self.latent is not None:
+            return "its keys and values are made of latents"
         if self.has_states:
             return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
         if self.rope is None:
@@ -350,7 +448,13 @@ class ModelConfig:
     @property
     def unsplit(self) -> str | None:
         """Returns why the model is not split over ranks, in words; None: it may be."""
-        return "a model with layers of states is not split over ranks" if self.has_states else None
+        if self.has_states:
+            return "a model with layers of states is not split over ranks"
+        if self.latent is not None:
+            return "a model with latent attention is not split over ranks"
+        if any(plane.sizes for plane in self.planes):
+            return "a model with heads of several sizes is not split over ranks"
+        return None
 
     @property
     def scale(self) -> float:
@@ -374,6 +478,19 @@ class ModelConfig:
                 return f"{words}, by a context_length of {self.max_positions:,}"
         return None
 
+    def row_order(self, name: str) -> tuple[int, ...] | None:
+        """Return the order of the rows of a tensor in each of its heads, as of `head_order`; None: as they are stored.
+        name: of the tensor here, such as "layers.0.self_attn.q_proj.weight"."""
+        module = name.rsplit(".", 2)[-2] if name.count(".") else name
+        if self.latent is None:
+            return self.head_order if module in ("q_proj", "k_proj", "q_norm", "k_norm") else None
+        tail = head_order(self.latent.tail, self.latent.tail, self.names.interleaved)
+        before = {"q_proj": self.latent.dim, "q_b_proj": self.latent.dim, "kv_a_proj_with_mqa": self.latent.rank}
+        if tail is None or module not in before:
+            return None
+        first = before[module]
+        return (*range(first), *(first + place for place in tail))
+
     @property
     def head_order(self) -> tuple[int, ...] | None:
         """Returns the `head_order` of q and k in the checkpoint's tensors."""
@@ -393,6 +510,11 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Returns how many numbers the keys (or values) of one row are, in one plane."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def kv_numbers(self) -> int:
+        """Return how many numbers of keys and values a row has, in all planes."""
+        return sum(self.kv_sizes(number).numbers for number in range(len(self.planes)))
 
     def fused_sizes(self, names: Sequence[str]) -> list[int]:
         """Returns how many outputs each of these tensors or modules of one layer has, which are stored as one: by their

@@ -49,6 +49,7 @@ from .hybrids import (  # fmt: skip
     qwen3_5_with_tower,
     qwen3_next,
 )
+from .latent import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
 from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
@@ -314,9 +315,27 @@ MODEL_TYPES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "youtu": "YoutuForCausalLM",
 }
 # Families of which transformers has no classifiers.
-UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next)
+UNCLASSIFIED = (
+    glm4_moe_lite,
+    youtu,
+    granite,
+    granite4,
+    cohere2,
+    olmoe,
+    granite_moe,
+    lfm2,
+    lfm2_moe,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+)
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
@@ -355,6 +374,11 @@ for _causal, _other, _family in (
     ("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5),
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeText", qwen3_5_moe),
     ("Qwen3NextForCausalLM", "Qwen3Next", qwen3_next),
+    ("DeepseekV2ForCausalLM", "DeepseekV2", deepseek_v2),
+    ("DeepseekV3ForCausalLM", "DeepseekV3", deepseek_v3),
+    ("Glm4MoeLiteForCausalLM", "Glm4MoeLite", glm4_moe_lite),
+    ("MiniCPM3ForCausalLM", "MiniCPM3", minicpm3),
+    ("YoutuForCausalLM", "Youtu", youtu),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

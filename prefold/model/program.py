@@ -163,9 +163,8 @@ class Experts(Operation):
     chosen experts' scores if `normalised`.
 
     correction     float32 [experts], added to the scores that choose, and not to the weights (DeepSeek-V3)
-    groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose two
-                   largest corrected scores have the largest sum, or, without a correction, whose largest score is the
-                   largest (DeepSeek-V2)
+    groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose
+                   `group_best` largest corrected scores have the largest sum (DeepSeek-V2, DeepSeek-V3)
     router         [experts, hidden]
     gate_up        [experts * 2 * width, hidden]: of each expert gate, then up
     down           [experts * hidden, width]
@@ -186,6 +185,7 @@ class Experts(Operation):
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    group_best: int = 1
     correction: Weight | None = None
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
@@ -220,7 +220,10 @@ class Attend(Operation):
     """out = attention over the layer's plane: queries from `at` on in `source`, `stride` numbers apart; keys from
     `keys` on in `beside`, and values behind them.
 
-    sinks  of each head a score without a value in the softmax
+    value_dim  numbers of a value; 0: as many as of a key
+    is_own     whether the keys and values are this layer's, which its plane keeps; else they are those of an earlier
+               layer, and of the plane of that
+    sinks      of each head a score without a value in the softmax
     """
 
     source: Buffer
@@ -233,10 +236,46 @@ class Attend(Operation):
     kv_heads: int
     dim: int
     sinks: Weight | None = None
+    value_dim: int = 0
+    is_own: bool = True
 
     @property
     def fills(self) -> tuple[Buffer, int]:
-        return self.out, self.heads * self.dim
+        return self.out, self.heads * (self.value_dim or self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendLatent(Operation):
+    """out = attention over the layer's plane, whose keys and values are made of latents (DeepSeek-AI 2024, MLA).
+
+    `beside` has a latent of `rank` numbers for each row, then the `tail` last numbers of its key, which all heads
+    share: this is what the plane keeps. `source` has queries of `dim` + `tail` numbers, one head behind the other.
+
+    up  [heads * (dim + value_dim), rank]: for each head the matrix that makes a key of a latent, then the matrix that
+        makes a value
+    """
+
+    source: Buffer
+    beside: Buffer
+    out: Buffer
+    heads: int
+    dim: int
+    tail: int
+    value_dim: int
+    up: Weight
+
+    @property
+    def rank(self) -> int:
+        """Return how many numbers a latent has."""
+        return self.up.inputs[0]
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.heads * self.value_dim
+
+    @property
+    def row_weights(self) -> int:
+        return self.up.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +402,8 @@ class Program:
     embed   what a pass begins with; it writes into X
     layers  the operations of each layer. They read X, the residual stream, and add to it
     end     what comes after the last layer; it writes into OUT
+    begin   what comes between the embedding and the first layer
+    kept    buffers beside X that a layer reads and an earlier one, or `begin`, has filled
     head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
     score   the linears of the classification head, in float32, with ReLU in between
     beside  weights that a feature's own code reads
@@ -375,11 +416,14 @@ class Program:
     head: Weight | None = None
     score: tuple[Linear, ...] = ()
     beside: tuple[Weight, ...] = field(default=())
+    begin: tuple[Operation, ...] = ()
+    kept: tuple[Buffer, ...] = ()
 
     @property
     def operations(self) -> Iterator[Operation]:
         """Yield all operations, in the order of a pass through each layer once."""
         yield self.embed
+        yield from self.begin
         for layer in self.layers:
             yield from layer
         yield from self.end

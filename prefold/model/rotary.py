@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .config import RopeConfig
 
 Floats = np.ndarray  # float32
+T = TypeVar("T")
 FIRST_ROWS = 1024  # of a table
 
 
@@ -103,13 +104,13 @@ def padded_frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float | Floa
     return np.pad(inv, (0, still)), scale
 
 
-def distinct_ropes(ropes: Sequence[RopeConfig]) -> tuple[list[RopeConfig], list[int]]:
-    """Returns the settings that differ, and by plane the number of its settings among them."""
-    distinct: list[RopeConfig] = []
-    for rope in ropes:
-        if rope not in distinct:
-            distinct.append(rope)
-    return distinct, [distinct.index(rope) for rope in ropes]
+def distinct_values(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """Return the values that differ, and by plane the number of its value among them."""
+    distinct: list[T] = []
+    for value in values:
+        if value not in distinct:
+            distinct.append(value)
+    return distinct, [distinct.index(value) for value in values]
 
 
 class AngleTables:
@@ -117,12 +118,15 @@ class AngleTables:
     [positions, dim], cosines before sines. They grow as needed.
 
     table_of  by plane, the number of its table
+    dims      of each table: the numbers of a head that are rotated
     """
 
-    def __init__(self, ropes: Sequence[RopeConfig], dim: int):
-        distinct, self.table_of = distinct_ropes(ropes)
-        self._frequencies = [padded_frequencies(rope, dim) for rope in distinct]
-        self.tables = [np.empty((0, dim), np.float32) for _ in distinct]
+    def __init__(self, ropes: Sequence[RopeConfig], dims: Sequence[int]):
+        """ropes, dims: of each plane"""
+        distinct, self.table_of = distinct_values(list(zip(ropes, dims, strict=True)))
+        self._frequencies = [padded_frequencies(rope, dim) for rope, dim in distinct]
+        self.dims = [dim for _, dim in distinct]
+        self.tables = [np.empty((0, dim), np.float32) for dim in self.dims]
 
     def covering(self, positions: int) -> list[Floats]:
         """Returns the tables, each of at least so many positions."""

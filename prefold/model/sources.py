@@ -172,7 +172,6 @@ def decoded_rows(kind: str, rows: NDArray[np.uint8], inputs: int) -> NDArray[np.
 class SafetensorsSource:
     """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
 
-    IN_HEADS = re.compile(r"\.[qk]_(proj|norm)\.")  # tensors whose outputs are rotated, head by head
     # Not weights: buffers that old versions of transformers saved.
     IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
 
@@ -201,7 +200,7 @@ class SafetensorsSource:
                 shape = shape[::-1] if transposed else shape
                 flat = len(own_names) > 1 and len(shape) > 2
                 shape = (math.prod(shape),) if flat else shape
-                orders = [config.head_order if self.IN_HEADS.search(name) else None for name in own_names]
+                orders = [config.row_order(name) for name in own_names]
                 if len(own_names) == 1:
                     self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
                     self.shapes[own_names[0]] = shape

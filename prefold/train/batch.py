@@ -16,9 +16,7 @@ from ..model import ModelConfig
 from ..spec.requests import SHARING_MODES, Sharing
 from ..trie import PrefixMap, Trie, check_ragged
 from ..trie.ragged import ragged_ranges
-from ..worker.torch.attention.heads import Heads
-from ..worker.torch.attention.row_attention import RowAttention
-from ..worker.torch.rows import Batch, prepare
+from ..worker.torch.rows import Batch, prepare, row_attention_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,11 +189,8 @@ class TrainBatch:
         """Returns the step as tensors and attention plans, made once for each device and dtype of queries, keys and
         values."""
         if (device, dtype) not in self._prepared:
-            config = self.config
-            attention = RowAttention(
-                Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap), device
-            )
-            self._prepared[device, dtype] = prepare(self.step, config.planes, attention)
+            attention = row_attention_of(self.config, dtype, device)
+            self._prepared[device, dtype] = prepare(self.step, self.config, attention)
         return self._prepared[device, dtype]
 
     def target_counts(self, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from ..checkpoint import Checkpoint
 from ..checkpoint.settings import CONTEXT
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model import ModelConfig
-from ..model.sources import SafetensorsSource, as_stored
+from ..model.sources import as_stored
 from ..text import load_tokenizer
 from ..worker.torch.load import load_model as load
 from ..worker.torch.model import CausalLM
@@ -96,10 +96,9 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     `Names.of_tensor`."""
     names = config.names
     stored_as = {names_of_parts: (stored, parts) for stored, parts in names.parts.items() for names_of_parts in parts}
-    if (order := config.head_order) is not None:
-        in_heads = SafetensorsSource.IN_HEADS.search
-        turned = {name: tensor_of(as_stored(array_of(t), order)) for name, t in tensors.items() if in_heads(name)}
-        tensors = {**tensors, **turned}
+    orders = {name: order for name in tensors if (order := config.row_order(name)) is not None}
+    turned = {name: tensor_of(as_stored(array_of(tensors[name]), order)) for name, order in orders.items()}
+    tensors = {**tensors, **turned}
     stored, tensors = _stacks(tensors, config) if names.writes_stacks else ({}, tensors)
     for name, tensor in tensors.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)

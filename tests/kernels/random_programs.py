@@ -41,8 +41,7 @@ from prefold.worker.native.load import load_native
 from prefold.worker.native.model import NativeModel, in_turn
 from prefold.worker.native.program import NativeProgram
 from prefold.worker.native.steps import NativePath, prepare_slots, prepare_stream
-from prefold.worker.native.store import NativeStore
-from prefold.worker.native.worker import layout_of
+from prefold.worker.native.store import NativeStore, layouts_of
 
 SLOTS = 2000
 
@@ -161,7 +160,7 @@ def over_slots(program: NativeProgram, store: NativeStore, steps: list[SlotStep]
     for number, step in enumerate(steps):
         batch = program.follow(step) if number > 1 else None  # each step of outputs follows on the one before
         if batch is None:
-            batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, invariant=False)
+            batch = prepare_slots(step, replace(config, invariant=False))
         found += [program.over_slots(batch, store), program.greedy(batch, store).copy()]
     return found
 
@@ -177,8 +176,8 @@ def over_rows(program: NativeProgram, seed: int) -> list[np.ndarray]:
         step = StreamStep(tokens, keys[before:], before, end, keys, np.arange(stop), read_rows=read)
         if rng.integers(2):
             step = replace(step, adapter=0)
-        hidden, kv = program.over_rows(prepare_stream(step, model.config.planes, invariant=False), path)
-        path, before = NativePath(kv), stop
+        hidden, kv = program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), path)
+        path, before = NativePath(len(kv[0][0]), kv), stop
         found += [hidden, kv]
     return [*found, *folded_rows(program, rng)]
 
@@ -196,7 +195,7 @@ def folded_rows(program: NativeProgram, rng: np.random.Generator) -> list[np.nda
         tokens[fold.gather].astype(np.int32), positions[fold.gather], 0, end, positions, np.arange(len(end)),
         read_rows=read, fold=fold,
     )  # fmt: skip
-    return [*program.over_rows(prepare_stream(step, model.config.planes, invariant=False), NativePath())]
+    return [*program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), NativePath())]
 
 
 def run_all(program: NativeProgram, store: NativeStore, steps: list[SlotStep], seed: int) -> list[np.ndarray]:
@@ -217,7 +216,7 @@ def run_model(rng: np.random.Generator) -> Callable[[], list[np.ndarray]]:
     model = random_model(rng)
     adapters = [random_adapter(rng, model) for _ in range(3)]
     program = NativeProgram(model, adapters)
-    store = NativeStore(len(model.config.planes), layout_of(model, model.config.kv_heads), SLOTS, model.kernels)
+    store = NativeStore(layouts_of(model.kernels, model.config, model.dtype), SLOTS, model.kernels)
     steps = slot_steps(rng, model.config.vocab_size, SLOTS, len(adapters))
     return partial(run_all, program, store, steps, int(rng.integers(99)))
 

@@ -138,7 +138,7 @@ class Dense:
             chosen, shares = route(
                 logits[row], op.chosen, normalised=op.normalised, sigmoid=op.score == "sigmoid", scale=op.scale,
                 correction=None if op.correction is None else self.weight(op.correction), groups=op.groups,
-                chosen_groups=op.chosen_groups,
+                chosen_groups=op.chosen_groups, group_best=op.group_best,
             )  # fmt: skip
             for expert in chosen:
                 gate, up = np.split(matrices[0][expert] @ x + biases[0][expert], 2)

@@ -59,7 +59,7 @@ def test_frequencies_and_table(settings, head_dim):
     far = 1e-6 + LAST_BIT * positions[:, None] * inv  # an angle's last bits
     expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
     assert ((table - expected).abs() <= scale * torch.cat((far, far), -1)).all()
-    arrays = AngleTables([ours], head_dim).covering(30001)[0][positions.numpy()]
+    arrays = AngleTables([ours], [head_dim]).covering(30001)[0][positions.numpy()]
     torch.testing.assert_close(torch.from_numpy(arrays), table, rtol=0, atol=2e-7 * scale)
 
 

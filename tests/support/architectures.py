@@ -20,6 +20,7 @@ EXPERTS |= {"moe_num_experts": 4, "moe_k": 2, "moe_topk": 2, "n_group": 1, "topk
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 LATENT: dict[str, Any] = {"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 16, "head_dim": 8}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 12}
+GROUPS = {"n_group": 2, "topk_group": 1}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LONG |= {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 MODERN = {"global_attn_every_n_layers": 2, "local_attention": 10}
@@ -48,10 +49,16 @@ MAMBA2: dict[str, Any] = {
 # By model_type, the settings of families of prefold's own without which the architecture would look like another.
 # tests/model/test_family_programs.py compares each with transformers.
 PROGRAMS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": LATENT
+    | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    "deepseek_v3": LATENT | GROUPS | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT | {"rope_interleave": False},
     "granitemoehybrid": MAMBA2,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "minicpm3": LATENT | {"q_lora_rank": None},
     "qwen3_5_moe_text": DELTA,
     "qwen3_next": DELTA | {"mlp_only_layers": [2]},
+    "youtu": LATENT,
 }
 # Those whose norms are stored less one.
 CENTRED = {"qwen3_5_moe_text", "qwen3_next"}
@@ -67,8 +74,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWS,
     "ctrl": {},
     "cwm": WINDOWS,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
     "diffllama": {},
     "ernie4_5": {},
     "ernie4_5_moe": {},
@@ -94,7 +99,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "jais2": {},
     "jetmoe": {"kv_channels": 8},
     "laguna": {},
-    "minicpm3": LATENT,
     "minimax_m2": {},
     "ministral": WINDOWS | {"head_dim": 8},
     "ministral3": {},
@@ -117,7 +121,6 @@ TAKEN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "starcoder2": {},
     "vaultgemma": WINDOWS,
-    "youtu": LATENT,
 }
 # Families of prefold's own, where all run through transformers' modules.
 FORCED: dict[str, dict[str, Any]] = {

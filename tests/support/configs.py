@@ -39,5 +39,5 @@ def configs(draw: Callable) -> ModelConfig:
         config, mlp=kinds, count=groups * experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans),
         width=4, shared=shared, shared_gate=bool(shared) and draw(booleans), biases=draw(booleans),
         clamped=draw(booleans), score=draw(st.sampled_from(["softmax", "sigmoid"])), groups=groups,
-        corrected=draw(booleans), scale=draw(st.sampled_from([1.0, 2.5])),
+        corrected=draw(booleans), group_best=draw(st.integers(1, 2)), scale=draw(st.sampled_from([1.0, 2.5])),
     )  # fmt: skip

@@ -386,14 +386,14 @@ def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> E
     options = {
         "normalised": normalised, "sigmoid": bool(rng.integers(2)), "scale": float(rng.choice([1.0, 2.5])),
         "correction": normal(rng, count, scale=0.3) if rng.integers(2) else None, "groups": groups,
-        "chosen_groups": int(rng.integers(least, groups + 1)),
+        "chosen_groups": int(rng.integers(least, groups + 1)), "group_best": int(rng.integers(1, 3)),
     }  # fmt: skip
     if options["correction"] is not None:
         given["correction"] = options["correction"]
     call = ExpertsCall(
         **machine.fields(**given), experts=count, chosen=chosen, width=width + fill, bias_width=width,
         normalised=normalised, is_sigmoid=options["sigmoid"], scale=options["scale"], groups=groups,
-        chosen_groups=options["chosen_groups"],
+        chosen_groups=options["chosen_groups"], group_best=options["group_best"],
     )  # fmt: skip
     fields = machine.fields(weight=pack(router), bias=biases[0] if biased else None, activation=kind, call=call)
 

@@ -47,7 +47,7 @@ def gradients(heads: int, kv_heads: int, dim: int, dtype: str, window: int | Non
 def slots(heads: int, kv_heads: int, dim: int, dtype: str, window: int | None) -> list[aot.Launch]:
     """Tiles of every size that is picked."""
     q, k, v = tensors(heads, kv_heads, dim, dtype)
-    store = KVStore(1, Heads(heads, kv_heads, dim, q.dtype), 200)
+    store = KVStore([Heads(heads, kv_heads, dim, q.dtype)] * 1, 200)
     row = np.arange(160)
     with aot.Recorder() as recorder:
         store.write(0, torch.arange(160) + 1, k, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,8 +28,7 @@ from prefold.worker.native import int8
 from prefold.worker.native.load import DTYPES, load_native
 from prefold.worker.native.program import NativeProgram, Part
 from prefold.worker.native.steps import prepare_slots
-from prefold.worker.native.store import NativeStore
-from prefold.worker.native.worker import layout_of
+from prefold.worker.native.store import NativeStore, layouts_of
 
 compiled = kernels.load()
 needs_int8 = pytest.mark.skipif(compiled is None or not compiled.has_int8, reason="no kernels for int8")
@@ -50,8 +50,8 @@ def hidden(model, adapters=(), numbers=None):
         TOKENS, rows, rows + 1, run_start=one + 1, run_count=one + len(rows), run_position=one, run_first=one,
         run_last=one + len(rows), read_rows=rows, adapters=numbers,
     )  # fmt: skip
-    batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, False)
-    store = NativeStore(len(config.planes), layout_of(model, config.kv_heads), len(rows) + 1, model.kernels)
+    batch = prepare_slots(step, replace(config, invariant=False))
+    store = NativeStore(layouts_of(model.kernels, config, model.dtype), len(rows) + 1, model.kernels)
     return NativeProgram(model, adapters).over_slots(batch, store).astype(np.float32)
 
 

@@ -28,10 +28,9 @@ from prefold.trie import Spool
 from prefold.worker.readouts import read_stream
 from prefold.worker.torch import device
 from prefold.worker.torch.arrays import TorchArrays
-from prefold.worker.torch.attention.row_attention import RowAttention
 from prefold.worker.torch.lora import load_adapter
 from prefold.worker.torch.model import CausalLM
-from prefold.worker.torch.rows import Path, forward_stream, heads_of, prepare
+from prefold.worker.torch.rows import Path, forward_stream, prepare, row_attention_of
 from prefold.worker.torch.slots import SlotAttend, make_store, prepare_slots
 from prefold.worker.torch.worker import TorchWorker, batch_rows
 
@@ -166,8 +165,8 @@ def one_step(model: CausalLM, some: list[list[int]], sharing: str, readout: Read
             spool.add(as_request(prompt, targets), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20, share=sharing == "full")))
     scheduler = WindowPlanner(window, readout, sharing=sharing, max_batch_rows=1000)
-    attention = RowAttention(heads_of(model), model.device)
-    return prepare(scheduler.plan().message, model.config.planes, attention)
+    attention = row_attention_of(model.local, model.dtype, model.device)
+    return prepare(scheduler.plan().message, model.config, attention)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="in the interpreter")
@@ -230,7 +229,7 @@ def test_a_step_of_generation_never_waits(without_data):
     config = model.config
     store = make_store(model, 64)
     with NoWaiting():
-        batch = prepare_slots(decode_step(5, 12, 3), store, config.planes, {})
+        batch = prepare_slots(decode_step(5, 12, 3), store, config, {})
     with NoWaiting(), torch.inference_mode():
         model(batch.tokens, batch.positions, SlotAttend(store, batch, config.planes, config.scale), batch.read_rows)
     assert model.launches.count("_write") == model.launches.count("_attend") == config.layers
@@ -249,7 +248,7 @@ def test_adapters_do_not_wait_either(llm, without_data, tmp_path):
     }
     step = decode_step(5, 12, 3)
     step = replace(step, adapters=np.array([0, 0, -1, 1, 0]), read_rows=np.array([1, 2, 4]))
-    batch = prepare_slots(step, store := make_store(model, 64), config.planes, adapters)
+    batch = prepare_slots(step, store := make_store(model, 64), config, adapters)
     with NoWaiting(), torch.inference_mode():
         attend = SlotAttend(store, batch, config.planes, config.scale)
         hidden = model(batch.tokens, batch.positions, attend, batch.read_rows, batch.adapters)

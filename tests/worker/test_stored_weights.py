@@ -39,7 +39,7 @@ def load(path, keep, dtype="float32", **options) -> NativeModel:
 def outputs(model: NativeModel) -> list[np.ndarray]:
     rows = np.arange(20)
     step = StreamStep(rows.astype(np.int32) * 7 % VOCAB, rows.astype(np.int32), 0, np.full(20, 20), rows, rows)
-    batch = prepare_stream(step, model.config.planes, model.config.invariant)
+    batch = prepare_stream(step, model.config)
     hidden, _ = NativeProgram(model).over_rows(batch, NativePath())
     return [hidden, model.logits(hidden).copy(), model.logits(hidden, [3, 299, 17])]
 

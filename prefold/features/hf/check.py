@@ -19,8 +19,7 @@ from ...errors import PrefoldError, UnsupportedModelError
 from ...model.config import Plane
 from ...spec.requests import Readout, Request
 from ...trie import Spool
-from ...worker.torch.attention.row_attention import RowAttention
-from ...worker.torch.rows import Path, forward_stream, heads_of, prepare
+from ...worker.torch.rows import Path, forward_stream, prepare, row_attention_of
 from .config import PlaneHeads, TransformersConfig
 from .model import NAME, PASSES, TransformersLM
 
@@ -165,14 +164,14 @@ def check(model: TransformersLM, expected: ExpectedOutputs, most: float) -> None
     config = model.config
     prompts = prompts_for(config.vocab_size)
     states = torch.empty_like(expected.states)
-    attention, path = RowAttention(heads_of(model), model.device), Path()
+    attention, path = row_attention_of(config, model.dtype, model.device), Path()
     with Spool() as spool, refusing(config, "its modules fail with rows of several prompts"):
         for number, prompt in enumerate(prompts):
             spool.add(Request(prompt, None), str(number).encode())
         window = next(iter(spool.windows(max_tokens=1 << 20)))
         scheduler = WindowPlanner(window, Readout("last"), sharing="full", max_batch_rows=STEP)
         while (step := scheduler.plan()) is not None:
-            batch = prepare(step.message, config.planes, attention)
+            batch = prepare(step.message, config, attention)
             path = path.truncate(step.message.path)
             hidden, kv = forward_stream(model, batch, path, {})
             if model.rows.plane != len(config.planes):

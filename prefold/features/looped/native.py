@@ -16,7 +16,7 @@ from ...worker.native.arrays import NumpyArrays
 from ...worker.native.memory import Workspace
 from ...worker.native.model import NativeModel
 from ...worker.native.program import NativeProgram, Part, StreamMemory
-from ...worker.native.steps import NativePath, SlotBatch, StreamBatch, slot_plans
+from ...worker.native.steps import NativePath, PathKV, SlotBatch, StreamBatch, slot_plans
 from ...worker.native.store import NativeStore
 from ...worker.native.worker import NativeWorker
 from ...worker.parts import WorkerPart
@@ -142,10 +142,9 @@ class SlotRows(StepRows[np.ndarray, SlotBatch]):
 
     def part(self, rows: np.ndarray, of_read: np.ndarray | None) -> SlotBatch:
         step, whole, config = self._step, self.whole, self.model.config
-        group, windows = config.heads // config.kv_heads, {plane.window for plane in config.planes}
-        plans = read_plans = slot_plans(step, windows, group, config.invariant, rows)
+        plans = read_plans = slot_plans(step, config, {plane.window for plane in config.planes}, rows)
         if of_read is not None:
-            read_plans = slot_plans(step, {config.planes[-1].window}, group, config.invariant, rows[of_read])
+            read_plans = slot_plans(step, config, config.read_windows, rows[of_read])
         return SlotBatch(whole.numbers.take(rows, 1), of_read, plans, read_plans, self._adapters_of(rows))
 
     def _adapters_of(self, rows: np.ndarray) -> np.ndarray | None:
@@ -180,7 +179,7 @@ class StreamRows(StepRows[np.ndarray, StreamBatch]):
 
 def run_stream(
     model: NativeLooped, programs: Programs, batch: StreamBatch, path: NativePath
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, PathKV]:
     """Return what `NativeProgram.over_rows` returns."""
     rows, loop = StreamRows(model, programs, batch, path), model.config.loop
     exits = batch.step.read_out.readout.exits or Exits()

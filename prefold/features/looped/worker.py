@@ -66,11 +66,12 @@ class TensorRows(StepRows[Tensor, SlotBatch]):
         return tables
 
     def part(self, rows: np.ndarray, of_read: np.ndarray | None) -> SlotBatch:
-        step, whole, planes = self._step, self.whole, self._lm.config.planes
-        at, plans = send(rows, self._device), slot_plans(step, self._store, {plane.window for plane in planes}, rows)
+        step, whole, config = self._step, self.whole, self._lm.config
+        windows = {plane.window for plane in config.planes}
+        at, plans = send(rows, self._device), slot_plans(step, self._store, config, windows, rows)
         read_plans = plans
         if of_read is not None:
-            read_plans = slot_plans(step, self._store, {planes[-1].window}, rows[of_read])
+            read_plans = slot_plans(step, self._store, config, config.read_windows, rows[of_read])
         return SlotBatch(
             whole.tokens[at], whole.positions[at], whole.slots[at],
             None if of_read is None else send(of_read, self._device), plans, read_plans,

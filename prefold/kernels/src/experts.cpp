@@ -35,14 +35,13 @@ void choose_largest(const float* keys, int64_t size, int64_t count, int32_t* to)
   }
 }
 
-// Sets the keys of experts in all but the best groups to minus infinity. A group is as good as the sum of its `best`
+// Sets the keys of experts in all but the best groups to minus infinity. A group is as good as the sum of its
 // largest keys.
-void leave_groups(float* keys, const ExpertsCall& call, int64_t best) {
-  const int64_t size = call.experts / call.groups;
+void leave_groups(float* keys, const ExpertsCall& call) {
+  const int64_t size = call.experts / call.groups, count = std::min(call.group_best, size);
   std::vector<float> sums(call.groups);
   std::vector<int32_t> largest(std::max(size, call.groups));
   for (int64_t g = 0; g < call.groups; ++g) {
-    const int64_t count = std::min(best, size);
     choose_largest(keys + g * size, size, count, largest.data());
     for (int64_t i = 0; i < count; ++i) sums[g] += keys[g * size + largest[i]];
   }
@@ -78,7 +77,7 @@ void route(const ExpertsCall& call, const float* logits, int32_t* to, float* wei
     if (call.correction) {
       for (int64_t e = 0; e < experts; ++e) keys[e] += call.correction[e];
     }
-    if (call.groups > 1) leave_groups(keys.data(), call, call.correction ? 2 : 1);
+    if (call.groups > 1) leave_groups(keys.data(), call);
     choose_largest(keys.data(), experts, chosen, to);
   }
   if (!plain || call.is_sigmoid) {

@@ -356,7 +356,9 @@ struct ExpertsCall {
   int64_t rows, x_row, experts, chosen, hidden;
   int64_t width;             // of an expert, a multiple of sixteen
   int64_t bias_width;
-  int64_t groups, chosen_groups;  // of experts; a row goes through experts of the best groups
+  // Of experts. A row goes through experts of the best groups: those whose `group_best` largest scores have the largest
+  // sum.
+  int64_t groups, chosen_groups, group_best;
   float scale;                    // of the weights
   int32_t is_sigmoid;             // scores are sigmoids of the logits, not their softmax
   int32_t normalised, threads;
@@ -367,6 +369,15 @@ extern "C" int32_t prefold_experts_gelu_tanh_float32(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_gelu_tanh_bfloat16(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_clamped_float32(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_clamped_bfloat16(const ExpertsCall* call);
+
+// The matrices of kAttendLatent, packed head by head, `*_words` words apart.
+struct LatentCall {
+  const void* expand;   // [dim + value_dim outputs, rank]: a head's keys without their tails, then its values
+  const void* absorb;   // [rank + tail outputs, dim + tail]: a head's key matrix, transposed, and the identity for the tail
+  const void* restore;  // [value_dim outputs, rank]: a head's value matrix
+  int64_t expand_words, absorb_words, restore_words;
+  int64_t rank, tail, dim, value_dim;
+};
 
 // The rows that a causal convolution reads. A place below first_row is a column of a state; a place from first_row on
 // is a row of x. A stored state replaces a state that only its own rows read, if any row does.
@@ -449,7 +460,11 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kGated    out = activation(gate) * up of source
 // kRope     rotate the first ProgramCall.dim numbers of `heads` heads of `dim` from `at` on by table `plane` (-1: none);
 //           weight (null: none), eps, wide: a norm of the whole head before
-// kAttend   out = attention of the queries in `source` from `at` on, over `beside`: keys from `keys` on, then values.
+// kAttend   out = attention of the queries in `source` from `at` on, over `beside`: keys from `keys` on, then values of
+//           `columns` numbers. wide: keys and values are those of an earlier kAttend, which has stored them
+// kAttendLatent
+//           out = attention of the queries in `source`, [heads, dim + tail], over the latents in `beside`, [rank + tail],
+//           by the matrices of `call` (latent.h)
 // kPick     keep the rows that are read, of `source`; if `beside`, for all that follows
 // kEmbed    out = eps * the embeddings of the tokens, plus the learned embeddings of `positions` positions in `bias`.
 //           The matrix has rows that lie one behind the other; or is packed in words, if `wide`; or is in blocks
@@ -462,10 +477,11 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //           out = the mixer `call` of all rows of `source`, with the states `plane`. Rows that are not read get no
 //           result if `beside`, or after a kPick for all that follows.
 //
-// `call` points to an ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
+// `call` points to a LatentCall, ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
 // program fills in the rest.
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
+  kAttendLatent,
 };
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
@@ -481,7 +497,7 @@ struct Operation {
   const void *weight, *bias;
   const BlockPanel* blocks;       // the matrix, if it is in blocks; then weight is null
   int64_t stride;                 // kRope, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
-  const void* call;               // kExperts, kShortConv, kGatedDelta, kMamba2
+  const void* call;               // kAttendLatent, kExperts, kShortConv, kGatedDelta, kMamba2
 };
 
 // Keys and values of the path above a step of a row stream, of one plane, and memory for the path above the next step:
@@ -521,9 +537,10 @@ struct ProgramCall {
   const int64_t* tokens;                // [rows]; null: the embeddings are in their buffer already
   const int64_t* positions;             // [rows]
   const int64_t* slots;                 // [rows]; null: the rows of a stream
-  const float* const* tables;           // [num_tables] of [positions, dim]: cosines, then sines, of rotated numbers
-  int64_t num_tables, dim;
-  float* angles;                        // [num_tables, rows, dim], scratch memory
+  const float* const* tables;           // [num_tables] of [positions, dims[t]]: cosines, then sines, of rotated numbers
+  const int64_t* dims;                  // [num_tables]
+  int64_t num_tables;
+  float* angles;                        // [rows, dims[t]] of each table, scratch memory
   int64_t* ids;                         // [picked]: results of kHead; null: skip kHead
   const SlotPlane* planes;              // over slots
   const PathPlane* paths;               // over a stream, by plane

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "epilogue.h"
 #include "interface.h"
+#include "latent.h"
 #include "parallel.h"
 #include "ranks.h"
 #include "workspace.h"
@@ -143,13 +144,21 @@ struct Pass {
   // Puts the cosines and sines of the rows side by side.
   void turn() const {
     for (int64_t t = 0; t < call.num_tables; ++t) {
-      parallel_ranges(rows, call.dim, call.threads, [&](int64_t first, int64_t stop) {
+      const int64_t dim = call.dims[t];
+      float* angles = angles_of(t);
+      parallel_ranges(rows, dim, call.threads, [&](int64_t first, int64_t stop) {
         for (int64_t r = first; r < stop; ++r) {
           const int64_t position = call.positions[all ? r : call.read[r]];
-          std::memcpy(call.angles + (t * rows + r) * call.dim, call.tables[t] + position * call.dim, call.dim * sizeof(float));
+          std::memcpy(angles + r * dim, call.tables[t] + position * dim, dim * sizeof(float));
         }
       });
     }
+  }
+
+  float* angles_of(int64_t table) const {
+    float* angles = call.angles;
+    for (int64_t t = 0; t < table; ++t) angles += rows * call.dims[t];
+    return angles;
   }
 
   // Copies a row of a matrix that is packed in words.
@@ -314,8 +323,8 @@ struct Pass {
 
   template <class W>
   void turn_heads(const Operation& op, Rope<E, W>* rope, AddRmsNorm<E, W>* norm) const {
-    const int64_t width = call.widths[op.source], turned = op.plane < 0 ? 0 : call.dim;
-    const float* table = turned ? call.angles + op.plane * rows * turned : nullptr;
+    const int64_t width = call.widths[op.source], turned = op.plane < 0 ? 0 : call.dims[op.plane];
+    const float* table = turned ? angles_of(op.plane) : nullptr;
     const auto* weight = static_cast<const W*>(op.weight);
     E* x = buffer(op.source) + op.at;
     if (turned == op.dim || (turned && !weight)) {
@@ -342,7 +351,7 @@ struct Pass {
     tiles.heads = op.heads;
     tiles.kv_heads = op.kv_heads;
     tiles.dim = op.dim;
-    tiles.value_dim = op.dim;
+    tiles.value_dim = op.columns;
     tiles.scale = call.scale;
     tiles.cap = call.cap;
     tiles.sinks = static_cast<const float*>(op.weight);
@@ -350,26 +359,74 @@ struct Pass {
     return tiles;
   }
 
-  int32_t attend(const Operation& op) const {
-    const int64_t kv_width = call.widths[op.beside], size = op.kv_heads * op.dim;
+  // Where the keys and values of the rows lie; a plane may keep values as numbers of the keys.
+  struct NewRows {
+    const E *keys, *values;
+    int64_t row, key_size, value_size;
+  };
+
+  NewRows new_rows(const Operation& op) const {
+    const int64_t size = op.kv_heads * op.dim;
     const E* keys = buffer(op.beside) + op.keys;
+    return {keys, keys + size, call.widths[op.beside], size, op.kv_heads * op.columns};
+  }
+
+  int32_t attend(const Operation& op) const {
+    const NewRows fresh = new_rows(op);
+    const bool is_own = !op.wide;
     if (call.slots) {
       const SlotPlane& plane = call.planes[op.plane];
-      const WriteCall write{plane,    call.slots, keys,   keys + size, kv_width,
-                            op.dim,   kv_width,   op.dim, call.rows,   call.threads};
-      if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
+      const WriteCall write{plane,  call.slots, fresh.keys, fresh.values, fresh.row,
+                            op.dim, fresh.row,  op.columns, call.rows,    call.threads};
+      if (is_own) {
+        if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
+      }
       const SlotCall over{tiles(op), plane};
       return prefold_slot_attention(&over, kBf16);
     }
     const PathPlane& path = call.paths[op.plane];
-    RowCall over{tiles(op), keys, keys + size, path.keys, path.values, kv_width,  op.dim,   kv_width,
-                 op.dim,    size, op.dim,      size,      op.dim,      call.rows, call.path};
+    RowCall over{tiles(op), fresh.keys,     fresh.values, path.keys,        path.values, fresh.row, op.dim,   fresh.row,
+                 op.columns, fresh.key_size, op.dim,       fresh.value_size, op.columns,  call.rows, call.path};
     over.tail_dim = 0;
     if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
-    if (call.scatter) fold(static_cast<const E*>(over.tiles.out), buffer(op.out), op.heads * op.dim);
-    carry(path.next_keys, path.keys, static_cast<const E*>(over.k), size, over.k_row);
-    carry(path.next_values, path.values, static_cast<const E*>(over.v), size, over.v_row);
+    if (call.scatter) fold(static_cast<const E*>(over.tiles.out), buffer(op.out), op.heads * op.columns);
+    if (is_own) {
+      carry(path.next_keys, path.keys, static_cast<const E*>(over.k), fresh.key_size, over.k_row);
+      carry(path.next_values, path.values, static_cast<const E*>(over.v), fresh.value_size, over.v_row);
+    }
+    return 0;
+  }
+
+  int32_t attend_latent(const Operation& op) const {
+    const LatentAttention<E> latent(call, op, rows);
+    const int64_t width = latent.width(), q_row = call.widths[op.source], latent_row = call.widths[op.beside];
+    const E *q = buffer(op.source), *fresh = buffer(op.beside);
+    if (call.slots) {
+      const SlotPlane& plane = call.planes[op.plane];
+      const WriteCall write{plane, call.slots, fresh, fresh, latent_row, width, latent_row, width, call.rows, call.threads};
+      if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
+      return latent.over_slots(tiles(op), plane, q, q_row, buffer(op.out));
+    }
+    const PathPlane& path = call.paths[op.plane];
+    const auto* before = reinterpret_cast<const E*>(path.keys);
+    if (!call.scatter) {
+      if (const int32_t failed = latent.over_rows(tiles(op), before, call.path, fresh, latent_row, call.rows, q, q_row,
+                                                  buffer(op.out))) return failed;
+      carry(path.next_keys, path.keys, fresh, width, latent_row);
+      return 0;
+    }
+    const int64_t queries = all ? call.unfolded : rows, q_width = q_row;
+    E *unfolded_q = reinterpret_cast<E*>(call.unfolded_room), *latents = unfolded_q + call.unfolded * q_width;
+    E* attended = latents + call.unfolded * width;
+    copy_rows(q, q_row, all ? call.scatter : call.read_order, unfolded_q, nullptr, queries, q_width);
+    copy_rows(fresh, latent_row, call.scatter, latents, nullptr, call.unfolded, width);
+    TileCall over = tiles(op);
+    over.queries = queries;
+    if (const int32_t failed = latent.over_rows(over, before, call.path, latents, width, call.unfolded, unfolded_q, q_width,
+                                                attended)) return failed;
+    fold(attended, buffer(op.out), call.widths[op.out]);
+    carry(path.next_keys, path.keys, latents, width, width);
     return 0;
   }
 
@@ -389,14 +446,16 @@ struct Pass {
   // Lets a call attend over all rows of the stream.
   void unfold(RowCall& over) const {
     TileCall& tiles = over.tiles;
-    const int64_t queries = tiles.heads * tiles.dim, keys = 2 * tiles.kv_heads * tiles.dim;
-    E *q = reinterpret_cast<E*>(call.unfolded_room), *kv = q + call.unfolded * queries;
+    const int64_t queries = tiles.heads * tiles.dim, keys = tiles.kv_heads * tiles.dim;
+    const int64_t values = tiles.kv_heads * tiles.value_dim;
+    E *q = reinterpret_cast<E*>(call.unfolded_room), *k = q + call.unfolded * queries, *v = k + call.unfolded * keys;
     tiles.queries = all ? call.unfolded : rows;
     copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
               tiles.dim, tiles.heads, tiles.q_head);
-    copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, kv, nullptr, call.unfolded, keys);
-    tiles.q = q, tiles.q_row = queries, tiles.q_head = tiles.dim, tiles.out = kv + call.unfolded * keys;
-    over.k = kv, over.v = kv + keys / 2, over.k_row = over.v_row = keys, over.rows = call.unfolded;
+    copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, k, nullptr, call.unfolded, keys);
+    copy_rows(static_cast<const E*>(over.v), over.v_row, call.scatter, v, nullptr, call.unfolded, values);
+    tiles.q = q, tiles.q_row = queries, tiles.q_head = tiles.dim, tiles.out = v + call.unfolded * values;
+    over.k = k, over.v = v, over.k_row = keys, over.v_row = values, over.rows = call.unfolded;
   }
 
   // Takes the result of attention to the rows.
@@ -441,6 +500,7 @@ struct Pass {
         case kGated: failed = product(op); break;
         case kRope: rope(op); break;
         case kAttend: failed = attend(op); break;
+        case kAttendLatent: failed = attend_latent(op); break;
         case kPick:
           if (call.picked == call.rows) break;
           pick(op);

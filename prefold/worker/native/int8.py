@@ -8,7 +8,7 @@ the model is loaded, and a layer whose output changes too much keeps the dtype's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,8 +24,7 @@ from ...text import Tokenizer
 from .model import NativeModel
 from .program import NativeProgram, Part
 from .steps import prepare_slots
-from .store import NativeStore
-from .worker import layout_of
+from .store import NativeStore, layouts_of
 
 # Text that goes through the model when it is loaded, to see what int8 changes: prose, a question, code, numbers.
 PROBE = (
@@ -133,8 +132,8 @@ class Probe:
         """tokens: of a text, int64"""
         config = model.config
         self._model = model
-        self._store = NativeStore(1, layout_of(model, config.kv_heads), len(tokens) + 1, model.kernels)
-        self.batch = prepare_slots(_one_sequence(tokens), config.planes, config.heads // config.kv_heads, False)
+        self._store = NativeStore(layouts_of(model.kernels, config, model.dtype)[:1], len(tokens) + 1, model.kernels)
+        self.batch = prepare_slots(_one_sequence(tokens), replace(config, invariant=False))
         self.exact = self._quantised = np.empty(0)
         self.report = Report()
 

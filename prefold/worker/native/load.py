@@ -21,7 +21,7 @@ from ...model.adapters import read_adapter
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
 from ...model.machine import available_memory, check_fits, computes_bf16
-from ...model.program import Add, Embed, Experts, Linear, Operation, Program, Weight
+from ...model.program import Add, AttendLatent, Embed, Experts, Linear, Operation, Program, Weight
 from ...model.shard import OneRank, Shard
 from ...model.sources import StoredSource, open_source
 from ...spec.model import ModelSpec
@@ -29,7 +29,7 @@ from ...text import Tokenizer
 from ..loaded import Loaded
 from ..parts import native_parts
 from .int8 import Probe, probe_tokens
-from .model import NativeModel, PackedTable, Table, in_turn
+from .model import LatentMatrices, NativeModel, PackedTable, Table, in_turn
 from .program import COMPILE
 from .worker import NativeWorker
 
@@ -276,6 +276,8 @@ class _Loader:
         for operation in operations:
             if isinstance(operation, Linear):
                 memory.matrices[operation.weight] = self._matrix(operation)
+            elif isinstance(operation, AttendLatent):
+                memory.latents[operation.up] = self._latent(operation)
             elif isinstance(operation, Experts):
                 for weight, gated in ((operation.gate_up, True), (operation.down, False)):
                     stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
@@ -283,11 +285,26 @@ class _Loader:
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
             self._load(operation.weights)
 
+    def _latent(self, attend: AttendLatent) -> LatentMatrices:
+        """Return the matrices of attention over latents."""
+        heads, dim, tail, rank = attend.heads, attend.dim, attend.tail, attend.rank
+        up = self._array(attend.up).reshape(heads, -1, rank)
+        absorb = np.zeros((heads, rank + tail, dim + tail), up.dtype)
+        absorb[:, :rank, :dim] = up[:, :dim].swapaxes(1, 2)
+        absorb[:, rank:, dim:] = np.eye(tail)
+
+        def packed(matrices: np.ndarray) -> np.ndarray:
+            pack, dtype = self._model.kernels.pack_words, self._model.dtype
+            return np.stack([pack([np.ascontiguousarray(one)], PanelPool(piece=0), dtype=dtype) for one in matrices])
+
+        return LatentMatrices(packed(up), packed(absorb), packed(up[:, dim:]))
+
     def _load(self, weights: Iterable[Weight]) -> None:
         """Load those of some weights that are not in memory yet."""
         memory = self._model.memory
         for weight in weights:
-            if all(weight not in kind for kind in (memory.matrices, memory.stacks, memory.tables, memory.arrays)):
+            kinds = (memory.matrices, memory.stacks, memory.latents, memory.tables, memory.arrays)
+            if all(weight not in kind for kind in kinds):
                 memory.arrays[weight] = self._array(weight)
 
     def _load_layer(self, number: int, layer: Sequence[Operation]) -> None:

@@ -39,6 +39,21 @@ class PackedTable:
         return np.ascontiguousarray(self.words[ids // COLUMNS, :, ids % COLUMNS]).view(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class LatentMatrices:
+    """The packed matrices of an AttendLatent, one for each head, as `LatentCall` has them: int32 [heads, panels, words,
+    32]."""
+
+    expand: np.ndarray
+    absorb: np.ndarray
+    restore: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all matrices."""
+        return self.expand.nbytes + self.absorb.nbytes + self.restore.nbytes
+
+
 # The embedding: rows one behind the other, blocks as the file has them, or words.
 Table = np.ndarray | Blocks | PackedTable
 
@@ -49,19 +64,22 @@ class Memory:
 
     matrices  of linears: packed words, or blocks as the file has them
     stacks    of experts: the packed matrices of all, one behind the other
+    latents   of attention over latents
     tables    the embedding, and an LM head that is not tied to it
     arrays    all others, of the model's dtype, or float32 where they are wide
     """
 
     matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
     stacks: dict[Weight, np.ndarray] = field(default_factory=dict)
+    latents: dict[Weight, LatentMatrices] = field(default_factory=dict)
     tables: dict[Weight, Table] = field(default_factory=dict)
     arrays: dict[Weight, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all weights, those of a mapped file among them."""
-        every = (*self.matrices.values(), *self.stacks.values(), *self.tables.values(), *self.arrays.values())
+        kinds = (self.matrices, self.stacks, self.latents, self.tables, self.arrays)
+        every = [one for kind in kinds for one in kind.values()]
         return sum({id(one): one.nbytes for one in every}.values())
 
 
@@ -99,7 +117,8 @@ class NativeModel:
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
             ropes = (STILL,) * len(config.planes)
-        self.angles = AngleTables(ropes, config.rotated_dim or config.head_dim) if ropes else None
+        dims = [config.rotated_dim or config.kv_sizes(number).dim for number in range(len(ropes))]
+        self.angles = AngleTables(ropes, dims) if ropes else None
         self._head: np.ndarray | Blocks | None = None
         self._score: ClassificationHead | None = None
         self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens

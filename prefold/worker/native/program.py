@@ -15,16 +15,17 @@ from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE, SlotStep
 from ...errors import UnsupportedModelError
 from ...kernels import LANES, Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
-from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, MambaCall, ShortConvCall
+from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, LatentCall, MambaCall, ShortConvCall
 from ...kernels.abi import Operation as CompiledOperation
 from ...kernels.threads import threads
 from ...model.adapters import AdapterArrays
-from ...model.config import ModelConfig
+from ...model.config import KVSizes, ModelConfig
 from ...model.program import (
     DELTA,
     OUT,
     Add,
     Attend,
+    AttendLatent,
     Buffer,
     Embed,
     Experts,
@@ -46,7 +47,7 @@ from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
 from .memory import LINE, Workspace, place_buffers
 from .model import NativeModel, PackedAdapters, PackedTable, in_turn
-from .steps import NativePath, SlotBatch, StreamBatch
+from .steps import NativePath, PathKV, SlotBatch, StreamBatch
 from .store import NativeStore
 
 MOST_POSITIONS = 1 << 62
@@ -82,25 +83,29 @@ class Part:
 class StreamMemory:
     """A StreamMemory has the K/V that a step of a row stream reads and leaves.
 
-    kv      [planes, 2, path, kv_heads, head_dim]: of the path above the next step
+    kv      of the path above the next step, as of NativePath
     fields  of the kernels' call
     """
 
     def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath):
         config, dtype = model.local, model.dtype
-        planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
-        self.kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
-        self._paths = (PathPlane * planes)()
-        self._before = None if path.kv is None else np.ascontiguousarray(path.kv)
-        for plane, (keys, values) in enumerate(self.kv):
-            places = [None, None] if self._before is None else [half.ctypes.data for half in self._before[plane]]
-            self._paths[plane] = PathPlane(*places, keys.ctypes.data, values.ctypes.data)
+        kept_path, kept_new = len(batch.keep_path), len(batch.keep_new)
+        every = [config.kv_sizes(plane) for plane in range(len(config.planes))]
+        self.kv: PathKV = [_path_rows(sizes, kept_path + kept_new, dtype) for sizes in every]
+        self._paths, self._before = (PathPlane * len(every))(), path.kv
+        for plane, rows in enumerate(self.kv):
+            before = path.kv[plane] if path.rows else (None, None)
+            addresses = [None if half is None else half.ctypes.data for half in (*before, *rows)]
+            self._paths[plane] = PathPlane(*addresses)
         self.fields: dict[str, Any] = {
             "path": path.rows, "kept_path": kept_path, "kept_new": kept_new,
             "keep_path": batch.keep_path.ctypes.data, "keep_new": batch.keep_new.ctypes.data,
         }  # fmt: skip
         if batch.scatter is not None and batch.gather is not None:
-            self._room = np.empty((len(batch.scatter), 2 * config.q_size + 2 * config.kv_size), dtype)
+            most = max(config.heads * (of.dim + of.value_dim) + of.heads * (of.dim + of.value_dim) for of in every)
+            if (latent := config.latent) is not None:
+                most = config.heads * (latent.dim + latent.tail + latent.value_dim) + latent.kept.dim
+            self._room = np.empty((len(batch.scatter), most), dtype)
             self.fields |= {
                 "unfolded": len(self._room), "unfolded_room": self._room.ctypes.data,
                 "scatter": batch.scatter.ctypes.data, "gather": batch.gather.ctypes.data,
@@ -110,6 +115,12 @@ class StreamMemory:
     def paths(self, first: int = 0) -> int:
         """Return the address of what the kernels know of the planes from the first one on."""
         return addressof(self._paths) + first * sizeof(PathPlane)
+
+
+def _path_rows(sizes: KVSizes, rows: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return memory for keys and values of a path."""
+    keys = np.empty((rows, sizes.heads, sizes.dim), dtype)
+    return keys, None if sizes.in_keys else np.empty((rows, sizes.heads, sizes.value_dim), dtype)
 
 
 @dataclass(slots=True)
@@ -258,7 +269,7 @@ class Compiler:
         self.add(
             Kind.ATTEND, source=self.number[attend.source], out=self.number[attend.out], at=attend.at,
             beside=self.number[attend.beside], keys=attend.keys, heads=attend.heads, dim=attend.dim,
-            stride=attend.stride, plane=self.plane,
+            stride=attend.stride, plane=self.plane, wide=not attend.is_own, columns=attend.value_dim or attend.dim,
             kv_heads=attend.kv_heads, window=self.windows.index(self.config.planes[self.like].window), weight=sinks,
         )  # fmt: skip
 
@@ -281,6 +292,21 @@ class Compiler:
         )  # fmt: skip
 
 
+def _attend_latent(compiler: Compiler, attend: AttendLatent) -> None:
+    matrices = compiler.memory.latents[attend.up]
+    words = {name: compiler.address(getattr(matrices, name)) for name in ("expand", "absorb", "restore")}
+    sizes = {f"{name}_words": getattr(matrices, name)[0].size for name in words}
+    call = LatentCall(
+        **words, **sizes, rank=attend.rank, tail=attend.tail, dim=attend.dim, value_dim=attend.value_dim
+    )  # fmt: skip
+    compiler.add(
+        Kind.ATTEND_LATENT, source=compiler.number[attend.source], beside=compiler.number[attend.beside],
+        out=compiler.number[attend.out], heads=attend.heads, kv_heads=1, dim=attend.dim + attend.tail,
+        columns=attend.value_dim, plane=compiler.plane,
+        window=compiler.windows.index(compiler.config.planes[compiler.like].window), call=compiler.structure(call),
+    )  # fmt: skip
+
+
 def _gate(compiler: Compiler, gate: Gate) -> None:
     compiler.add(
         Kind.GATE, source=compiler.number[gate.source], beside=compiler.number[gate.by], at=gate.at, heads=gate.groups,
@@ -301,6 +327,7 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         down_bias=bias(experts.down_bias) if compiler.is_added(experts.summed) else None,
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
         correction=bias(experts.correction), groups=experts.groups, chosen_groups=experts.chosen_groups,
+        group_best=experts.group_best,
         scale=experts.scale, is_sigmoid=experts.score == "sigmoid",
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
@@ -363,6 +390,7 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Linear: Compiler.linear,
     Rope: Compiler.rope,
     Attend: Compiler.attend,
+    AttendLatent: _attend_latent,
     Pick: Compiler.pick,
     Gate: _gate,
     Experts: _experts,
@@ -396,10 +424,13 @@ class NativeProgram:
         self._number, self._windows = compiler.number, compiler.windows
         if self._part.embeds:
             compiler.embed(program.embed, model.vocab.start, model.tokens)
+            compiler.compile(program.begin)
+        of_reading = (place for place, (number, _, _) in enumerate(every, 1) if number == model.config.reading_layer)
+        reading = max(of_reading, default=len(every))
         layers = {number: program.layers[number] for number, _, _ in every}
         for place, (number, plane, like) in enumerate(every, 1):
             compiler.plane, compiler.like = plane, like
-            compiler.is_last = self._part.is_last and place == len(every)
+            compiler.is_last = self._part.is_last and place >= reading
             compiler.compile(before_attention(layers[number]) if self._part.keys else layers[number])
         if self._part.ends:
             compiler.compile(program.end)
@@ -412,8 +443,8 @@ class NativeProgram:
         self._layers = list(layers.values())
         self._workspace = workspace or Workspace()
         self.memory, self.memory_rows = self._workspace.memory, 0
-        self._num_tables = 0 if model.angles is None else len(model.angles.tables)
-        self._dim = 0 if model.angles is None else model.angles.tables[0].shape[1]
+        self._dims = np.array([] if model.angles is None else model.angles.dims, np.int64)
+        self._num_tables = len(self._dims)
         self._tables: list[np.ndarray] = []
         self._addresses = (c_void_p * self._num_tables)()
         self._positions = 0 if self._num_tables else MOST_POSITIONS  # that the tables cover
@@ -496,7 +527,7 @@ class NativeProgram:
 
     def over_rows(
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, PathKV]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
         the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
         memory = StreamMemory(self.model, batch, path)
@@ -616,7 +647,8 @@ class NativeProgram:
             read=None if read_rows is None else read_rows.ctypes.data,
             tokens=batch.tokens.ctypes.data if x is None else None,
             positions=batch.positions.ctypes.data, tables=addressof(self._addresses), num_tables=self._num_tables,
-            dim=self._dim, angles=self._angles, scale=model.config.scale, cap=model.config.attention_cap or 0,
+            dims=self._dims.ctypes.data, angles=self._angles,
+            scale=model.config.scale, cap=model.config.attention_cap or 0,
             plans=addressof(plans), read_plans=addressof(read_plans), is_bf16=model.dtype.itemsize == 2,
             ranks=None if model.view is None else addressof(model.view), **call_fields,
         )  # fmt: skip
@@ -643,8 +675,9 @@ class NativeProgram:
         size = self.model.dtype.itemsize
         sizes = {name: -(-width * rows * size // LINE) * LINE for name, width in self.model.widths.items()}
         del sizes[OUT]
-        places, end = place_buffers(self._layers, sizes, (X, H, DELTA))
-        self.memory = self._workspace.reserve(end + self._num_tables * rows * self._dim * 4)
+        program = self.model.program
+        places, end = place_buffers([program.begin, *self._layers], sizes, (X, H, DELTA, *program.kept))
+        self.memory = self._workspace.reserve(end + rows * int(self._dims.sum()) * 4)
         first = self.memory.ctypes.data
         self._buffers = np.array([places.get(name, 0) for name in self._number], np.int64) + first
         self._angles, self.memory_rows = first + end, rows
@@ -699,9 +732,7 @@ class ProgramParts:
 
 def visits_of(config: ModelConfig) -> list[Visit]:
     """Return the visits of a whole pass. The plane of a layer without attention is -1."""
-    visits, plane = [], 0
-    for number in config.pass_layers:
-        has_plane = plane < len(config.planes) and config.visited[plane] == number
-        visits.append((number, plane, plane) if has_plane else (number, -1, -1))
-        plane += has_plane
-    return visits
+    if len(config.visited) != len({*config.visited}):  # a looped model, whose visits have a plane each
+        return [(number, plane, plane) for plane, number in enumerate(config.visited)]
+    planes = {number: config.plane_of(number) for number in config.pass_layers if config.attends(number)}
+    return [(number, planes.get(number, -1), planes.get(number, -1)) for number in config.pass_layers]

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...engine.schedule.steps import SlotStep, StreamStep
-from ...model.config import Plane
+from ...model.config import ModelConfig
 from ..attention.row_plan import RowPlan, plan_rows
 from ..attention.slot_plan import SlotPlan, plan_slots, runs_of
 from ..pool import PoolPlan, plan_pool
+
+PathKV = Sequence[tuple[np.ndarray, np.ndarray | None]]  # as of NativePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +21,21 @@ class NativePath:
     """A NativePath is what is held between two steps of a row stream: the K/V of the path's rows, and for mean pooling
     their hidden states.
 
-    kv      [planes, 2, path, kv_heads, head_dim]: keys, then values; None: the path is empty
+    rows    of the path
+    kv      of each plane keys [path, kv_heads, dim] and values [path, kv_heads, value dim], which may be those of a
+            longer path; values are None if they are numbers of the keys
     hidden  float32 [path, hidden], or None
     """
 
-    kv: np.ndarray | None = None
+    rows: int = 0
+    kv: PathKV = ()
     hidden: np.ndarray | None = None
-
-    @property
-    def rows(self) -> int:
-        """Return how many rows the path has."""
-        return 0 if self.kv is None else self.kv.shape[2]
 
     def truncate(self, rows: int) -> NativePath:
         """Return the first `rows` rows: the next window shares no more than these with the last one."""
-        if rows == self.rows or self.kv is None:
+        if rows == self.rows:
             return self
-        return NativePath(self.kv[:, :, :rows], None if self.hidden is None else self.hidden[:rows])
+        return NativePath(rows, self.kv if rows else (), None if self.hidden is None else self.hidden[:rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +105,22 @@ class SlotBatch:
         return self.numbers[2]
 
 
-def prepare_stream(step: StreamStep, planes: Sequence[Plane], invariant: bool) -> StreamBatch:
-    """Return all that the forward pass of a step needs; it may be called in any thread, while another step runs.
-
-    invariant: as of `ModelConfig`
-    """
+def prepare_stream(step: StreamStep, config: ModelConfig) -> StreamBatch:
+    """Return all that the forward pass of a step needs; it may be called in any thread, while another step runs."""
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
-    last_window = planes[-1].window
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        return plan_rows(step.end, query_rows, step.key_positions, window, first=step.first, invariant=invariant)
+        first, invariant = step.first, config.invariant
+        return plan_rows(step.end, query_rows, step.key_positions, window, first=first, invariant=invariant)
 
-    plans = {window: plan(new_keys, window) for window in {plane.window for plane in planes}}
+    plans = {window: plan(new_keys, window) for window in {plane.window for plane in config.planes}}
     read_order, read_plans = None, plans
     if step.read_rows is not None:
         read_keys = step.read_rows if step.fold is None else step.fold.gather[step.read_rows]
         if step.fold is not None:
             read_order = np.argsort(read_keys)
             read_keys = read_keys[read_order]
-        read_plans = {last_window: plan(step.path + read_keys, last_window)}
+        read_plans = {window: plan(step.path + read_keys, window) for window in config.read_windows}
     old = step.keep < step.path
     averages = step.read_out.readout.kind == "mean" and len(step.read_out.rows) > 0
     return StreamBatch(
@@ -143,13 +140,13 @@ def prepare_stream(step: StreamStep, planes: Sequence[Plane], invariant: bool) -
     )
 
 
-def prepare_slots(step: SlotStep, planes: Sequence[Plane], group: int, invariant: bool) -> SlotBatch:
-    """Return a step over slots as arrays. group: query heads that share a KV head; invariant: as of `ModelConfig`"""
-    plans = slot_plans(step, {plane.window for plane in planes}, group, invariant)
+def prepare_slots(step: SlotStep, config: ModelConfig) -> SlotBatch:
+    """Return a step over slots as arrays. config: of this rank's part of the model"""
+    plans = slot_plans(step, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
     if len(step.read_rows) < step.num_rows:
         read_rows = _int64(step.read_rows)
-        read_plans = slot_plans(step, {planes[-1].window}, group, invariant, read_rows)
+        read_plans = slot_plans(step, config, config.read_windows, read_rows)
     adapters = step.adapters
     if adapters is not None and adapters.max(initial=-1) < 0:
         adapters = None
@@ -158,15 +155,15 @@ def prepare_slots(step: SlotStep, planes: Sequence[Plane], group: int, invariant
 
 
 def slot_plans(
-    step: SlotStep, windows: Iterable[int | None], group: int, invariant: bool, queries: np.ndarray | None = None
+    step: SlotStep, config: ModelConfig, windows: Iterable[int | None], queries: np.ndarray | None = None
 ) -> dict[int | None, SlotPlan]:
     """Return the plan of attention of a step for each of these sliding windows.
 
     queries: the rows that query, ascending; None: all.
     """
-    runs, positions = runs_of(step, queries)
+    (runs, positions), groups = runs_of(step, queries), config.group_of
     return {
-        window: plan_slots(runs, len(positions), positions, window, group=group, invariant=invariant)
+        window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=config.invariant)
         for window in windows
     }
 

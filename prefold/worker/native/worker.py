@@ -13,7 +13,6 @@ import numpy as np
 from ...engine.schedule.steps import EndStream, MakeStore, Message, SlotResult, SlotStep, StreamStep
 from ...engine.worker import DONE, CompletedTicket, Facts, Ticket, Worker
 from ...errors import InputError, OutOfMemoryError, not_invariant
-from ...kernels import BFLOAT16
 from ...model.adapters import AdapterArrays
 from ...model.machine import GivesBack, available_memory, give_back, keep_freed
 from ...model.shard import Shard
@@ -22,8 +21,8 @@ from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import NumpyArrays
 from .model import NativeModel
 from .program import NO_FIELDS, NativeProgram
-from .steps import NativePath, SlotBatch, StreamBatch, prepare_slots, prepare_stream
-from .store import NativeStore, StoreLayout
+from .steps import NativePath, PathKV, SlotBatch, StreamBatch, prepare_slots, prepare_stream
+from .store import NativeStore, layouts_of, slot_bytes
 
 # Larger steps hardly gain, and hold their intermediates in memory.
 ROWS = 4096
@@ -32,17 +31,11 @@ KV_SHARE, KV_MOST = 0.5, 4 << 30
 NO_PATH = NativePath()
 
 
-def layout_of(model: NativeModel, kv_heads: int) -> StoreLayout:
-    """Return how so many KV heads of a model lie in memory."""
-    kept = BFLOAT16 if model.config.kv_dtype == "bfloat16" else None
-    return StoreLayout.of(model.kernels, kv_heads, model.config.head_dim, model.dtype, kept)
-
-
-def slot_bytes(model: NativeModel) -> int:
+def bytes_of_slot(model: NativeModel) -> int:
     """Return the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
-    kv_heads = [Shard.of(config, rank, size).local(config).kv_heads for rank in range(size)]
-    return sum(layout_of(model, count).slot_bytes(len(config.planes)) for count in kv_heads)
+    parts = (Shard.of(config, rank, size).local(config) for rank in range(size))
+    return sum(slot_bytes(layouts_of(model.kernels, part, model.dtype)) for part in parts)
 
 
 class NativeWorker(Worker):
@@ -72,14 +65,14 @@ class NativeWorker(Worker):
         self._passes = next((part.passes for part in parts if part.passes), "")
         self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
-        self.layout = layout_of(model, model.local.kv_heads)
+        self.layouts = layouts_of(model.kernels, model.local, model.dtype)
         self.facts = Facts(
             max_rows=ROWS,
             max_positions=config.max_positions,
             vocab_size=config.vocab_size,
             has_logits=config.lm_head,
             adapters=tuple(self.adapters),
-            slot_bytes=slot_bytes(model),
+            slot_bytes=bytes_of_slot(model),
             span_rows=config.span_rows,
             features=tuple(part.facts for part in parts if part.facts is not None),
         )
@@ -105,7 +98,7 @@ class NativeWorker(Worker):
         if not isinstance(message, StreamStep):
             return None
         step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
-        batch = prepare_stream(step, self.model.config.planes, self.model.config.invariant)
+        batch = prepare_stream(step, self.model.config)
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: StreamBatch | None = None) -> Ticket:
@@ -154,7 +147,7 @@ class NativeWorker(Worker):
         return self.run_rows(batch, partial(self.program.over_rows, x=x, fields=fields))
 
     def run_rows(
-        self, batch: StreamBatch, over_rows: Callable[[StreamBatch, NativePath], tuple[np.ndarray, np.ndarray]]
+        self, batch: StreamBatch, over_rows: Callable[[StreamBatch, NativePath], tuple[np.ndarray, PathKV]]
     ) -> Ticket:
         """Run a prepared step of a row stream by a function as `NativeProgram.over_rows`, and return its ticket."""
         step = batch.step
@@ -164,7 +157,7 @@ class NativeWorker(Worker):
         path = path if rows == step.path else path.truncate(step.path)
         hidden, kv = over_rows(batch, path)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
-        self.paths[step.stream] = NativePath(kv, states)
+        self.paths[step.stream] = NativePath(len(batch.keep_path) + len(batch.keep_new), kv, states)
         return ticket
 
     def _end_stream(self, message: EndStream) -> Ticket:
@@ -172,7 +165,7 @@ class NativeWorker(Worker):
         return DONE
 
     def _make_store(self, message: MakeStore) -> Ticket:
-        self.store = NativeStore(len(self.model.config.planes), self.layout, message.slots, self.model.kernels)
+        self.store = NativeStore(self.layouts, message.slots, self.model.kernels)
         self._states = self.last_run = None
         return DONE
 
@@ -213,7 +206,7 @@ class NativeWorker(Worker):
         """Return a step over slots as arrays. Raise ValueError for slots that are not there."""
         assert self.store is not None
         config = self.model.local
-        batch = prepare_slots(step, config.planes, config.heads // config.kv_heads, config.invariant)
+        batch = prepare_slots(step, config)
         needed = max((plan.slots_needed for plan in batch.plans.values()), default=0)
         if needed > self.store.slots:
             raise ValueError(f"the step needs {needed} slots, the store has {self.store.slots}")

@@ -97,7 +97,7 @@ def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None
     if operation.groups > 1:
         keys = scores if correction is None else keys
         of_groups = keys.unflatten(-1, (operation.groups, -1))
-        best = of_groups.topk(min(2 if correction is not None else 1, of_groups.shape[-1]), -1)[0].sum(-1)
+        best = of_groups.topk(min(operation.group_best, of_groups.shape[-1]), -1)[0].sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(-1, best.topk(operation.chosen_groups, -1)[1], True)
         keys = of_groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -33,15 +33,16 @@ class Layer(nn.Module):
         place: Place,
         *,
         split: Split = WHOLE,
+        kept: Collection[Buffer] = (),
     ):
-        """Make the parameters. split: as of `held_weights`"""
+        """Make the parameters. split: as of `held_weights`; kept: as of Program"""
         super().__init__()
         self.operations, self.ranks = tuple(operations), place.ranks
         self.held: list[HeldWeight] = []
         self.linears: dict[str, layers.Linear] = {}
         self.attends = next((operation for operation in operations if isinstance(operation, Attend)), None)
         self._steps: list[tuple[Callable[..., None], Operation, nn.Module, tuple[Buffer, ...]]] = []
-        for operation, dead in zip(operations, dead_buffers(operations), strict=True):
+        for operation, dead in zip(operations, dead_buffers(operations, kept), strict=True):
             execution = execution_of(type(operation))
             weights = execution.hold(operation, place)
             if operation.weights:
@@ -68,10 +69,13 @@ class Layer(nn.Module):
         adapters: RowAdapters,
         ops: Ops,
         states: object = None,
+        kept: dict[Buffer, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
-        The other arguments are as of `Rows`."""
-        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, states)
+
+        kept: further buffers that layers hand on, which stay so; the other arguments are as of `Rows`
+        """
+        rows = Rows({X: x} | (kept or {}), delta, attend, cos_sin, read, adapters, ops, self.ranks, states)
         del x, delta  # so that they are free when no operation needs them any more
         buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
@@ -81,6 +85,8 @@ class Layer(nn.Module):
                     del buffers[name]
                 if name in heads:
                     del heads[name]
+        for name in kept or ():
+            kept[name] = buffers[name]  # type: ignore[index]
         return buffers[X], rows.delta
 
     def result(
@@ -150,14 +156,15 @@ def held_weights(
             yield HeldWeight(owner, attribute, weight.parts, weight.offset, own if any(own) else ())
 
 
-def dead_buffers(operations: Sequence[Operation]) -> list[tuple[Buffer, ...]]:
-    """Return of each operation the buffers that no operation after it reads, but for the residual stream."""
-    dead, read_later = list[tuple[Buffer, ...]](), {X}
+def dead_buffers(operations: Sequence[Operation], kept: Collection[Buffer] = ()) -> list[tuple[Buffer, ...]]:
+    """Return of each operation the buffers that no operation after it reads, but for the residual stream and those that
+    are kept."""
+    dead, read_later = list[tuple[Buffer, ...]](), {X, *kept}
     for operation in reversed(operations):
         names = operation.buffers
         filled: str = getattr(operation, "out", X)
         dead.append(tuple(name for name in dict.fromkeys(names) if name not in read_later))
-        if names.count(filled) == 1 and filled != X:
+        if names.count(filled) == 1 and filled != X and filled not in kept:
             read_later.discard(filled)
             names.remove(filled)
         read_later |= {*names}

@@ -7,9 +7,9 @@ caller's concern.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from ...engine.schedule.steps import StreamStep
 from ...errors import InputError, no_lm_head
 from ...model.config import ModelConfig
-from ...model.program import OUT, Linear, MediaRows
+from ...model.program import OUT, Buffer, Linear, MediaRows, X
 from . import layers
 from .layer import Layer, held_weights
 from .layers import HeldWeight, recomputed
 from .logits import LogitShape
 from .lora import NO_ADAPTERS, RowAdapters
-from .operations import Place, execution_of, hold_linear
+from .operations import Place, Rows, execution_of, hold_linear
 from .ops import Ops, choose_ops, wide
 from .parallel import ALONE, Alone
 from .products import Product, pack_head, wide_product
@@ -34,12 +34,14 @@ from .rotary_tables import RotaryTables
 class Attend(Protocol):
     """An Attend computes attention over one plane.
 
-    q [rows, heads, dim], k, v [rows, kv_heads, dim] (perhaps strided) -> o, shaped as q. In the last visit of a pass q
-    has only the rows that are read, where some are not: `len(q) < len(k)`. sinks [heads]: as of
-    `attention.RowAttention.attend`.
+    q [rows, heads, dim], k [rows, kv_heads, dim], v [rows, kv_heads, value dim] (perhaps strided) -> o [rows, heads,
+    value dim]. From the layer on that leaves out the rows that are not read, q has the others alone: `len(q) < len(k)`.
+    k, v: None: those of an earlier call for the plane. sinks [heads]: as of `attention.RowAttention.attend`.
     """
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self, plane: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class Pass:
     ops        computes the position-wise operations
     prelude    what the prelude gave, [rows, hidden], where a looped model puts it in before each visit
     states     the states of the rows' paths, in a model whose layers have states
+    kept       buffers that layers hand on beside the residual stream
     """
 
     x: Tensor
@@ -67,6 +70,7 @@ class Pass:
     place: int = 0
     prelude: Tensor | None = None
     states: object = None
+    kept: dict[Buffer, Tensor] = field(default_factory=dict)
 
     @property
     def stream(self) -> Tensor:
@@ -99,7 +103,10 @@ class CausalLM(nn.Module):
         self.embedding = place.empty(program.embed.table)
         head, learned = program.head, program.embed.positions
         self.position_embedding = None if learned is None else place.empty(learned)
-        self.layers = nn.ModuleList(Layer(operations, place, split=self._split) for operations in program.layers)
+        self.begin = Layer(program.begin, place, kept=program.kept)
+        self.layers = nn.ModuleList(
+            Layer(operations, place, split=self._split, kept=program.kept) for operations in program.layers
+        )
         self.end = Layer(program.end, place)
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
@@ -112,11 +119,12 @@ class CausalLM(nn.Module):
         self.head_product: Product | None = None
         self._rotary: RotaryTables | None = None
         # Of each layer that a pass goes through, in its order, the plane; None: the layer has no attention.
-        self._planes, plane = list[int | None](), 0
-        for number in config.pass_layers:
-            attends = cast(Layer, self.layers[number]).attends is not None
-            self._planes.append(plane if attends else None)
-            plane += attends
+        self._planes: list[int | None] = list(range(len(config.visited)))
+        if len(config.visited) == len({*config.visited}):  # not a looped model, whose visits have a plane each
+            layers = config.pass_layers
+            self._planes = [config.plane_of(number) if config.attends(number) else None for number in layers]
+        places = [place for place, number in enumerate(config.pass_layers) if number == config.reading_layer]
+        self._reading = places[-1]  # the place in a pass where rows that are not read are left out
 
     @staticmethod
     def _score_head(linears: Sequence[Linear], place: Place) -> nn.Module | None:
@@ -139,6 +147,7 @@ class CausalLM(nn.Module):
                 yield HeldWeight(self, name, weight.parts, places=own if any(own) else ())
         if program.embed.positions is not None:
             yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
+        yield from self.begin.held
         yield from self.end.held
         linears = [self.score] if isinstance(self.score, layers.Linear) else [*(self.score or ())][::2]
         for operation, module in zip(program.score, linears, strict=True):
@@ -187,28 +196,41 @@ class CausalLM(nn.Module):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
         x = self.embed(tokens, positions, media)
-        return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
+        made = Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
+        if self.program.begin:
+            rows = Rows({X: x}, None, None, None, None, NO_ADAPTERS, ops, self.ranks, tokens=tokens)
+            self.begin.run(rows)
+            made.x, made.kept = (
+                rows.get(X),
+                {name: rows.get(name) for name in self.program.kept if name in rows.buffers},
+            )
+        return made
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
         """Takes rows through these layers. After the last layer of a pass only the rows that are read are left."""
         recompute = self.recompute and torch.is_grad_enabled()
-        every, last = list(self.layers), len(self._planes) - 1
+        every = list(self.layers)
         for place, number in enumerate(layers, rows.place):
             plane = self._planes[place]
             visit = partial(
                 every[number],
                 cos_sin=None if plane is None else rows.cos_sin[plane],
                 attend=None if plane is None else partial(rows.attend, plane),
-                read=rows.read_rows if place == last else None,
+                read=rows.read_rows if place == self._reading else None,
                 adapters=rows.adapters,
                 ops=rows.ops,
                 states=rows.states,
+                kept=rows.kept,
             )
             if recompute:
                 rows.x, rows.delta = recomputed(visit, rows.stream), None
             else:
                 rows.x, rows.delta = visit(rows.x, rows.delta)
             rows.place = place + 1
+            if place == self._reading and rows.read_rows is not None and rows.place < len(self._planes):
+                read = rows.read_rows
+                rows.cos_sin = {plane: rows.cos_sin[plane][read] for plane in range(len(self.config.planes))}
+                rows.adapters = rows.adapters.read
 
     def normed(self, rows: Pass) -> Tensor:
         """Returns what the program ends with, of rows after the last layer: the final norm, [rows, hidden]."""

@@ -13,7 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModelError
-from ...model.program import ADDED, Add, Attend, Buffer, Experts, Gate, Linear, Norm, Operation, Pick, Rope, Weight, X
+from ...model.program import (
+    ADDED,
+    Add,
+    Attend,
+    AttendLatent,
+    Buffer,
+    Experts,
+    Gate,
+    Linear,
+    Norm,
+    Operation,
+    Pick,
+    Rope,
+    Weight,
+    X,
+)
 from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
@@ -34,6 +49,7 @@ class Rows:
     ops        computes the position-wise operations
     ranks      those the model is split over
     states     the states of the rows' paths, in a model with states
+    tokens     of the rows, before the first layer
     heads      by buffer, the parts of it that operations have changed: by the first column, how many columns, and the
                numbers, [rows, heads, dim] or [rows, columns]
     """
@@ -47,6 +63,7 @@ class Rows:
     ops: Ops
     ranks: Alone
     states: object = None
+    tokens: Tensor | None = None
     heads: dict[Buffer, dict[int, tuple[int, Tensor]]] = field(default_factory=dict)
 
     def get(self, name: Buffer) -> Tensor:
@@ -220,12 +237,27 @@ def rope(operation: Rope, weights: Weights, rows: Rows) -> None:
 def attend(operation: Attend, weights: Weights, rows: Rows) -> None:
     """Attention, of the rows that are read alone if a pass ends here without a Pick before."""
     q = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
-    k, v = keys_values(operation, rows)
+    k, v = keys_values(operation, rows) if operation.is_own else (None, None)
     if rows.read is not None:
         q = q[rows.read]
         rows.leave_out(list(rows.buffers))
     assert rows.attend is not None
     rows.put(operation.out, rows.attend(q, k, v, weights.sinks).flatten(1))
+
+
+def attend_latent(operation: AttendLatent, weights: Weights, rows: Rows) -> None:
+    """Attention over latents, with absorbed queries: all heads attend over the latents as over one KV head."""
+    heads, dim, tail, rank = operation.heads, operation.dim, operation.tail, operation.rank
+    of_head = dim + tail
+    up = weights.up.unflatten(0, (heads, -1))  # [heads, dim + value dim, rank]
+    q = rows.heads_of(operation.source, 0, heads, dim, of_head)
+    q_tail = rows.heads_of(operation.source, dim, heads, tail, of_head)
+    latents = rows.heads_of(operation.beside, 0, 1, rank, rank)
+    keys = torch.cat((latents, rows.heads_of(operation.beside, rank, 1, tail, tail)), -1)
+    absorbed = torch.cat((torch.einsum("rhd,hdc->rhc", q, up[:, :dim]), q_tail), -1)
+    assert rows.attend is not None
+    attended = rows.attend(absorbed, keys, keys[..., :rank], None)
+    rows.put(operation.out, torch.einsum("rhc,hvc->rhv", attended, up[:, dim:]).flatten(1))
 
 
 def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -283,6 +315,7 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     Linear: Execution(linear, hold_linear),
     Rope: Execution(rope, HeadNorm, {"norm": "weight"}),
     Attend: Execution(attend),
+    AttendLatent: Execution(attend_latent),
     Gate: Execution(gate),
     Add: Execution(add),
     Pick: Execution(pick),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...model.config import RopeConfig
-from ...model.rotary import FIRST_ROWS, distinct_ropes, padded_frequencies
+from ...model.rotary import FIRST_ROWS, distinct_values, padded_frequencies
 
 
 class RotaryTable:
@@ -49,7 +49,7 @@ class RotaryTables:
     """
 
     def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
-        distinct, self.table_of = distinct_ropes(ropes)
+        distinct, self.table_of = distinct_values(ropes)
         self.device = device
         self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
 

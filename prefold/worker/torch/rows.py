@@ -23,15 +23,21 @@ from .lora import NO_ADAPTERS, Adapter, RowAdapters
 from .model import CausalLM
 
 
-def heads_of(model: CausalLM) -> Heads:
-    """Returns the heads that attention of this model is over; of a model that is split over ranks, this rank's."""
-    return heads_in(model.local, model.dtype)
-
-
-def heads_in(config: ModelConfig, dtype: torch.dtype) -> Heads:
-    """Returns the heads of a model, or of a rank's part of it, by its config and the dtype of rows."""
+def heads_of(config: ModelConfig, dtype: torch.dtype) -> list[Heads]:
+    """Return the heads of each plane of a model, or of a rank's part of it. dtype: of rows"""
     kept = None if config.kv_dtype is None else getattr(torch, config.kv_dtype)
-    return Heads(config.heads, config.kv_heads, config.head_dim, dtype, config.attention_cap, kept)
+    every = (config.kv_sizes(plane) for plane in range(len(config.planes)))
+    return [
+        Heads(config.heads, sizes.heads, sizes.dim, dtype, config.attention_cap, kept, sizes.value_dim, sizes.in_keys)
+        for sizes in every
+    ]
+
+
+def row_attention_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[int | None, RowAttention]:
+    """Return what computes attention over rows, by sliding window. config, dtype: as of `heads_of`"""
+    heads = {plane.window: of for plane, of in zip(config.planes, heads_of(config, dtype), strict=True)}
+    made = {of: RowAttention(of, device) for of in heads.values()}
+    return {window: made[of] for window, of in heads.items()}
 
 
 PathKV = Mapping[int, tuple[Tensor, Tensor]]  # by plane: keys and values, [path, kv_heads, head_dim] each
@@ -73,24 +79,33 @@ class StepAttend:
     planes: Sequence[Plane]
     scale: float
     next_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _fresh: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Returns attention of q [rows or read rows, heads, dim] over k, v [rows, kv_heads, dim], shaped as q."""
+    def __call__(
+        self, plane: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return attention of q [rows or read rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads,
+        value dim], or over those of an earlier call for the plane: [rows or read rows, heads, value dim]."""
         batch, window = self.batch, self.planes[plane].window
+        if k is None or v is None:  # an earlier layer's
+            k, v = self._fresh[plane]
+        else:
+            self._fresh[plane] = k, v
         read_only = len(q) < len(k)
         path_k, path_v = self.path.kv.get(plane, (None, None))
         if batch.scatter is not None:
             k, v = k.index_select(0, batch.scatter), v.index_select(0, batch.scatter)
             q = q.index_select(0, batch.read_order if read_only else batch.scatter)
         plan = (batch.read_plans if read_only else batch.plans)[window]
-        o = batch.attention.attend(q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v, sinks=sinks)
+        o = batch.attention[window].attend(q, k, v, plan, scale=self.scale, path_k=path_k, path_v=path_v, sinks=sinks)
         if batch.scatter is not None:
             o = (
                 torch.empty_like(o).index_copy_(0, batch.read_order, o)
                 if read_only
                 else o.index_select(0, batch.gather)
             )
-        self.next_kv[plane] = join(path_k, k, batch), join(path_v, v, batch)
+        if plane not in self.next_kv:
+            self.next_kv[plane] = join(path_k, k, batch), join(path_v, v, batch)
         return o
 
 
@@ -106,7 +121,7 @@ def join(path: Tensor | None, new: Tensor, batch: Batch) -> Tensor:
 class Batch:
     """A batch is what the forward pass of a step and its read-out need, on the device.
 
-    attention        computes attention by the plans
+    attention        computes attention by the plans, by sliding window
     plans            by sliding window, every row queries
     read_plans       by sliding window, only the read rows query: for the last layer
     read_order       sharing "mlp": sorts the read rows by the stream row that stands for each; else None
@@ -117,7 +132,7 @@ class Batch:
     """
 
     step: StreamStep
-    attention: RowAttention
+    attention: Mapping[int | None, RowAttention]
     tokens: Tensor
     positions: Tensor
     read_rows: Tensor | None
@@ -133,19 +148,23 @@ class Batch:
 
 
 def prepare(
-    step: StreamStep, planes: Sequence[Plane], attention: RowAttention, adapters: Sequence[Adapter] = ()
+    step: StreamStep,
+    config: ModelConfig,
+    attention: Mapping[int | None, RowAttention],
+    adapters: Sequence[Adapter] = (),
 ) -> Batch:
     """Returns all that the forward pass of `step` needs; it may be called in any thread, while another step runs.
 
     adapters: those that steps number, in their order.
     """
-    device = attention.device
+    device = next(iter(attention.values())).device
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
-    windows = {plane.window for plane in planes}
-    last_window = planes[-1].window
+    windows = {plane.window for plane in config.planes}
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        return attention.plan(step.end, query_rows, step.key_positions, window, path=step.path, first=step.first)
+        return attention[window].plan(
+            step.end, query_rows, step.key_positions, window, path=step.path, first=step.first
+        )
 
     plans = {window: plan(new_keys, window) for window in windows}
     read_order = None
@@ -156,7 +175,7 @@ def prepare(
         if step.fold is not None:
             read_order = np.argsort(read_keys)
             read_keys = read_keys[read_order]
-        read_plans = {last_window: plan(step.path + read_keys, last_window)}
+        read_plans = {window: plan(step.path + read_keys, window) for window in config.read_windows}
 
     def tensor(array: np.ndarray | None) -> Tensor | None:
         return None if array is None else send(array, device)

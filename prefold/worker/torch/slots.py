@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...engine.schedule.steps import SlotStep
-from ...model.config import Plane
+from ...model.config import ModelConfig, Plane
 from ..attention.slot_plan import SlotPlan, runs_of
 from .attention.store import KVStore
 from .device import send
@@ -23,7 +23,7 @@ from .rows import heads_of
 
 def make_store(model: CausalLM, slots: int) -> KVStore:
     """Returns room for the K/V of `slots` rows, of the heads that this rank has."""
-    return KVStore(len(model.config.planes), heads_of(model), slots, model.device)
+    return KVStore(heads_of(model.local, model.dtype), slots, model.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class SlotBatch:
 def prepare_slots(
     step: SlotStep,
     store: KVStore,
-    planes: Sequence[Plane],
+    config: ModelConfig,
     adapters: Mapping[str, Adapter],
     last_ids: Tensor | None = None,
 ) -> SlotBatch:
     """Returns a step as tensors on the store's device. adapters: in the order of their numbers; last_ids: as for
     `fill_in`."""
-    plans = slot_plans(step, store, {plane.window for plane in planes})
+    plans = slot_plans(step, store, config, {plane.window for plane in config.planes})
     read_rows, read_plans = None, plans
     if len(step.read_rows) < step.num_rows:
-        read_rows, read_plans = step.read_rows, slot_plans(step, store, {planes[-1].window}, step.read_rows)
+        read_rows, read_plans = step.read_rows, slot_plans(step, store, config, config.read_windows, step.read_rows)
     row_adapters = NO_ADAPTERS
     if step.adapters is not None and step.adapters.max(initial=-1) >= 0:
         row_adapters = RowAdapters(list(adapters.values()), step.adapters, read_rows)
@@ -68,14 +68,19 @@ def prepare_slots(
 
 
 def slot_plans(
-    step: SlotStep, store: KVStore, windows: Iterable[int | None], queries: np.ndarray | None = None
+    step: SlotStep,
+    store: KVStore,
+    config: ModelConfig,
+    windows: Iterable[int | None],
+    queries: np.ndarray | None = None,
 ) -> dict[int | None, SlotPlan]:
     """Returns the plan of attention of a step for each of these sliding windows.
 
     queries: the rows that query, ascending; None: all.
     """
     runs, positions = runs_of(step, queries)
-    return {window: store.plan(runs, len(positions), positions, window) for window in windows}
+    plane_of = {plane.window: number for number, plane in enumerate(config.planes)}
+    return {window: store.plan(runs, len(positions), positions, window, plane_of[window]) for window in windows}
 
 
 def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:
@@ -96,10 +101,14 @@ class SlotAttend:
     planes: Sequence[Plane] | Mapping[int, Plane]
     scale: float
 
-    def __call__(self, plane: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Returns attention of q [rows or read rows, heads, dim], shaped as q; stores k, v [rows, kv_heads, dim]."""
-        self.store.write(plane, self.batch.slots, k, v)
-        plans = self.batch.read_plans if len(q) < len(k) else self.batch.plans
+    def __call__(
+        self, plane: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return attention of q [rows or read rows, heads, dim], [rows or read rows, heads, value dim]. Store k [rows,
+        kv_heads, dim] and v [rows, kv_heads, value dim], unless an earlier call for the plane has."""
+        if k is not None and v is not None:
+            self.store.write(plane, self.batch.slots, k, v)
+        plans = self.batch.read_plans if len(q) < len(self.batch.slots) else self.batch.plans
         return self.store.attend(plane, q, plans[self.planes[plane].window], self.scale, sinks)
 
 

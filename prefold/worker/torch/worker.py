@@ -19,12 +19,11 @@ from ...model.shard import Shard
 from ..parts import WorkerPart, in_vocabulary, parts_of
 from ..readouts import SlotTicket, greedy, read_stream
 from .arrays import TorchArrays
-from .attention.row_attention import RowAttention
 from .attention.store import KVStore
 from .device import available_memory, compile_seconds, free_cached, on, runs_triton, send
 from .lora import Adapter
 from .model import CausalLM
-from .rows import Batch, Path, forward_stream, heads_in, heads_of, prepare
+from .rows import Batch, Path, forward_stream, heads_of, prepare, row_attention_of
 from .slots import SlotBatch, forward, make_store, prepare_slots
 
 # What a device affords, where nobody says. On a CPU larger steps hardly gain, and hold their intermediates in memory.
@@ -53,8 +52,7 @@ def slot_bytes(model: CausalLM) -> int:
     """Returns the bytes of a slot in all planes, of all ranks together."""
     config, size = model.config, model.ranks.size
     parts = [Shard.of(config, rank, size).local(config) for rank in range(size)]
-    heads = [heads_in(part, model.dtype) for part in parts]
-    return sum(KVStore.bytes_per_slot(len(config.planes), part, model.device) for part in heads)
+    return sum(KVStore.bytes_per_slot(heads_of(part, model.dtype), model.device) for part in parts)
 
 
 def kv_bytes(size: int | None, device: torch.device, ranks: int = 1) -> int:
@@ -127,14 +125,14 @@ class TorchWorker(Worker):
         give_back()  # what loading needed beside the weights
         if model.device.type == "cpu":
             keep_freed()
-        self._attention = RowAttention(heads_of(model), model.device)
+        self._attention = row_attention_of(model.local, model.dtype, model.device)
         self._last = GivesBack()
 
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
         step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
-        batch = prepare(step, self.model.config.planes, self._attention, tuple(self.adapters.values()))
+        batch = prepare(step, self.model.config, self._attention, tuple(self.adapters.values()))
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
     def start(self, message: Message, prepared: Batch | None = None) -> Ticket:
@@ -206,7 +204,7 @@ class TorchWorker(Worker):
     def prepare_slots(self, step: SlotStep) -> SlotBatch:
         """Return a step over slots as tensors."""
         assert self.store is not None
-        return prepare_slots(step, self.store, self.model.config.planes, self.adapters, self._last_ids)
+        return prepare_slots(step, self.store, self.model.config, self.adapters, self._last_ids)
 
     def run_slots(self, step: SlotStep, call_arguments: Mapping[str, Any] = MappingProxyType({})) -> Ticket:
         """Runs a step over slots, and returns its ticket. call_arguments: further ones of the model's call"""

@@ -188,7 +188,7 @@ class SlotCase(Case):
     def store(self) -> KVStore:
         """All keys written into plane 1, in two writes; plane 0 holds something else."""
         heads = Heads(*self.heads, self.q.shape[2], self.q.dtype, self.cap, self.kept)
-        store = KVStore(PLANES, heads, self.num_slots)
+        store = KVStore([heads] * PLANES, self.num_slots)
         garbage = self.k.new_full((self.num_slots, *self.k.shape[1:]), torch.nan)
         store.write(0, torch.arange(self.num_slots), garbage, garbage)
         slots = torch.from_numpy(self.slots)

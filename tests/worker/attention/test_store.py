@@ -83,7 +83,7 @@ def test_prefill_of_long_prompts(backend):
 
 
 def test_no_queries(backend):
-    store = KVStore(1, Heads(4, 2, 32, torch.float32), 10)
+    store = KVStore([Heads(4, 2, 32, torch.float32)] * 1, 10)
     plan = plan_slots(KeyRuns(*[np.empty(0, np.int64)] * 5), 0)
     assert store.attend(0, torch.empty(0, 4, 32), plan, 1.0).shape == (0, 4, 32)
 
@@ -134,7 +134,7 @@ def test_scale_may_be_anything(scale):
 def test_what_is_written_can_be_read(dim, dtype, threads):
     torch.manual_seed(0)
     count = 2001
-    store = KVStore(PLANES, Heads(3, 3, dim, dtype), count)
+    store = KVStore([Heads(3, 3, dim, dtype)] * PLANES, count)
     keys, values = torch.randn(2, count, 3, dim).to(dtype)
     keys[5], values[7, 1, 0] = torch.nan, torch.inf
     with threads_in_use(threads):
@@ -148,7 +148,7 @@ def test_what_is_written_can_be_read(dim, dtype, threads):
 
 
 def test_many_rows_to_the_scratch_slot(backend):
-    store = KVStore(1, Heads(1, 1, 16, torch.bfloat16), 8)
+    store = KVStore([Heads(1, 1, 16, torch.bfloat16)] * 1, 8)
     rows = torch.randn(6, 1, 16).bfloat16()
     store.write(0, torch.tensor([0, 1, 0, 0, 2, 0]), rows, rows)
     for found in store.read(0, torch.tensor([1, 2])):
@@ -157,8 +157,8 @@ def test_many_rows_to_the_scratch_slot(backend):
 
 def test_bytes_per_slot_are_those_of_the_store(backend):
     for dtype in (torch.float32, torch.bfloat16):
-        store = KVStore(3, Heads(2, 2, 40, dtype), 1000)
-        assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(3, store.heads)) <= 3 * 4096
+        store = KVStore([Heads(2, 2, 40, dtype)] * 3, 1000)
+        assert abs(store.num_bytes - 1000 * KVStore.bytes_per_slot(store.heads)) <= 3 * 4096
 
 
 @pytest.mark.parametrize(("where", "bad"), [("k", torch.inf), ("v", torch.nan), ("v", 3.4e38)])
@@ -169,12 +169,12 @@ def test_what_bfloat16_cannot_hold_stays_with_those_that_see_it(backend, where, 
 
 
 def test_float32_rows_are_rounded_once_when_they_are_kept(backend):
-    store, plain = (KVStore(2, Heads(2, 2, 40, torch.float32, None, kept), 1000) for kept in (torch.bfloat16, None))
+    store, plain = (KVStore([Heads(2, 2, 40, torch.float32, None, kept)] * 2, 1000) for kept in (torch.bfloat16, None))
     rows = torch.randn(2, 60, 2, 40)
     store.write(1, torch.arange(60), *rows)
     for read, row in zip(store.read(1, torch.arange(60)), rows, strict=True):
         assert torch.equal(read, row.bfloat16().float())
-    sizes = [KVStore.bytes_per_slot(2, s.heads) for s in (store, plain)]
+    sizes = [KVStore.bytes_per_slot(s.heads) for s in (store, plain)]
     assert sizes[0] - 4 <= sizes[1] // 2 and store.num_bytes < 0.6 * plain.num_bytes
 
 
@@ -184,7 +184,7 @@ needs_kernels = pytest.mark.skipif(kernels.load() is None, reason="no kernels")
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_vector_of_a_plane_lies_in_two_cache_lines(dtype):
-    planes = KVStore(3, Heads(2, 2, 40, dtype), 1001).packed.planes
+    planes = KVStore([Heads(2, 2, 40, dtype)] * 3, 1001).packed.planes
     assert len(planes) == 3
     for plane in planes:
         assert plane.struct.keys % 64 == plane.struct.values % 64 == 0
@@ -276,7 +276,7 @@ def test_bad_input_says_which(backend):
     with pytest.raises(ValueError, match="length"):
         plan_slots(KeyRuns(*[np.zeros(2)] * 4, np.ones(1)), 1)
 
-    store = KVStore(1, Heads(2, 2, 16, torch.float32), 8)
+    store = KVStore([Heads(2, 2, 16, torch.float32)] * 1, 8)
     rows = torch.zeros(1, 2, 16)
     for slot in (-1, 8):
         with pytest.raises(ValueError, match="slot"):
@@ -299,7 +299,7 @@ def test_a_first_row_takes_pages_and_not_huge_pages(compiled):
     """28 layers of 8 KV heads have 448 regions of keys or values. Huge pages would take 2 MB for each."""
     heads, planes = Heads(16, 8, 128, torch.bfloat16), 28
     before = resident_bytes()
-    store = KVStore(planes, heads, 20_000)
+    store = KVStore([heads] * planes, 20_000)
     row = torch.ones(1, 8, 128, dtype=torch.bfloat16)
     for plane in range(planes):
         store.write(plane, torch.tensor([1]), row, row)

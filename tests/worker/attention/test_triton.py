@@ -198,13 +198,13 @@ def test_decoding_in_several_items():
 
 def test_no_runs():
     plan = plan_slots(KeyRuns(*[np.empty(0, np.int64)] * 5), 0)
-    store = KVStore(1, Heads(4, 2, 8, torch.float32), 4)
+    store = KVStore([Heads(4, 2, 8, torch.float32)] * 1, 4)
     assert store.attend(0, torch.empty(0, 4, 8), plan, 1.0).shape == (0, 4, 8)
     store.write(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, 8), torch.empty(0, 2, 8))
 
 
 def test_slots_that_are_not_there_are_not_written():
-    store = KVStore(1, Heads(1, 1, 8, torch.float32), 4)
+    store = KVStore([Heads(1, 1, 8, torch.float32)] * 1, 4)
     before = store._memory.clone()
     store._memory.zero_()
     gpu.write_slots(*store._memory[0], torch.tensor([4, -1, 2]), torch.ones(3, 1, 8), torch.ones(3, 1, 8))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .... import kernels
+from ....model.config import KVSizes
 from ..device import TRITON_DTYPES, runs_triton
 from ..tensors import ARRAY_DTYPES
 
@@ -28,6 +29,8 @@ class Heads:
     cap    scores s become cap * tanh(s / cap) before their softmax, which Triton's kernels do not compute; None: they
            stay
     kept   the dtype of keys and values in a KV store; None: dtype
+    values   numbers of a value; None: head_dim
+    in_keys  whether a value is the first numbers of its key, and a KV store keeps it once
     """
 
     heads: int
@@ -36,6 +39,18 @@ class Heads:
     dtype: torch.dtype
     cap: float | None = None
     kept: torch.dtype | None = None
+    values: int | None = None
+    in_keys: bool = False
+
+    @property
+    def value_dim(self) -> int:
+        """Return how many numbers a value has."""
+        return self.head_dim if self.values is None else self.values
+
+    @property
+    def sizes(self) -> KVSizes:
+        """Return the sizes of keys and values."""
+        return KVSizes(self.kv_heads, self.head_dim, self.value_dim, self.in_keys)
 
     @property
     def group(self) -> int:
@@ -50,6 +65,7 @@ class Heads:
     def fits(self, device: torch.device) -> bool:
         """Returns whether Triton's kernels take such heads on this device."""
         fits = self.head_dim <= MAX_HEAD_DIM and self.dtype in TRITON_DTYPES and self.cap is None
+        fits = fits and self.values in (None, self.head_dim)
         return fits and runs_triton(device)
 
 

@@ -150,7 +150,7 @@ def _attend(
             column = sinks.to(wide).view(kv_heads, group, 1).expand(-1, -1, queries).reshape(1, kv_heads, -1, 1)
             scores = torch.cat((scores, column), -1)
         out = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
-    return out.reshape(kv_heads, group, queries, dim).permute(2, 0, 1, 3).reshape(queries, heads, dim)
+    return out.reshape(kv_heads, group, queries, -1).permute(2, 0, 1, 3).reshape(queries, heads, -1)
 
 
 class RowAttention:
@@ -198,10 +198,11 @@ class RowAttention:
     ) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the keys that `plan` makes visible to it; differentiable.
 
-        q [queries, heads, dim]; k, v [rows, kv_heads, dim]; path_k, path_v [path, kv_heads, dim] are the carried keys
-        that come before them; any strides. sinks [heads]: of each head a number that is beside its scores in the
-        softmax, and has no value. The result is [queries, heads, dim]. Raises ValueError where the tensors do not fit
-        the plan, or the heads that this was made for.
+        q [queries, heads, dim]; k [rows, kv_heads, dim], v [rows, kv_heads, value dim]; path_k, path_v are the carried
+        keys and values that come before them, likewise; any strides. sinks [heads]: for each head a number beside its
+        scores in the softmax, which has no value. The result is [queries, heads, value dim].
+
+        Raise ValueError if the tensors do not fit the plan, or the heads that this was made for.
         """
         self._check(q, k, v, plan, path_k, path_v, sinks)
         tensors = (q, k, v, path_k, path_v)
@@ -234,7 +235,8 @@ class RowAttention:
             )
         heads = self.heads
         of_keys = (heads.kv_heads, heads.head_dim)
-        fits = q.shape[1:] == (heads.heads, heads.head_dim) and k.shape[1:] == of_keys and k.shape == v.shape
+        fits = q.shape[1:] == (heads.heads, heads.head_dim) and k.shape[1:] == of_keys
+        fits = fits and v.shape == (*k.shape[:2], heads.value_dim)
         if not fits or not q.dtype == k.dtype == v.dtype == heads.dtype:
             raise ValueError(
                 f"q {list(q.shape)} ({q.dtype}), k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do "
@@ -242,5 +244,5 @@ class RowAttention:
                 "; q [queries, heads, dim], k and v [rows, kv_heads, dim]"
             )
         check_sinks(sinks, heads)
-        if getattr(path_k, "shape", None) != getattr(path_v, "shape", None):
+        if getattr(path_k, "shape", [])[:2] != getattr(path_v, "shape", [])[:2]:
             raise ValueError("path keys and path values do not fit together; pass both or none")

@@ -7,7 +7,7 @@ On a CPU they lie in memory as the compiled kernels read them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from .... import kernels
 from ...attention.slot_plan import KeyRuns, SlotPlan, plan_slots, seen_by_query
 from ...native.memory import zero_pages
-from ...native.store import NativeStore, StoreLayout
+from ...native.store import NativeStore, StoreLayout, slot_bytes
 from ..tensors import ARRAY_DTYPES, array_of, tensor_of
 from . import gpu
 from .heads import Heads, check_sinks
@@ -123,66 +123,87 @@ def slot_block(plan: SlotPlan, start: int, stop: int) -> SlotBlock:
 def layout_of(compiled: kernels.Kernels, heads: Heads) -> StoreLayout:
     """Returns how K/V of such heads lies in memory for the compiled kernels."""
     kept = None if heads.kept is None else ARRAY_DTYPES[heads.kept]
-    return StoreLayout.of(compiled, heads.kv_heads, heads.head_dim, ARRAY_DTYPES[heads.dtype], kept)
+    return StoreLayout.of(compiled, heads.sizes, ARRAY_DTYPES[heads.dtype], kept)
+
+
+def _compiled(heads: Sequence[Heads], device: torch.device) -> kernels.Kernels | None:
+    """Return the compiled kernels if they take the heads of all planes."""
+    found = [of.compiled(device) for of in heads]
+    return found[0] if found and all(found) else None
 
 
 class KVStore:
     """A store keeps the K/V of `slots` rows for every plane, and attends over them.
 
     Who reads and writes it is chosen when it is made: the compiled kernels of a CPU, Triton's kernels on a GPU, or the
-    form in PyTorch, which takes any device and dtype. For all but the first it is a tensor [planes, 2, slots, kv_heads,
-    head_dim]. Slot 0 is scratch: any number of rows of one write may go there, and no run names it.
+    form in PyTorch, which takes any device and dtype. For all but the first a plane is two tensors, keys [slots,
+    kv_heads, head_dim] and values. Slot 0 is scratch: any number of rows of one write may go there, and no run names
+    it.
 
+    heads     of each plane
     packed    what the compiled kernels read and write
     compiled  the kernels that read and write it; None: others do
     """
 
-    def __init__(self, planes: int, heads: Heads, slots: int, device: torch.device | str = "cpu"):
-        self.heads, self.slots, self.device = heads, slots, torch.device(device)
-        self.compiled = heads.compiled(self.device)
-        self._fused = heads.fits(self.device) and not self.compiled
+    def __init__(self, heads: Sequence[Heads], slots: int, device: torch.device | str = "cpu"):
+        self.heads, self.slots, self.device = list(heads), slots, torch.device(device)
+        self.compiled = _compiled(heads, self.device)
+        self._fused = not self.compiled and all(of.fits(self.device) for of in heads)
         if self.compiled:
-            self.packed = NativeStore(planes, layout_of(self.compiled, heads), slots, self.compiled)
+            layouts = [layout_of(self.compiled, of) for of in heads]
+            self.packed = NativeStore(layouts, slots, self.compiled)
         else:
-            shape, dtype = (planes, 2, slots, heads.kv_heads, heads.head_dim), heads.kept or heads.dtype
-            if self.device.type == "cpu":
-                self._memory = torch.from_numpy(zero_pages(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
-            else:
-                self._memory = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._memory = list(map(self._plane, heads))
+
+    def _plane(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Return memory for the keys and the values of a plane."""
+        keys = self._rows(heads, heads.head_dim)
+        return keys, keys[..., : heads.value_dim] if heads.in_keys else self._rows(heads, heads.value_dim)
+
+    def _rows(self, heads: Heads, dim: int) -> Tensor:
+        """Return zeros for a number of each slot and KV head, [slots, kv_heads, dim]."""
+        shape, dtype = (self.slots, heads.kv_heads, dim), heads.kept or heads.dtype
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.from_numpy(zero_pages(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of all planes."""
-        return self.packed.num_bytes if self.compiled else self._memory.nbytes
+        return self.packed.num_bytes if self.compiled else self.slots * self.bytes_per_slot(self.heads, self.device)
 
     @staticmethod
-    def bytes_per_slot(planes: int, heads: Heads, device: torch.device | str = "cpu") -> int:
+    def bytes_per_slot(heads: Sequence[Heads], device: torch.device | str = "cpu") -> int:
         """Returns the bytes of one slot in all planes, rounded up; so many slots fit as these go into the memory."""
-        compiled = heads.compiled(torch.device(device))
+        compiled = _compiled(heads, torch.device(device))
         if compiled:
-            return layout_of(compiled, heads).slot_bytes(planes)
-        return planes * 2 * heads.kv_heads * heads.head_dim * (heads.kept or heads.dtype).itemsize
+            return slot_bytes([layout_of(compiled, of) for of in heads])
+        return sum(of.sizes.numbers * (of.kept or of.dtype).itemsize for of in heads)
 
     def plan(
-        self, runs: KeyRuns, num_queries: int, query_positions: np.ndarray | None = None, window: int | None = None
+        self,
+        runs: KeyRuns,
+        num_queries: int,
+        query_positions: np.ndarray | None = None,
+        window: int | None = None,
+        plane: int = 0,
     ) -> SlotPlan:
-        """Returns the plan of a step for whoever attends here; arguments and errors as of `plan_slots`."""
-        return plan_slots(
-            runs, num_queries, query_positions, window,
-            group=self.heads.group, compiled=self.compiled is not None,
-        )  # fmt: skip
+        """Returns the plan of a step for attention over a plane; arguments and errors as of `plan_slots`."""
+        group, is_compiled = self.heads[plane].group, self.compiled is not None
+        return plan_slots(runs, num_queries, query_positions, window, group=group, compiled=is_compiled)
 
     def write(self, plane: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Puts rows k, v [n, kv_heads, head_dim] into slots int64 [n], all on the store's device.
 
         Two rows of one call may share slot 0 alone. Raises ValueError where a slot is not there or shapes do not fit.
         """
-        heads = self.heads
-        fits = k.shape == v.shape == (len(slots), heads.kv_heads, heads.head_dim)
+        heads = self.heads[plane]
+        fits = k.shape == (len(slots), heads.kv_heads, heads.head_dim) and v.shape == (*k.shape[:2], heads.value_dim)
         if not fits or not k.dtype == v.dtype == heads.dtype or slots.dtype != torch.int64:
             raise ValueError(
                 f"k {list(k.shape)} ({k.dtype}) and v {list(v.shape)} ({v.dtype}) do not fit {len(slots)} slots"
-                f"; int64 slots, k and v [slots, {heads.kv_heads}, {heads.head_dim}] of {heads.dtype}"
+                f"; int64 slots, k [slots, {heads.kv_heads}, {heads.head_dim}] and v [slots, {heads.kv_heads}, "
+                f"{heads.value_dim}] of {heads.dtype}"
             )
         if self.compiled:
             self.packed.write(plane, *(array_of(x) for x in (slots.contiguous(), gpu.dense(k), gpu.dense(v))))
@@ -194,41 +215,43 @@ class KVStore:
             gpu.write_slots(keys, values, slots, k, v)
         else:
             keys.index_copy_(0, slots, k.to(keys.dtype))
-            values.index_copy_(0, slots, v.to(values.dtype))
+            if not heads.in_keys:
+                values.index_copy_(0, slots, v.to(values.dtype))
 
     def read(self, plane: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values in slots int64 [n], [n, kv_heads, head_dim] each."""
         if self.compiled:
             keys, values = map(tensor_of, self.packed.read(plane, array_of(slots)))
             return keys, values
-        keys, values = (x.index_select(0, slots).to(self.heads.dtype) for x in self.plane(plane))
+        keys, values = (x.index_select(0, slots).to(self.heads[plane].dtype) for x in self.plane(plane))
         return keys, values
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of one plane, [slots, kv_heads, head_dim] each; for all but compiled kernels."""
-        return self._memory[plane, 0], self._memory[plane, 1]
+        keys, values = self._memory[plane]
+        return keys, values
 
     def attend(self, plane: int, q: Tensor, plan: SlotPlan, scale: float, sinks: Tensor | None = None) -> Tensor:
         """Returns softmax(q k^T * scale) v, each query over the slots that `plan` makes visible to it.
 
-        q and the result are [queries, heads, head_dim]; sinks: as of `RowAttention.attend`. Raises ValueError where
-        these do not fit the plan or the heads of this store, or the plan names slots that are not there.
+        q is [queries, heads, head_dim], the result [queries, heads, value_dim]; sinks: as of `RowAttention.attend`.
+        Raise ValueError if these do not fit the plan or the plane's heads, or the plan names slots that are not there.
         """
-        self._check(q, plan)
-        check_sinks(sinks, self.heads)
+        heads = self.heads[plane]
+        self._check(q, plan, heads)
+        check_sinks(sinks, heads)
         if self.compiled and plan.lists is not None and scale > 0:
-            numbers, cap = array_of(gpu.dense(q)), self.heads.cap
+            numbers, cap = array_of(gpu.dense(q)), heads.cap
             struct = self.packed.planes[plane].struct
             return tensor_of(self.compiled.slot_attention(struct, numbers, plan.lists, scale, cap, array_of(sinks)))
         if self._fused:
-            return gpu.attend_slots(q, *self.plane(plane), plan, self.heads, scale=scale, sinks=sinks)
+            return gpu.attend_slots(q, *self.plane(plane), plan, heads, scale=scale, sinks=sinks)
         read = partial(self.read, plane)
-        return attend_slots(q, read, plan, scale=scale, cap=self.heads.cap, sinks=sinks)
+        return attend_slots(q, read, plan, scale=scale, cap=heads.cap, sinks=sinks)
 
-    def _check(self, q: Tensor, plan: SlotPlan) -> None:
+    def _check(self, q: Tensor, plan: SlotPlan, heads: Heads) -> None:
         if len(q) != plan.num_queries:
             raise ValueError(f"{len(q)} queries in place of {plan.num_queries}; pass the plan of this step")
-        heads = self.heads
         if q.shape[1:] != (heads.heads, heads.head_dim) or q.dtype != heads.dtype:
             raise ValueError(
                 f"q {list(q.shape)} ({q.dtype}) does not fit {heads.heads} heads of {heads.head_dim} ({heads.dtype})"
