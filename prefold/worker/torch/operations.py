@@ -99,9 +99,13 @@ class Rows:
                     break
         if x.dim() == 3:
             return x if x.shape[1] == heads else x.narrow(1, at // stride, heads)
-        columns = heads * stride
-        x = (x if x.shape[1] == columns else x.narrow(1, at, columns)).view(len(x), heads, stride)
-        return x if dim == stride else x.narrow(2, 0, dim)
+        columns, first = heads * stride, 0
+        if x.shape[1] == columns:
+            first = at  # within each head
+        else:
+            x = x.narrow(1, at, columns)
+        x = x.view(len(x), heads, stride)
+        return x if dim == stride else x.narrow(2, first, dim)
 
     def leave_out(self, names: Iterable[Buffer]) -> None:
         """Keep of these buffers the rows that are read, and compute no others from here on."""
