@@ -49,11 +49,61 @@ from .hybrids import (  # fmt: skip
     qwen3_5_with_tower,
     qwen3_next,
 )
+from .layer_norms import (  # fmt: skip
+    biogpt,
+    codegen,
+    cohere,
+    falcon,
+    gpt_bigcode,
+    gpt_neo,
+    gpt_neox,
+    gptj,
+    jais2,
+    nemotron,
+    opt,
+    persimmon,
+    phi,
+    stablelm,
+)
+from .llamas import (  # fmt: skip
+    apertus,
+    arcee,
+    bitnet,
+    cwm,
+    ernie4_5,
+    exaone,
+    glm,
+    glm4,
+    granite_swa,
+    helium,
+    hunyuan,
+    hyperclovax,
+    internlm3,
+    iquestcoder,
+    ministral,
+    ministral3,
+    nanochat,
+    olmo,
+    seed_oss,
+    vaultgemma,
+)
 from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
-PARTLY_TURNED = ("Phi3", "Qwen3_5")
+PARTLY_TURNED = (  # fmt: skip
+    "Phi3",
+    "PhiFor",
+    "PhiModel",
+    "Qwen3_5",
+    "Glm",
+    "Nemotron",
+    "StableLm",
+    "GPTNeoX",
+    "Persimmon",
+    "GPTJ",
+    "CodeGen",
+)
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
@@ -314,11 +364,51 @@ MODEL_TYPES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "apertus1p5_text": "Apertus1p5TextForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "phi": "PhiForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "opt": "OPTForCausalLM",
+    "persimmon": "PersimmonForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
+    "bitnet": "BitNetForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+    "codegen": "CodeGenForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
+    "biogpt": "BioGptForCausalLM",
 }
 # Families of which transformers has no classifiers.
-UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next)
+UNCLASSIFIED: tuple[Family, ...] = (
+    granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm,
+    ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
+    codegen,
+)  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
+_OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
@@ -355,6 +445,41 @@ for _causal, _other, _family in (
     ("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5),
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeText", qwen3_5_moe),
     ("Qwen3NextForCausalLM", "Qwen3Next", qwen3_next),
+    ("CohereForCausalLM", "Cohere", cohere),
+    ("GlmForCausalLM", "Glm", glm),
+    ("Glm4ForCausalLM", "Glm4", glm4),
+    ("SeedOssForCausalLM", "SeedOss", seed_oss),
+    ("CwmForCausalLM", "Cwm", cwm),
+    ("MinistralForCausalLM", "Ministral", ministral),
+    ("Ministral3ForCausalLM", "Ministral3", ministral3),
+    ("HeliumForCausalLM", "Helium", helium),
+    ("Ernie4_5ForCausalLM", "Ernie4_5", ernie4_5),
+    ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1", hunyuan),
+    ("ArceeForCausalLM", "Arcee", arcee),
+    ("NemotronForCausalLM", "Nemotron", nemotron),
+    ("HyperCLOVAXForCausalLM", "HyperCLOVAX", hyperclovax),
+    ("GraniteSWAForCausalLM", "GraniteSWA", granite_swa),
+    ("ApertusForCausalLM", "Apertus", apertus),
+    ("Apertus1p5TextForCausalLM", "Apertus1p5Text", apertus),
+    ("StableLmForCausalLM", "StableLm", stablelm),
+    ("FalconForCausalLM", "Falcon", falcon),
+    ("GPTNeoXForCausalLM", "GPTNeoX", gpt_neox),
+    ("PhiForCausalLM", "Phi", phi),
+    ("OlmoForCausalLM", "Olmo", olmo),
+    ("OPTForCausalLM", "OPT", opt),
+    ("PersimmonForCausalLM", "Persimmon", persimmon),
+    ("NanoChatForCausalLM", "NanoChat", nanochat),
+    ("GPTBigCodeForCausalLM", "GPTBigCode", gpt_bigcode),
+    ("Jais2ForCausalLM", "Jais2", jais2),
+    ("VaultGemmaForCausalLM", "VaultGemma", vaultgemma),
+    ("BitNetForCausalLM", "BitNet", bitnet),
+    ("InternLM3ForCausalLM", "InternLM3", internlm3),
+    ("IQuestCoderForCausalLM", "IQuestCoder", iquestcoder),
+    ("ExaoneForCausalLM", "Exaone", exaone),
+    ("CodeGenForCausalLM", "CodeGen", codegen),
+    ("GPTJForCausalLM", "GPTJ", gptj),
+    ("GPTNeoForCausalLM", "GPTNeo", gpt_neo),
+    ("BioGptForCausalLM", "BioGpt", biogpt),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

@@ -15,7 +15,8 @@ class Names:
     lists        the lists of layers, in order, and the number here of the first layer of each
     parts        what modules are called there, with the names here; with several of these, their outputs lie side by
                  side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one.
-                 "{}" stands for the number of an expert
+                 "{}" stands for the number of an expert. If a thing in a layer has the name of a thing beside the
+                 layers, the name of the list stands before its own, as in "layers.norm"
     grouped      modules of `parts` whose outputs lie group by group: those of each part for the first group, then for
                  the second; with the entry of `ModelConfig.sizes` that says how many groups there are
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
@@ -26,6 +27,7 @@ class Names:
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
+    swapped      whether they change places: heads are rotated the other way round
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     other_names  matches the beginning of names that are of something else; "": all are of this model
     negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
@@ -40,6 +42,7 @@ class Names:
     in_turn: bool = False
     transposed: bool = False
     interleaved: bool = False
+    swapped: bool = False
     before: str = ""
     other_names: str = ""
     negative_exponentials: tuple[str, ...] = ()
@@ -72,6 +75,8 @@ class Names:
         rest, expert = in_layer[3], ""
         if rest not in table and (numbered := re.search(r"\.(\d+)\.", rest)) is not None:
             rest, expert = f"{rest[: numbered.start()]}.{{}}.{rest[numbered.end() :]}", numbered[1]
+        if f"{in_layer[1]}.{rest}" in table:
+            rest = f"{in_layer[1]}.{rest}"
         if rest not in table:
             return ()
         number = self.lists[in_layer[1]] + int(in_layer[2])

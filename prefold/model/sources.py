@@ -174,7 +174,7 @@ class SafetensorsSource:
 
     IN_HEADS = re.compile(r"\.[qk]_(proj|norm)\.")  # tensors whose outputs are rotated, head by head
     # Not weights: buffers that old versions of transformers saved.
-    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
+    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
@@ -199,11 +199,11 @@ class SafetensorsSource:
                 shape = tensor.shape
                 transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = len(own_names) > 1 and len(shape) > 2
+                flat = self._is_flat(own_names, shape)
                 shape = (math.prod(shape),) if flat else shape
                 orders = [config.head_order if self.IN_HEADS.search(name) else None for name in own_names]
                 if len(own_names) == 1:
-                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
+                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, flat, orders[0])
                     self.shapes[own_names[0]] = shape
                     continue
                 sizes = config.fused_sizes(own_names)
@@ -213,6 +213,13 @@ class SafetensorsSource:
                 for name, size, rows, order in zip(own_names, sizes, every, orders, strict=True):
                     self._places[name] = TensorPlace(file, stored, rows, transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
+
+    @staticmethod
+    def _is_flat(own_names: Sequence[str], shape: Sequence[int]) -> bool:
+        """Return whether the numbers of a tensor are taken as one row: of a convolution that is several here, of norms
+        of heads, and of a number without dimensions."""
+        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias"))
+        return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
 
     def _add_stack(
         self,

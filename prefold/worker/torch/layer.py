@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ...model.program import Attend, Buffer, Linear, Norm, Operation, Rope, X
+from ...model.program import Attend, Buffer, Linear, Norm, NormHeads, Operation, Rope, X
 from ...model.shard import WHOLE, Split
 from . import layers
 from .layers import HeldWeight
@@ -68,10 +68,11 @@ class Layer(nn.Module):
         adapters: RowAdapters,
         ops: Ops,
         states: object = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
         The other arguments are as of `Rows`."""
-        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, states)
+        rows = Rows({X: x}, delta, attend, cos_sin, read, adapters, ops, self.ranks, states, positions=positions)
         del x, delta  # so that they are free when no operation needs them any more
         buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
@@ -125,7 +126,7 @@ def name_of(operation: Operation, taken: Iterable[str]) -> str:
     of the tensor, of others that of the operation."""
     if isinstance(operation, Linear) and operation.name:
         return operation.name
-    if not isinstance(operation, Linear | Norm | Rope):
+    if not isinstance(operation, Linear | Norm | NormHeads | Rope):
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).lower()]
         names.append(f"{names[0]}_{sum(name.startswith(names[0]) for name in taken)}")
     else:

@@ -67,6 +67,7 @@ class Pass:
     place: int = 0
     prelude: Tensor | None = None
     states: object = None
+    positions: Tensor | None = None
 
     @property
     def stream(self) -> Tensor:
@@ -104,6 +105,7 @@ class CausalLM(nn.Module):
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
         self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
+        self.lm_head_bias = None if program.head_bias is None else place.empty(program.head_bias)
         self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
@@ -137,6 +139,8 @@ class CausalLM(nn.Module):
             if weight is not None and getattr(self, name) is not None:
                 own = self._split.of(weight)
                 yield HeldWeight(self, name, weight.parts, places=own if any(own) else ())
+        if program.head_bias is not None:
+            yield HeldWeight(self, "lm_head_bias", program.head_bias.parts)
         if program.embed.positions is not None:
             yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
         yield from self.end.held
@@ -187,7 +191,7 @@ class CausalLM(nn.Module):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
         x = self.embed(tokens, positions, media)
-        return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
+        return Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops, positions=positions)
 
     def go_through(self, rows: Pass, layers: Iterable[int]) -> None:
         """Takes rows through these layers. After the last layer of a pass only the rows that are read are left."""
@@ -203,6 +207,7 @@ class CausalLM(nn.Module):
                 adapters=rows.adapters,
                 ops=rows.ops,
                 states=rows.states,
+                positions=rows.positions,
             )
             if recompute:
                 rows.x, rows.delta = recomputed(visit, rows.stream), None
@@ -234,11 +239,15 @@ class CausalLM(nn.Module):
         if ids is not None:
             columns = self.ranks.pick(self.head_weight, ids, self.shard.vocab)
             products = self.ranks.sum(wide_product(hidden, columns))
+            if self.lm_head_bias is not None:
+                products = products + self.lm_head_bias[torch.as_tensor(ids, device=self.device)]
             return products if self.shape_logits is None else self.shape_logits(products)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, self.head_weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
+        if self.lm_head_bias is not None:
+            logits = logits + self.lm_head_bias
         return logits if self.shape_logits is None else self.shape_logits(logits)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -278,7 +287,9 @@ class CausalLM(nn.Module):
             x = x * self.embedding_scale
         if media is not None:
             x = x.index_copy(0, media.at, media.values.to(x.dtype))
-        return x if self.position_embedding is None else x + F.embedding(positions, self.position_embedding)
+        if self.position_embedding is None:
+            return x
+        return x + F.embedding(positions + self.program.embed.first, self.position_embedding)
 
     def cos_sin(self, positions: Tensor) -> list[Tensor]:
         """Returns what queries and keys of each plane are turned by at positions int64 [rows]: cosines, then sines,
