@@ -50,7 +50,6 @@ from .hybrids import (  # fmt: skip
     qwen3_next,
 )
 from .layer_norms import (  # fmt: skip
-    biogpt,
     codegen,
     cohere,
     falcon,
@@ -91,19 +90,8 @@ from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
-PARTLY_TURNED = (  # fmt: skip
-    "Phi3",
-    "PhiFor",
-    "PhiModel",
-    "Qwen3_5",
-    "Glm",
-    "Nemotron",
-    "StableLm",
-    "GPTNeoX",
-    "Persimmon",
-    "GPTJ",
-    "CodeGen",
-)
+_GPTJ = ("GPTJ", "CodeGen")
+PARTLY_TURNED = ("Phi3", "PhiFor", "PhiModel", "Qwen3_5", "Glm", "Nemotron", "StableLm", "GPTNeoX", "Persimmon", *_GPTJ)
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
@@ -272,11 +260,10 @@ def supported_architectures() -> list[str]:
 
 
 def _architecture(hf: Settings) -> str:
-    names = hf.texts("architectures", None)
-    if names:
-        return names[0]
-    model_type = hf.text("model_type", None)
-    return MODEL_TYPES.get(str(model_type), str(model_type))
+    names, model_type = hf.texts("architectures", None), hf.text("model_type", None)
+    if names and model_type in RUN_AS_LLAMA:
+        return names[0].replace("Llama", RUN_AS_LLAMA[model_type])
+    return names[0] if names else MODEL_TYPES.get(str(model_type), str(model_type))
 
 
 def families_by_function() -> dict[Family, list[str]]:
@@ -398,8 +385,9 @@ MODEL_TYPES = {
     "codegen": "CodeGenForCausalLM",
     "gptj": "GPTJForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
-    "biogpt": "BioGptForCausalLM",
 }
+# What architectures begin with here, by the model_type of checkpoints of transformers that name those of Llama.
+RUN_AS_LLAMA = {"exaone": "Exaone", "internlm3": "InternLM3", "iquestcoder": "IQuestCoder"}
 # Families of which transformers has no classifiers.
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm,
@@ -479,7 +467,6 @@ for _causal, _other, _family in (
     ("CodeGenForCausalLM", "CodeGen", codegen),
     ("GPTJForCausalLM", "GPTJ", gptj),
     ("GPTNeoForCausalLM", "GPTNeo", gpt_neo),
-    ("BioGptForCausalLM", "BioGpt", biogpt),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

@@ -37,6 +37,8 @@ FALCON = Names(
     parts={
         "word_embeddings": ("embed_tokens",),
         "ln_f": ("norm",),
+        "input_layernorm": ("input_layernorm",),
+        "post_attention_layernorm": ("post_attention_layernorm",),
         "ln_attn": ("input_layernorm",),
         "ln_mlp": ("post_attention_layernorm",),
         "self_attention.query_key_value": QKV,
@@ -76,12 +78,6 @@ OPT = Names(
         "fc1": ("mlp.up_proj",),
         "fc2": ("mlp.down_proj",),
     },
-)
-BIOGPT = replace(
-    OPT,
-    prefix="biogpt.",
-    before="",
-    parts={**OPT.parts, "layer_norm": ("norm",), "output_projection": ("lm_head",)},
 )
 GPT_BIGCODE = replace(GPT2, transposed=False, grouped={"attn.c_attn": GROUPS})
 GPTJ = replace(
@@ -264,16 +260,6 @@ def opt(hf: HFConfig) -> ModelConfig:
     )
 
 
-def biogpt(hf: HFConfig) -> ModelConfig:
-    """Returns the config of BioGPT: OPT, with a scaled embedding."""
-    hf = {"hidden_act": "gelu", "tie_word_embeddings": True, "pad_token_id": 1} | Settings.of(hf)
-    hf.get("layer_norm_eps")  # transformers has it at 1e-5, whatever the file says
-    scale = hf.size("hidden_size") ** 0.5 if hf.flag("scale_embedding", True) else 1.0
-    return _with_learned_positions(
-        hf, first_position=2, qkv_bias=True, o_bias=True, mlp_bias=True, embedding_scale=scale, names=BIOGPT
-    )
-
-
 def gpt_neo(hf: HFConfig) -> ModelConfig:
     """Returns the config of GPT-Neo: learned positions; every second layer has a sliding window; scores of attention
     are not scaled."""
@@ -334,7 +320,9 @@ def gptj(hf: HFConfig, **options: Any) -> ModelConfig:
     hf = Settings.of(hf)
     renamed = gpt2_settings(hf)
     heads, dim = renamed["num_attention_heads"], renamed["hidden_size"] // renamed["num_attention_heads"]
-    turned = hf.size("rotary_dim", 64, most=dim)
+    turned = hf.size("rotary_dim", 64)
+    if turned > dim:
+        raise hf.wrong("rotary_dim", f"at most {dim}, the size of a head")
     own = {"rope_theta": 10000.0, "partial_rotary_factor": turned / dim, "rope_scaling": None, "rope_parameters": None}
     return decoder(
         hf | renamed | own,

@@ -73,8 +73,8 @@ class Names:
         if not in_layer or in_layer[1] not in self.lists:
             return ()
         rest, expert = in_layer[3], ""
-        if rest not in table and (numbered := re.search(r"\.(\d+)\.", rest)) is not None:
-            rest, expert = f"{rest[: numbered.start()]}.{{}}.{rest[numbered.end() :]}", numbered[1]
+        if rest not in table and (numbered := re.search(r"\.(\d+)(?=\.|$)", rest)) is not None:
+            rest, expert = f"{rest[: numbered.start()]}.{{}}{rest[numbered.end() :]}", numbered[1]
         if f"{in_layer[1]}.{rest}" in table:
             rest = f"{in_layer[1]}.{rest}"
         if rest not in table:

@@ -49,13 +49,13 @@ MAMBA2: dict[str, Any] = {
     "mamba_d_state": 10, "shared_intermediate_size": 26, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
 }  # fmt: skip
 
-# By model_type, the settings of families of prefold's own without which the architecture would look like another.
-# tests/model/test_family_programs.py compares each with transformers.
+# By model_type, the settings of families of prefold's own without which the architecture would look like another; and
+# variants, which have more words behind the model_type. tests/model/test_family_programs.py compares each with
+# transformers.
 PROGRAMS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "apertus1p5_text": {},
     "arcee": {},
-    "biogpt": {},
     "bitnet": {},
     "codegen": {"num_attention_heads": 4, "rotary_dim": 4},
     "cohere": {"use_qk_norm": True},
@@ -63,16 +63,26 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 8, "use_bias": True},
     "exaone": {},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon with one key head": {},
+    "falcon with all key heads": {"multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon with one norm": {"num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "gpt_bigcode": {},
+    "gpt_bigcode with all key heads": {"multi_query": False},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 5},
     "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neox in turn": {"rotary_pct": 1.0, "use_parallel_residual": False, "attention_bias": False},
     "gptj": {"rotary_dim": 4},
     "granite_swa": WINDOWS | {"layer_rope_theta": [0, 1e4, 500], "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "helium": {"head_dim": 8, "mlp_bias": True},
     "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_dense with alpha": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+    },
     "hyperclovax": {"residual_multiplier": 0.6, "attention_multiplier": 0.4, "logits_scaling": 0.5},
+    "hyperclovax without norms": {"use_post_norm": False},
     "internlm3": {"head_dim": 8},
     "iquestcoder": {"head_dim": 8},
     "jais2": {},
@@ -82,10 +92,17 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 8},
     "olmo": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},
+    "opt without weights of norms": {
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 48,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+    },
     "persimmon": {},
     "phi": {"qk_layernorm": True},
     "seed_oss": {"head_dim": 8},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
     "vaultgemma": WINDOWS | {"head_dim": 8},
     "granitemoehybrid": MAMBA2,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
@@ -173,8 +190,10 @@ def config_for(model_type: str, settings: dict[str, Any]) -> Any:
 
 
 def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:
-    """A folder with a random checkpoint, and the tokenizer of `tiny`."""
+    """A folder with a random checkpoint, and the tokenizer of `tiny`. model_type: also with the words of a variant"""
     import transformers
+
+    model_type = model_type.split()[0]
 
     model = transformers.AutoModelForCausalLM.from_config(config_for(model_type, settings), dtype=torch.float32)
     randomise(model, seed, norm=0 if model_type in CENTRED else 1)
