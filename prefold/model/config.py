@@ -381,6 +381,9 @@ class ModelConfig:
         """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
         if self.has_states:
             return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
+        norm = self.qk_norm
+        if isinstance(norm, HeadNorm) and norm.after and (norm.weights != "none" or norm.kind == "layer"):
+            return "keys are normed after their rotation, with a weight for each of their numbers"
         if self.rope is None:
             return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
         return None

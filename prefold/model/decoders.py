@@ -334,7 +334,7 @@ def gpt2(hf: HFConfig) -> ModelConfig:
     )
 
 
-def gpt2_settings(hf: Settings) -> dict[str, Any]:
+def gpt2_settings(hf: Settings) -> HFConfig:
     """Returns the settings of a config with the keys of GPT-2, by the keys of other models."""
     hidden, heads = hf.size("n_embd"), hf.size("n_head")
     if hidden % heads:

@@ -159,11 +159,9 @@ def _config_from(hf: Settings) -> ModelConfig:
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
-        heads = ("Model", "ForSequenceClassification", "ForRewardModel", "ForConditionalGeneration")
-        names = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
-            f"--plugin (docs/families.md), or use one of: {names}, and their models without a head or with a classifier"
+            f"the architecture {architecture!r} is not supported; use a model of one of the {len(FAMILIES)} that "
+            "`prefold models` lists, or add a family of your own with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:

@@ -3,7 +3,6 @@ call things. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -265,7 +264,7 @@ def gpt_neo(hf: HFConfig) -> ModelConfig:
     are not scaled."""
     hf = Settings.of(hf)
     hidden, layers = hf.size("hidden_size"), hf.size("num_layers", most=MOST_LAYERS)
-    kinds = list[Any]()
+    kinds = list[str]()
     for entry in hf.get("attention_types") or [[["global", "local"], layers // 2]]:
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], int) and 0 < entry[1] <= layers
         if not is_pair or not isinstance(entry[0], list):
@@ -299,7 +298,7 @@ def gpt_bigcode(hf: HFConfig) -> ModelConfig:
         raise UnsupportedModelError("add_cross_attention is not supported")
     for key in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
         hf.get(key)  # of rounding
-    renamed = gpt2_settings(hf) | {"hidden_act": hf.text("activation_function", "gelu_pytorch_tanh")}
+    renamed = {**gpt2_settings(hf), "hidden_act": hf.text("activation_function", "gelu_pytorch_tanh")}
     kv_heads = 1 if hf.flag("multi_query", True) else renamed["num_attention_heads"]
     return _with_learned_positions(
         {"tie_word_embeddings": True} | hf | renamed,
@@ -354,7 +353,7 @@ def _with_learned_positions(hf: Settings, *, epsilon: str = "", **options: Any) 
     return decoder(hf | norms, head_dim=hidden // heads, rotary=False, **options)
 
 
-def _epsilon(hf: Settings, key: str) -> Mapping[str, Any]:
+def _epsilon(hf: Settings, key: str) -> HFConfig:
     return {"rms_norm_eps": hf.number(key, 1e-5, zero=True)}
 
 

@@ -278,7 +278,7 @@ def exaone(hf: HFConfig) -> ModelConfig:
     return llama({"num_key_value_heads": 8, "rope_theta": 5e5, "pad_token_id": 0} | hf | renamed, names=EXAONE)
 
 
-def _rope_unless_given(hf: Settings, rope: dict[str, Any]) -> Settings:
+def _rope_unless_given(hf: Settings, rope: HFConfig) -> Settings:
     """Return a config with rotary settings, if it has none of its own."""
     return hf if hf.settings("rope_scaling") or hf.settings("rope_parameters") else hf | {"rope_parameters": rope}
 
