@@ -155,8 +155,18 @@ FUSED = Names(
 GGUF_FUSED = replace(
     GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
-# By the architecture of GGUF files that call things otherwise.
+# By the architecture of GGUF files that call things otherwise; with "mlp_norm" behind it, of models that have one.
 GGUF_OF: dict[str, Names] = {"phi3": GGUF_FUSED}
+for _arch in ("falcon", "gptneox"):
+    GGUF_OF[_arch] = replace(GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"]})
+GGUF_OF["falcon mlp_norm"] = replace(
+    GGUF,
+    parts={
+        **GGUF_OF["falcon"].parts,
+        "attn_norm": ("post_attention_layernorm",),
+        "attn_norm_2": ("input_layernorm",),
+    },
+)
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(
@@ -173,6 +183,7 @@ GGUF_OUT_NORMS = replace(
     },
 )
 GGUF_OF |= {
+    "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
     "lfm2": replace(
         GGUF,
         parts={

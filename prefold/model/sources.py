@@ -326,7 +326,7 @@ class GGUFSource:
     # Parts of the config.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
-    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2")
+    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2", "command-r", "glm4", "ernie4_5", "arcee")
 
     def __init__(
         self,
@@ -339,7 +339,8 @@ class GGUFSource:
         shapes of its tensors; files leave sizes of 1 out."""
         self.file, self.offsets = file, offsets
         arch = str(file.metadata.get("general.architecture"))
-        names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
+        names = GGUF_OF.get(f"{arch} mlp_norm") if config.mlp_norm else None
+        names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
         self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
@@ -360,7 +361,8 @@ class GGUFSource:
                 self._stored[name] = (stored, last - size)
                 shape = (size, *tensor.shape[1:])
                 thin = tuple(number for number in wanted.get(name, ()) if number != 1)
-                self.shapes[name] = wanted[name] if thin == shape else shape
+                is_norm = name.endswith("_norm.weight") and wanted.get(name) == (math.prod(shape),)  # of all heads
+                self.shapes[name] = wanted[name] if thin == shape or is_norm else shape
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
         shape = self.shapes[name]
@@ -408,7 +410,7 @@ class GGUFSource:
         return StoredRows(kind, rows)
 
     def _order_of(self, name: str) -> Sequence[int] | None:
-        return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
+        return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
 
     def _has_numbers(self, name: str) -> bool:
         """Return whether a tensor is stored as numbers, and the model's are the same."""

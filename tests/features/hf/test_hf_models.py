@@ -276,12 +276,12 @@ def test_configs_that_are_refused(settings, message):
 
 
 def test_a_gguf_file_of_an_unknown_architecture(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nemotron")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bloom")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'nemotron' is not supported.*safetensors may run, through"):
+    with pytest.raises(UnsupportedModelError, match=r"'bloom' is not supported.*safetensors may run, through"):
         resolve(str(tmp_path / "m.gguf"))
 
 
