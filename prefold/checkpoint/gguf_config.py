@@ -10,6 +10,7 @@ from .gguf import GGUFFile
 from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
+ConfigKeys = dict[str, Any]  # those of a config.json, with their values
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

@@ -67,7 +67,7 @@ def random_model(rng: np.random.Generator) -> NativeModel:
         activation=str(rng.choice(["silu", "gelu_tanh", "gelu", "relu", "relu2", *(["xielu"] if plain else [])])),
         norm_bias=bool(rng.integers(2)), norm_weight=norm_weight, embedding_norm=not rng.integers(4),
         inner_norms=not rng.integers(4), mlp_norm=bool(rng.integers(2)), first_position=int(rng.integers(3)),
-        query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))), lm_head_bias=not rng.integers(4),
+        query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))),
         qk_norm=kind != "row_qk_norm" and [False, not learned, head_norm][int(rng.integers(3))], out_norms=out_norms,
         in_norms=not out_norms or bool(rng.integers(2)), attention_cap=rng.choice([None, 2.0]),
         norm_offset=float(rng.integers(2)),
