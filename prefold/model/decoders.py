@@ -31,7 +31,8 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     if share > 1:
         raise (rope if "partial_rotary_factor" in rope else hf).wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
-    return RopeConfig(kind, float(theta), ROPE_KINDS[kind](hf, rope), float(share))
+    settings = ROPE_KINDS[kind](hf, rope)
+    return RopeConfig("default" if kind == "dynamic" else kind, float(theta), settings, float(share))
 
 
 def _llama3_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
@@ -75,6 +76,13 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
+def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+    """Returns the settings of dynamic NTK scaling: none. It changes sequences alone that are longer than
+    `max_position_embeddings`, and there are no such sequences here."""
+    rope.number("factor")
+    return {}
+
+
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -86,6 +94,7 @@ def _trained_positions(hf: Settings, rope: Settings) -> int:
 ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "default": lambda hf, rope: {},
     "linear": lambda hf, rope: {"factor": rope.number("factor")},
+    "dynamic": _dynamic_rope,
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
     "longrope": _long_rope,

@@ -282,7 +282,9 @@ def test_yarn_defaults():
         ({"architecture": "BloomForCausalLM"}, "'BloomForCausalLM' is not supported.*model_type None"),
         ({"hidden_act": "mish"}, "hidden_act 'mish'.*'silu'"),
         ({"hidden_act": "xielu"}, "xielu is an activation of MLPs without a gate"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not.*: default, linear, llama3, yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": "far"}}, "'far' is not.*: default, linear, dynamic, llama3, yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, r"no rope_scaling\.factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 9}}, r"rope_scaling\.alpha is 9"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"no rope_scaling\.short_factor"),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "4 rotary factors for 6 rotated numbers"),
         ({CONTEXT: 513}, "context_length is 513.*512"),
@@ -312,6 +314,20 @@ def test_yarn_defaults():
         (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         (GEMMA | {"hidden_activation": "mish"}, "'mish'.*'gelu_pytorch_tanh'"),
         (GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "full_attention.*apart"),
+        ({"architecture": "OlmoForCausalLM", "clip_qkv": 8.0}, "clip_qkv"),
+        ({"architecture": "FalconForCausalLM", "alibi": True}, "alibi"),
+        ({"architecture": "OPTForCausalLM", "ffn_dim": 48, "word_embed_proj_dim": 18}, "word_embed_proj_dim is 18"),
+        ({"architecture": "OPTForCausalLM", "ffn_dim": 48, "do_layer_norm_before": False}, "do_layer_norm_before"),
+        ({"architecture": "ApertusForCausalLM", "hidden_act": "xielu", "output_vocab_size": 9}, "output_vocab_size"),
+        ({"architecture": "HunYuanDenseV1ForCausalLM", "use_cla": True}, "use_cla is True"),
+        ({"architecture": "GraniteSWAForCausalLM", "layer_rope_theta": [1e4]}, "layer_rope_theta is .*numbers, one a"),
+        ({"architecture": "IQuestCoderForCausalLM", "clip_qkv": 8.0}, "clip_qkv"),
+        (GPT2 | {"architecture": "GPTJForCausalLM", "rotary_dim": 64}, "rotary_dim is 64; it must be at most 6"),
+        (GPT2 | {"architecture": "CodeGenForCausalLM", "rotary_dim": 4}, "n_head is 6; CodeGen"),
+        (
+            {"architecture": "GPTNeoForCausalLM", "num_layers": 3, "num_heads": 6, "attention_types": [[["far"], 3]]},
+            "attention_types is .*global or local",
+        ),
         ({"architecture": "Gemma3nForConditionalGeneration"}, "'Gemma3nForCond.* is not supported: its layers.*AltUp"),
         ({"architecture": "Gemma3nForCausalLM", "intermediate_size": [96, 96]}, "'Gemma3nForCausalLM' is not .*AltUp"),
         ({"architecture": "RecurrentGemmaForCausalLM", "max_position_embeddings": ...}, "recurrent states"),
@@ -326,6 +342,16 @@ def test_refusals(overrides, message):
 
 def test_code_for_the_tokenizer_alone_is_no_model_code():
     assert config(auto_map={"AutoTokenizer": ["tok.T", None]}).hidden == 36
+
+
+@pytest.mark.parametrize(
+    ("architecture", "are_fixed"),
+    [("HunYuanDenseV1ForCausalLM", True), ("NanoChatForCausalLM", False), ("CohereForCausalLM", False)],
+)
+def test_keys_that_are_normed_after_their_rotation_stay_at_their_positions(architecture, are_fixed):
+    """If the norm has weights: without, it is the same before the rotation as after it."""
+    more = {"use_qk_norm": True} if architecture.startswith("Cohere") else {}
+    assert bool(config(architecture, **more).fixed) == are_fixed
 
 
 def test_heads():

@@ -84,6 +84,10 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "hyperclovax": {"residual_multiplier": 0.6, "attention_multiplier": 0.4, "logits_scaling": 0.5},
     "hyperclovax without norms": {"use_post_norm": False},
     "internlm3": {"head_dim": 8},
+    "internlm3 with dynamic scaling": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
+    },
     "iquestcoder": {"head_dim": 8},
     "jais2": {},
     "ministral": WINDOWS | {"head_dim": 8},
