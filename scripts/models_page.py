@@ -117,7 +117,7 @@ each in under 60 lines and run as one of prefold's tests against transformers:
 
 | kind | example | what it shows |
 |---|---|---|
-| dense | [GLM-4, StableLM 2](families.md#a-family-of-your-own-an-example) | norms, names, heads rotated in part |
+| dense | [BioGPT](families.md#a-family-of-your-own-an-example) | norms, names, learned positions |
 | mixture of experts | [FlexOlmo](families.md#a-mixture-of-experts) | a router's rules, beside norms over all heads |
 | hybrid | [LFM2](hybrids.md#a-hybrid-of-your-own) | a mixer with a state of its own, in place of attention |
 

@@ -10,6 +10,7 @@ from .gguf import GGUFFile
 from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
+ConfigKeys = dict[str, Any]  # those of a config.json, with their values
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -28,11 +29,15 @@ ARCHITECTURES = {
 # By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
 MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
-LAYER_NORM = ("cohere2", "starcoder2")
+LAYER_NORM = {"cohere2", "starcoder2"}
+# Architectures whose queries, keys and values are one tensor.
+FUSED_QUERIES = {"phi3"}
+# Config keys of an architecture that say whether the first layer has a tensor.
+BY_TENSOR: dict[str, dict[str, str]] = {}
 # Settings that are lists of different values, most of them one for each layer.
 LISTS = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv", "rope.dimension_sections")
 # Architectures that may rotate a part of each head.
-PARTLY_TURNED = ("phi3", "qwen35")
+PARTLY_TURNED = {"phi3", "qwen35"}
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -68,7 +73,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if gguf.size("attention.value_length", head_dim) != head_dim or (width != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
-    queries = "attn_qkv" if arch == "phi3" else "attn_q"
+    queries = "attn_qkv" if arch in FUSED_QUERIES else "attn_q"
     with_queries = (number for number in range(layers) if f"blk.{number}.{queries}.weight" in file.tensors)
     queries = f"blk.{next(with_queries, 0)}.{queries}"
     config = {
@@ -84,11 +89,12 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_act": "silu",
         "rms_norm_eps": gguf.number(norm, zero=True),
         "max_position_embeddings": gguf.size("context_length", most=MOST_POSITIONS),
-        "rope_parameters": _rope(file, gguf, width) | ({} if width == head_dim else {SHARE: width / head_dim}),
+        "rope_parameters": _rope(file, gguf, width) | ({SHARE: width / head_dim} if arch in PARTLY_TURNED else {}),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": arch != "qwen2" and f"{queries}.bias" in file.tensors,
         "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
     }
+    config |= {key: f"blk.0.{name}" in file.tensors for key, name in BY_TENSOR.get(arch, {}).items()}
     window = gguf.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
     if arch == "llama" and window:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}

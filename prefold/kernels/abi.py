@@ -44,6 +44,9 @@ class Activation(IntEnum):
     SILU = 1
     GELU_TANH = 2
     CLAMPED = 3
+    GELU = 4
+    RELU = 5
+    RELU2 = 6
 
 
 class Kind(IntEnum):
@@ -62,6 +65,9 @@ class Kind(IntEnum):
     GATED_DELTA = 12
     MAMBA2 = 13
     ATTEND_LATENT = 14
+    NORM_HEADS = 15
+    XIELU = 16
+    BY_POSITION = 17
 
 
 class Run(Structure):
@@ -525,8 +531,14 @@ FUNCTIONS = {
     "prefold_linear_bfloat16_float32": "i:pqppppqqqip",
     "prefold_gated_linear_silu_float32": "i:pqppppqqqip",
     "prefold_gated_linear_gelu_tanh_float32": "i:pqppppqqqip",
+    "prefold_gated_linear_gelu_float32": "i:pqppppqqqip",
+    "prefold_gated_linear_relu_float32": "i:pqppppqqqip",
+    "prefold_gated_linear_relu2_float32": "i:pqppppqqqip",
     "prefold_gated_linear_silu_bfloat16": "i:pqppppqqqip",
     "prefold_gated_linear_gelu_tanh_bfloat16": "i:pqppppqqqip",
+    "prefold_gated_linear_gelu_bfloat16": "i:pqppppqqqip",
+    "prefold_gated_linear_relu_bfloat16": "i:pqppppqqqip",
+    "prefold_gated_linear_relu2_bfloat16": "i:pqppppqqqip",
     "prefold_block_panel_size": "q:qq",
     "prefold_pack_blocks": ":qpqqpi",
     "prefold_block_rows_float32": ":pppqqi",
@@ -545,6 +557,9 @@ FUNCTIONS = {
     "prefold_add_rms_norm_bfloat16_float32": ":ppppqqqqqfi",
     "prefold_add_layer_norm_float32": ":pppppqqfi",
     "prefold_add_layer_norm_bfloat16": ":pppppqqfi",
+    "prefold_add_layer_norm_bfloat16_float32": ":pppppqqfi",
+    "prefold_norm_heads_float32": ":pppqqqqqqfi",
+    "prefold_norm_heads_bfloat16": ":pppqqqqqqfi",
     "prefold_rope_float32": ":pppqqqqqfi",
     "prefold_rope_bfloat16": ":pppqqqqqfi",
     "prefold_rope_bfloat16_float32": ":pppqqqqqfi",

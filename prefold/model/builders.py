@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedModelError
 from ..spec.plugins import named_class
-from .config import ATTENTION, Latent, ModelConfig, StateShape
+from .config import ATTENTION, HeadNorm, Latent, ModelConfig, StateShape
 from .program import (
     DELTA,
     OUT,
@@ -15,21 +15,24 @@ from .program import (
     Attend,
     AttendLatent,
     Buffer,
+    ByPosition,
     Embed,
     Experts,
     Gate,
     H,
     Linear,
     Norm,
+    NormHeads,
     Operation,
     Pick,
     Program,
     Rope,
     Weight,
     X,
+    Xielu,
 )
 
-EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, LM_HEAD, LM_HEAD_BIAS = "embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
 LATENT, QUERY_LATENT = "latent", "query_latent"
@@ -88,6 +91,8 @@ class LayerBuilder:
         """Return the operations of a layer: its mixers, and an MLP."""
         config = self.config
         mixers = config.mixers_of(self.number)
+        if config.embedding_norm and not self.number:
+            self.add(norm(config, "embed_norm", X, X))
         if not mixers:
             if self.is_last:
                 self.add(Pick((X,)))
@@ -96,7 +101,7 @@ class LayerBuilder:
         h = self.norm("input_layernorm", X, H) if config.in_norms else X
         self._mix(h, mixers)
         if config.parallel:
-            self.mlp(h, H)
+            self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, H)
             self.add(Add(DELTA, H))
             self.add(Add(X, DELTA))
             return tuple(self.operations)
@@ -166,7 +171,7 @@ class LayerBuilder:
         else:
             biased = self._biased([*q_modules, keys], [values])
             self.linear("qkv", [*q_modules, keys, values], h, QKV, config.hidden, biased=biased)
-            if config.qk_norm or config.row_qk_norm or config.gated:
+            if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth:
                 self._rope(QKV, 0, heads, stride, "q_norm")
                 self._rope(QKV, queries, kv_heads, dim, "k_norm")
             else:
@@ -176,6 +181,9 @@ class LayerBuilder:
         self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks, is_own=is_own))
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
+        if config.inner_norms:
+            whole = None if config.whole is None else config.whole.q_size
+            self._inner_norm("self_attn.attn_sub_norm", ATTENDED, config.q_size, whole)
         o = [("self_attn.o_proj", config.hidden)]
         self.linear("o", o, ATTENDED, self.mixed, config.q_size, biased=o if config.o_bias else (), summed=True)
 
@@ -224,9 +232,13 @@ class LayerBuilder:
         return [*of_qk, *of_v] if config.qkv_bias else [*of_qk] if config.qk_bias else []
 
     def _rope(self, source: Buffer, at: int, heads: int, stride: int, name: str) -> None:
-        """Add the norm and the rotation of some heads."""
-        config, weight = self.config, None
-        if config.row_qk_norm and name:
+        """Add the norm and the rotation of some heads, and the factor of queries. name: of the norm"""
+        config, weight, head_norm = self.config, None, None
+        if isinstance(config.qk_norm, HeadNorm):
+            head_norm = self._head_norm(config.qk_norm, source, at, heads, stride, name)
+            if not config.qk_norm.after:
+                self.add(head_norm)
+        elif config.row_qk_norm and name:
             size, whole = heads * config.head_dim, config.whole
             row = Weight(((f"{self.prefix}self_attn.{name}.weight", size),), offset=config.norm_offset)
             of_all = 0 if whole is None else whole.q_size if name == "q_norm" else whole.kv_size
@@ -241,6 +253,30 @@ class LayerBuilder:
         if config.rope is not None or weight is not None:
             turned = 0 if config.rope is None else config.rotated_dim or config.head_dim
             self.add(Rope(source, at, heads, config.head_dim, turned, stride, weight, config.norm_eps))
+        if head_norm is not None and isinstance(config.qk_norm, HeadNorm) and config.qk_norm.after:
+            self.add(head_norm)
+        if config.query_growth is not None and name == "q_norm":
+            self.add(ByPosition(source, at, heads, config.head_dim, stride, *config.query_growth))
+
+    def _head_norm(self, kind: HeadNorm, source: Buffer, at: int, heads: int, stride: int, name: str) -> NormHeads:
+        """Return the norm of some heads."""
+        config, tensor = self.config, f"{self.prefix}self_attn.{name}"
+
+        def weight(end: str) -> Weight:
+            dim, offset = config.head_dim, config.norm_offset if end == "weight" else 0.0
+            rows = dim if kind.weights == "shared" else heads * dim
+            parts: tuple[tuple[str, int], ...] = ((f"{tensor}.{end}", rows),)
+            if kind.weights == "apart":
+                parts = tuple((f"{tensor}.{head}.{end}", dim) for head in range(heads))
+            return Weight(parts, offset=offset, wide=bool(offset))
+
+        own, bias = None if kind.weights == "none" else weight("weight"), weight("bias") if kind.biased else None
+        return NormHeads(source, at, heads, config.head_dim, stride, config.norm_eps, own, bias, kind.kind)
+
+    def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
+        """Add a norm before the last linear of a part. whole: numbers of all ranks; None: this one has all"""
+        weight = Weight(((f"{self.prefix}{name}.weight", size),))
+        self.add(Norm(buffer, buffer, weight, self.config.norm_eps, whole=whole or 0))
 
     def mlp(self, h: Buffer, out: Buffer) -> None:
         """Add the MLP, of the kind that the config names, of what `h` has."""
@@ -275,7 +311,7 @@ class LayerBuilder:
         summed: bool = True,
     ) -> None:
         config, width = self.config, first[0][1]
-        biased = config.mlp_bias
+        biased, is_xielu = config.mlp_bias, config.activation == "xielu"
         self.linear(
             "gate_up" if named else "",
             first,
@@ -283,9 +319,16 @@ class LayerBuilder:
             WIDE,
             config.hidden,
             biased=first if biased else (),
-            activation=config.activation,
+            activation="" if is_xielu else config.activation,
             gated=gated,
         )
+        if is_xielu:
+            numbers = ("alpha_p", "alpha_n", "beta", "eps")
+            names = [f"{self.prefix}mlp.act_fn.{name}" for name in numbers]
+            self.add(Xielu(WIDE, *(Weight(((name, 1),), wide=True) for name in names)))
+        if config.inner_norms:
+            whole = None if config.whole is None else config.whole.intermediate
+            self._inner_norm("mlp.ffn_sub_norm", WIDE, width, whole)
         self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
 
 
@@ -398,7 +441,8 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     """
     hidden, vocabulary = config.hidden, config.vocab_size
     table = Weight(((EMBEDDING, vocabulary),), (hidden,))
-    learned = None if config.rope else Weight((("embed_positions.weight", config.max_positions),), (hidden,))
+    positions = config.max_positions + config.first_position
+    learned = None if config.rope else Weight((("embed_positions.weight", positions),), (hidden,))
     build = named_class(config.layer_builder)
     layers = tuple(build(LayerBuilder(config, number, copies)) for number in range(config.layers))
     head = None
@@ -407,18 +451,21 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     shared = {buffer for layer in layers for one in layer for buffer in one.buffers if buffer.startswith(f"{KV}@")}
     return Program(
         widths=widths_of(config, layers),
-        embed=Embed(X, table, learned, config.embedding_scale),
+        embed=Embed(X, table, learned, config.embedding_scale, config.first_position),
         layers=layers,
         end=(norm(config, "norm", X, OUT),),
         head=head,
         score=score_head(config),
         kept=tuple(sorted(shared)),
+        head_bias=Weight(((LM_HEAD_BIAS, vocabulary),), wide=True) if head and config.lm_head_bias else None,
     )
 
 
 def norm(config: ModelConfig, name: str, source: Buffer, out: Buffer) -> Norm:
     """Return a norm over the width of the residual stream. It is wide if it is stored less one: 1 + w would lose the
     last bits of w."""
+    if not config.norm_weight:
+        return Norm(source, out, None, config.norm_eps, kind=config.norm, size=config.hidden)
     weight = Weight(((f"{name}.weight", config.hidden),), offset=config.norm_offset, wide=bool(config.norm_offset))
     biased = config.norm == "layer" and config.norm_bias
     bias = Weight(((f"{name}.bias", config.hidden),)) if biased else None

@@ -40,13 +40,16 @@ STILL = RopeConfig("none")
 ATTENTION = "attention"  # the mixer that has keys and values
 
 
-def head_order(head_dim: int, turned: int, interleaved: bool) -> tuple[int, ...] | None:
+def head_order(head_dim: int, turned: int, interleaved: bool, swapped: bool = False) -> tuple[int, ...] | None:
     """Returns the place in a checkpoint's head of each number of a head of q or k here; None: the places are the same.
 
     Here the first half of a head is turned against the second one, and the numbers that are not turned are those of a
     frequency of 0. A checkpoint has the `turned` numbers first, one half behind the other, or number by number in turn
-    (interleaved). The scores of attention do not depend on the order of a head's numbers.
+    (interleaved). swapped: the halves of a head, which is turned as a whole, change their places. The scores of
+    attention do not depend on the order of a head's numbers.
     """
+    if swapped:
+        return (*range(head_dim // 2, head_dim), *range(head_dim // 2))
     if turned == head_dim and not interleaved:
         return None
     step, half = (2, 1) if interleaved else (1, turned // 2)
@@ -88,6 +91,23 @@ class Plane:
     window: int | None = None
     rope: RopeConfig | None = None
     sizes: KVSizes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A HeadNorm is a norm over each query head and each key head, where it is not an RMS norm before the rotation.
+
+    kind    "rms", or "layer": LayerNorm
+    weights  "shared" by all heads; "each": every head has its own, in one tensor; "apart": each in a tensor of its own;
+             "none"
+    biased   whether a LayerNorm has biases
+    after    whether heads are rotated first
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    weights: Literal["shared", "each", "apart", "none"] = "shared"
+    biased: bool = False
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +219,22 @@ class ModelConfig:
                    (): all layers have attention
     sizes          the numbers that the mixers with states need, by names of theirs
     qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
-    qk_norm        an RMS norm over head_dim on every query and key head, before the rotation
+    qk_norm        an RMS norm over head_dim on every query and key head, before the rotation; or another HeadNorm
     row_qk_norm    an RMS norm over all query heads of a row, and another over its key heads, before the rotation
     in_norms       norms on what attention and the MLP read
     out_norms      norms on what attention and the MLP give, before it is added to the residual stream
+    inner_norms    RMS norms on what attention and the MLP give before their last linears
+    embedding_norm a norm on the residual stream before the first layer
+    norm_weight    whether norms have weights
     sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
-    activation     of the MLP
+    mlp_norm       in a parallel layer the MLP has a norm of its own
+    activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
     rotated_dim    how many numbers of each head are rotated, its first ones; None: all
+    first_position the row of the learned embedding that position 0 has
+    query_growth   (rate, period): queries are multiplied with 1 + rate * log(1 + floor(position / period)); None: not
     embedding_scale   what the embedding is multiplied with, rounded to the model's dtype
     residual_scale    what the results of attention and of the MLP are multiplied with
     query_scalar   attention multiplies q k with its inverse root; None: head_dim
@@ -216,6 +242,7 @@ class ModelConfig:
     attention_cap  scores s of attention become cap * tanh(s / cap); None: they stay
     logit_scale    what logits are multiplied with
     logit_cap      logits become cap * tanh(logit / cap) after that; None: they stay
+    lm_head_bias   whether something is added to the products of the LM head
     lm_head        whether there may be logits at all (a bare encoder or a classifier has none)
     num_labels     rows of the classification head; None: no such head
     head_bias      whether a head of one linear has a bias
@@ -262,16 +289,22 @@ class ModelConfig:
     qk_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | HeadNorm = False
     row_qk_norm: bool = False
     in_norms: bool = True
     out_norms: bool = False
+    inner_norms: bool = False
+    embedding_norm: bool = False
+    norm_weight: bool = True
     sum_norms: bool = False
     norm_offset: float = 0.0
     parallel: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    mlp_norm: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"] = "silu"
     gated: bool = False
     rotated_dim: int | None = None
+    first_position: int = 0
+    query_growth: tuple[float, int] | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     query_scalar: float | None = None
@@ -280,6 +313,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     lm_head: bool = True
+    lm_head_bias: bool = False
     num_labels: int | None = None
     head_bias: bool = False
     head_layers: Literal[1, 2] = 1
@@ -330,6 +364,10 @@ class ModelConfig:
                 "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
                 "out_norms either"
             )
+        if self.names.swapped and self.turned != self.head_dim:
+            raise UnsupportedModelError("heads that are rotated the other way round must be rotated as a whole")
+        if self.activation == "xielu" and {self.mlp_of(number) for number in range(self.layers)} - {"plain", "none"}:
+            raise UnsupportedModelError("xielu is an activation of MLPs without a gate")
         if not self.in_norms and not self.out_norms:
             raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
         for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
@@ -441,6 +479,9 @@ class ModelConfig:
             return "its keys and values are made of latents"
         if self.has_states:
             return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
+        norm = self.qk_norm
+        if isinstance(norm, HeadNorm) and norm.after and (norm.weights != "none" or norm.kind == "layer"):
+            return "keys are normed after their rotation, with a weight for each of their numbers"
         if self.rope is None:
             return "its positions are embeddings that are added to those of tokens, and are in keys and values alike"
         return None
@@ -448,6 +489,8 @@ class ModelConfig:
     @property
     def unsplit(self) -> str | None:
         """Returns why the model is not split over ranks, in words; None: it may be."""
+        if isinstance(self.qk_norm, HeadNorm) and self.qk_norm.weights == "apart":
+            return "a model with a tensor of norm weights for each head is not split over ranks"
         if self.has_states:
             return "a model with layers of states is not split over ranks"
         if self.latent is not None:
@@ -494,7 +537,7 @@ class ModelConfig:
     @property
     def head_order(self) -> tuple[int, ...] | None:
         """Returns the `head_order` of q and k in the checkpoint's tensors."""
-        return head_order(self.head_dim, self.turned, self.names.interleaved)
+        return head_order(self.head_dim, self.turned, self.names.interleaved, self.names.swapped)
 
     @property
     def turned(self) -> int:

@@ -31,7 +31,8 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
     if share > 1:
         raise (rope if "partial_rotary_factor" in rope else hf).wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
-    return RopeConfig(kind, float(theta), ROPE_KINDS[kind](hf, rope), float(share))
+    settings = ROPE_KINDS[kind](hf, rope)
+    return RopeConfig("default" if kind == "dynamic" else kind, float(theta), settings, float(share))
 
 
 def _llama3_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
@@ -75,6 +76,13 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
+def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+    """Returns the settings of dynamic NTK scaling: none. It changes sequences alone that are longer than
+    `max_position_embeddings`, and there are no such sequences here."""
+    rope.number("factor")
+    return {}
+
+
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -86,6 +94,7 @@ def _trained_positions(hf: Settings, rope: Settings) -> int:
 ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "default": lambda hf, rope: {},
     "linear": lambda hf, rope: {"factor": rope.number("factor")},
+    "dynamic": _dynamic_rope,
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
     "longrope": _long_rope,
@@ -96,6 +105,7 @@ HFConfig = Mapping[str, Any]
 
 # Activations by the names that configs give them.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS |= {"gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "relu2", "xielu": "xielu"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -112,7 +122,7 @@ def mistral(hf: HFConfig) -> ModelConfig:
     """Returns the config of Mistral 7B and kin: Llama, with a sliding window in every layer when `sliding_window` is
     set."""
     hf = Settings.of(hf)
-    return decoder(hf, windows=[_window(hf)] * _layers(hf))
+    return decoder(hf, windows=[window_of(hf)] * num_layers(hf))
 
 
 def qwen2(hf: HFConfig) -> ModelConfig:
@@ -136,7 +146,7 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf.get(key) is not None:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), _layers(hf))
+    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), num_layers(hf))
     config = _gemma(hf, _rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
     local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
     planes = zip(config.planes, types, strict=True)
@@ -147,10 +157,10 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     """Returns the config of SmolLM 3: Llama, with layers that rotate nothing."""
     hf = Settings.of(hf)
     every = hf.size("no_rope_layer_interval", 4)  # says how no_rope_layers was made
-    turns = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(_layers(hf))]
-    if not isinstance(turns, list) or len(turns) < _layers(hf) or any(turn not in (0, 1) for turn in turns):
+    turns = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(num_layers(hf))]
+    if not isinstance(turns, list) or len(turns) < num_layers(hf) or any(turn not in (0, 1) for turn in turns):
         raise hf.wrong("no_rope_layers", "a list with 1 for each layer that is rotated, and 0 for others")
-    turns = turns[: _layers(hf)]
+    turns = turns[: num_layers(hf)]
     near = SLIDING if hf.flag("use_sliding_window") else FULL
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
@@ -168,7 +178,7 @@ def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
 def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(4, _layers(hf))
+    types = hf.texts("layer_types", None) or _every(4, num_layers(hf))
     config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
     local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
     planes = zip(config.planes, types, strict=True)
@@ -182,16 +192,16 @@ def phi3(hf: HFConfig) -> ModelConfig:
     if key is not None and (rope := hf.settings(key)).get("rope_type", rope.get("type")) == "yarn":
         hf = hf | {key: dict(rope) | {"rope_type": "longrope"}}  # what early files call it
     hf.get("full_attn_mod")  # of its makers' own code; transformers has no such setting
-    window = _window(hf) if "sliding_window" in hf else None
+    window = window_of(hf) if "sliding_window" in hf else None
     if window is not None and window >= hf.size("max_position_embeddings", most=MOST_POSITIONS):
         window = None
     defaults = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "pad_token_id": 32000}
-    return llama(defaults | hf, windows=[window] * _layers(hf), names=FUSED)
+    return llama(defaults | hf, windows=[window] * num_layers(hf), names=FUSED)
 
 
-def granite(hf: HFConfig) -> ModelConfig:
+def granite(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of Granite 3, and of what is dense in 4: Llama with factors on embeddings, on the scores of
-    attention, on what each part adds, and on logits."""
+    attention, on what each part adds, and on logits. options: further arguments of `decoder`."""
     hf = Settings.of(hf)
     return llama(
         hf,
@@ -199,6 +209,7 @@ def granite(hf: HFConfig) -> ModelConfig:
         query_scalar=hf.number("attention_multiplier", 1.0) ** -2,
         residual_scale=float(hf.number("residual_multiplier", 1.0)),
         logit_scale=1 / hf.number("logits_scaling", 1.0),
+        **options,
     )
 
 
@@ -210,18 +221,18 @@ def gemma(hf: HFConfig) -> ModelConfig:
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     scalar = hf.size("head_dim", 256)
     settings = hf | {"hidden_activation": activation, "query_pre_attn_scalar": scalar}
-    return _gemma(settings, settings, [FULL] * _layers(hf), out_norms=False)
+    return _gemma(settings, settings, [FULL] * num_layers(hf), out_norms=False)
 
 
-def gemma2(hf: HFConfig) -> ModelConfig:
+def gemma2(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
-    second layer with a sliding window."""
+    second layer with a sliding window. options: further arguments of `decoder`."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(2, _layers(hf))
+    types = hf.texts("layer_types", None) or _every(2, num_layers(hf))
     # A missing key is not null, which says that there is no cap.
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
     attention, logits = hf.number("attn_logit_softcapping", None), hf.number("final_logit_softcapping", None)
-    return _gemma(hf, hf, types, attention_cap=attention, logit_cap=logits)
+    return _gemma(hf, hf, types, attention_cap=attention, logit_cap=logits, **options)
 
 
 def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
@@ -254,7 +265,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
         if hf.get(key, value) != value:
             raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
+    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
     windows = windows_of(hf, types)
     epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
     defaults = {"tie_word_embeddings": True, "rms_norm_eps": epsilon, "pad_token_id": 0}
@@ -275,11 +286,11 @@ def starcoder2(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     for key in ("activation_function", "layer_norm_epsilon", "norm_type"):
         hf.get(key)  # of the files of its makers; hidden_act and norm_epsilon are what counts
-    bias, window = hf.flag("use_bias", True), _window(hf) if "sliding_window" in hf else None
+    bias, window = hf.flag("use_bias", True), window_of(hf) if "sliding_window" in hf else None
     defaults = {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
     return decoder(
         defaults | hf | {"rms_norm_eps": hf.number("norm_epsilon", 1e-5, zero=True)},
-        windows=[window] * _layers(hf),
+        windows=[window] * num_layers(hf),
         norm="layer",
         mlp="plain",
         qkv_bias=bias,
@@ -294,15 +305,15 @@ def exaone4(hf: HFConfig) -> ModelConfig:
     sliding window, the layers without it rotate nothing."""
     hf = Settings.of(hf)
     hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
-    windows: list[int | None] = [None] * _layers(hf)
-    if _window(hf) is not None:
-        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), _layers(hf))
+    windows: list[int | None] = [None] * num_layers(hf)
+    if window_of(hf) is not None:
+        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
         windows = windows_of(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}
     config = decoder(defaults | hf, windows=windows, qk_norm=True, in_norms=False, out_norms=True)
-    return _turning(config, [window is not None or _window(hf) is None for window in windows])
+    return _turning(config, [window is not None or window_of(hf) is None for window in windows])
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
@@ -315,22 +326,12 @@ def gpt2(hf: HFConfig) -> ModelConfig:
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if hf.get(key):
             raise UnsupportedModelError(f"{key} is not supported")
-    hidden, heads = hf.size("n_embd"), hf.size("n_head")
-    if hidden % heads:
-        raise UnsupportedModelError(f"n_embd is {hidden}; it must be a multiple of n_head, {heads}")
-    renamed = {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_hidden_layers": hf.size("n_layer", most=MOST_LAYERS),
-        "intermediate_size": hf.size("n_inner", 4 * hidden),
-        "max_position_embeddings": hf.size("n_positions"),
-        "hidden_act": hf.text("activation_function", "gelu_new"),
-        "rms_norm_eps": hf.number("layer_norm_epsilon", 1e-5, zero=True),
-    }
+    renamed = gpt2_settings(hf)
+    heads = renamed["num_attention_heads"]
     return decoder(
         {"tie_word_embeddings": True} | hf | renamed,
         kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=renamed["hidden_size"] // heads,
         rotary=False,
         norm="layer",
         mlp="plain",
@@ -340,6 +341,22 @@ def gpt2(hf: HFConfig) -> ModelConfig:
         query_scalar=None if hf.flag("scale_attn_weights", True) else 1.0,
         names=GPT2,
     )
+
+
+def gpt2_settings(hf: Settings) -> HFConfig:
+    """Returns the settings of a config with the keys of GPT-2, by the keys of other models."""
+    hidden, heads = hf.size("n_embd"), hf.size("n_head")
+    if hidden % heads:
+        raise UnsupportedModelError(f"n_embd is {hidden}; it must be a multiple of n_head, {heads}")
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": hf.size("n_layer", most=MOST_LAYERS),
+        "intermediate_size": hf.size("n_inner", 4 * hidden),
+        "max_position_embeddings": hf.size("n_positions"),
+        "hidden_act": hf.text("activation_function", "gelu_new"),
+        "rms_norm_eps": hf.number("layer_norm_epsilon", 1e-5, zero=True),
+    }
 
 
 def decoder(
@@ -365,7 +382,7 @@ def decoder(
             f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}; "
             "another activation is an MLP of another kind (docs/families.md)"
         )
-    hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), _layers(hf)
+    hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), num_layers(hf)
     positions = hf.size("max_position_embeddings", most=MOST_POSITIONS)
     return ModelConfig(
         vocab_size=hf.size("vocab_size"),
@@ -401,11 +418,11 @@ def _context(hf: Settings, positions: int) -> int:
     return context
 
 
-def _layers(hf: Settings) -> int:
+def num_layers(hf: Settings) -> int:
     return hf.size("num_hidden_layers", most=MOST_LAYERS)
 
 
-def _window(hf: Settings) -> int | None:
+def window_of(hf: Settings) -> int | None:
     """Returns the positions of the sliding window; None where `sliding_window` is null or 0: there is none."""
     if "sliding_window" in hf and hf["sliding_window"] is None:
         return None
@@ -415,9 +432,9 @@ def _window(hf: Settings) -> int | None:
 def qwen_windows(hf: Settings) -> list[int | None]:
     """Returns the sliding window of each layer: the last ones, from `max_window_layers` on, or those that `layer_types`
     names, have one where `use_sliding_window` is set."""
-    layers, types = _layers(hf), hf.texts("layer_types", None)
+    layers, types = num_layers(hf), hf.texts("layer_types", None)
     hf.get("sliding_window")  # it is read, and says nothing where use_sliding_window is not set
-    if not hf.flag("use_sliding_window") or _window(hf) is None:
+    if not hf.flag("use_sliding_window") or window_of(hf) is None:
         return [None] * layers
     first = min(hf.size("max_window_layers", 28, least=0), layers)
     return windows_of(hf, types or [FULL] * first + [SLIDING] * (layers - first))
@@ -428,9 +445,9 @@ def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
     unknown = set(types) - {FULL, SLIDING}
     if unknown:
         raise UnsupportedModelError(f"layer_types has {', '.join(sorted(unknown))}; full and sliding attention work")
-    if len(types) != _layers(hf):
-        raise CheckpointError(f"layer_types has {len(types)} entries; it must have {_layers(hf)}, one a layer")
-    window = _window(hf)
+    if len(types) != num_layers(hf):
+        raise CheckpointError(f"layer_types has {len(types)} entries; it must have {num_layers(hf)}, one a layer")
+    window = window_of(hf)
     return [window if kind == SLIDING else None for kind in types]
 
 

@@ -50,11 +50,49 @@ from .hybrids import (  # fmt: skip
     qwen3_next,
 )
 from .latent import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
+from .layer_norms import (  # fmt: skip
+    codegen,
+    cohere,
+    falcon,
+    gpt_bigcode,
+    gpt_neo,
+    gpt_neox,
+    gptj,
+    jais2,
+    nemotron,
+    opt,
+    persimmon,
+    phi,
+    stablelm,
+)
+from .llamas import (  # fmt: skip
+    apertus,
+    arcee,
+    bitnet,
+    cwm,
+    ernie4_5,
+    exaone,
+    glm,
+    glm4,
+    granite_swa,
+    helium,
+    hunyuan,
+    hyperclovax,
+    internlm3,
+    iquestcoder,
+    ministral,
+    ministral3,
+    nanochat,
+    olmo,
+    seed_oss,
+    vaultgemma,
+)
 from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
-PARTLY_TURNED = ("Phi3", "Qwen3_5")
+_GPTJ = ("GPTJ", "CodeGen")
+PARTLY_TURNED = ("Phi3", "PhiFor", "PhiModel", "Qwen3_5", "Glm", "Nemotron", "StableLm", "GPTNeoX", "Persimmon", *_GPTJ)
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
@@ -122,11 +160,9 @@ def _config_from(hf: Settings) -> ModelConfig:
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
-        heads = ("Model", "ForSequenceClassification", "ForRewardModel", "ForConditionalGeneration")
-        names = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
-            f"--plugin (docs/families.md), or use one of: {names}, and their models without a head or with a classifier"
+            f"the architecture {architecture!r} is not supported; use a model of one of the {len(FAMILIES)} that "
+            "`prefold models` lists, or add a family of your own with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
@@ -223,11 +259,10 @@ def supported_architectures() -> list[str]:
 
 
 def _architecture(hf: Settings) -> str:
-    names = hf.texts("architectures", None)
-    if names:
-        return names[0]
-    model_type = hf.text("model_type", None)
-    return MODEL_TYPES.get(str(model_type), str(model_type))
+    names, model_type = hf.texts("architectures", None), hf.text("model_type", None)
+    if names and model_type in RUN_AS_LLAMA:
+        return names[0].replace("Llama", RUN_AS_LLAMA[model_type])
+    return names[0] if names else MODEL_TYPES.get(str(model_type), str(model_type))
 
 
 def families_by_function() -> dict[Family, list[str]]:
@@ -320,24 +355,52 @@ MODEL_TYPES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "youtu": "YoutuForCausalLM",
+    "cohere": "CohereForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
+    "granite_swa": "GraniteSWAForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "apertus1p5_text": "Apertus1p5TextForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "phi": "PhiForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "opt": "OPTForCausalLM",
+    "persimmon": "PersimmonForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
+    "gpt_bigcode": "GPTBigCodeForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
+    "bitnet": "BitNetForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "iquestcoder": "IQuestCoderForCausalLM",
+    "exaone": "ExaoneForCausalLM",
+    "codegen": "CodeGenForCausalLM",
+    "gptj": "GPTJForCausalLM",
+    "gpt_neo": "GPTNeoForCausalLM",
 }
+# What architectures begin with here, by the model_type of checkpoints of transformers that name those of Llama.
+RUN_AS_LLAMA = {"exaone": "Exaone", "internlm3": "InternLM3", "iquestcoder": "IQuestCoder"}
 # Families of which transformers has no classifiers.
-UNCLASSIFIED = (
-    glm4_moe_lite,
-    youtu,
-    granite,
-    granite4,
-    cohere2,
-    olmoe,
-    granite_moe,
-    lfm2,
-    lfm2_moe,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_next,
-)
+UNCLASSIFIED: tuple[Family, ...] = (
+    granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm,
+    ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
+    codegen, glm4_moe_lite, youtu,
+)  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
+_OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words
@@ -379,6 +442,40 @@ for _causal, _other, _family in (
     ("Glm4MoeLiteForCausalLM", "Glm4MoeLite", glm4_moe_lite),
     ("MiniCPM3ForCausalLM", "MiniCPM3", minicpm3),
     ("YoutuForCausalLM", "Youtu", youtu),
+    ("CohereForCausalLM", "Cohere", cohere),
+    ("GlmForCausalLM", "Glm", glm),
+    ("Glm4ForCausalLM", "Glm4", glm4),
+    ("SeedOssForCausalLM", "SeedOss", seed_oss),
+    ("CwmForCausalLM", "Cwm", cwm),
+    ("MinistralForCausalLM", "Ministral", ministral),
+    ("Ministral3ForCausalLM", "Ministral3", ministral3),
+    ("HeliumForCausalLM", "Helium", helium),
+    ("Ernie4_5ForCausalLM", "Ernie4_5", ernie4_5),
+    ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1", hunyuan),
+    ("ArceeForCausalLM", "Arcee", arcee),
+    ("NemotronForCausalLM", "Nemotron", nemotron),
+    ("HyperCLOVAXForCausalLM", "HyperCLOVAX", hyperclovax),
+    ("GraniteSWAForCausalLM", "GraniteSWA", granite_swa),
+    ("ApertusForCausalLM", "Apertus", apertus),
+    ("Apertus1p5TextForCausalLM", "Apertus1p5Text", apertus),
+    ("StableLmForCausalLM", "StableLm", stablelm),
+    ("FalconForCausalLM", "Falcon", falcon),
+    ("GPTNeoXForCausalLM", "GPTNeoX", gpt_neox),
+    ("PhiForCausalLM", "Phi", phi),
+    ("OlmoForCausalLM", "Olmo", olmo),
+    ("OPTForCausalLM", "OPT", opt),
+    ("PersimmonForCausalLM", "Persimmon", persimmon),
+    ("NanoChatForCausalLM", "NanoChat", nanochat),
+    ("GPTBigCodeForCausalLM", "GPTBigCode", gpt_bigcode),
+    ("Jais2ForCausalLM", "Jais2", jais2),
+    ("VaultGemmaForCausalLM", "VaultGemma", vaultgemma),
+    ("BitNetForCausalLM", "BitNet", bitnet),
+    ("InternLM3ForCausalLM", "InternLM3", internlm3),
+    ("IQuestCoderForCausalLM", "IQuestCoder", iquestcoder),
+    ("ExaoneForCausalLM", "Exaone", exaone),
+    ("CodeGenForCausalLM", "CodeGen", codegen),
+    ("GPTJForCausalLM", "GPTJ", gptj),
+    ("GPTNeoForCausalLM", "GPTNeo", gpt_neo),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

@@ -15,7 +15,8 @@ class Names:
     lists        the lists of layers, in order, and the number here of the first layer of each
     parts        what modules are called there, with the names here; with several of these, their outputs lie side by
                  side in one tensor, in this order. A tensor that belongs to no module has its own name in place of one.
-                 "{}" stands for the number of an expert
+                 "{}" stands for the number of an expert. If a thing in a layer has the name of a thing beside the
+                 layers, the name of the list stands before its own, as in "layers.norm"
     grouped      modules of `parts` whose outputs lie group by group: those of each part for the first group, then for
                  the second; with the entry of `ModelConfig.sizes` that says how many groups there are
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
@@ -26,6 +27,7 @@ class Names:
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
+    swapped      whether they change places: heads are rotated the other way round
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     other_names  matches the beginning of names that are of something else; "": all are of this model
     negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
@@ -40,6 +42,7 @@ class Names:
     in_turn: bool = False
     transposed: bool = False
     interleaved: bool = False
+    swapped: bool = False
     before: str = ""
     other_names: str = ""
     negative_exponentials: tuple[str, ...] = ()
@@ -70,8 +73,10 @@ class Names:
         if not in_layer or in_layer[1] not in self.lists:
             return ()
         rest, expert = in_layer[3], ""
-        if rest not in table and (numbered := re.search(r"\.(\d+)\.", rest)) is not None:
-            rest, expert = f"{rest[: numbered.start()]}.{{}}.{rest[numbered.end() :]}", numbered[1]
+        if rest not in table and (numbered := re.search(r"\.(\d+)(?=\.|$)", rest)) is not None:
+            rest, expert = f"{rest[: numbered.start()]}.{{}}{rest[numbered.end() :]}", numbered[1]
+        if f"{in_layer[1]}.{rest}" in table:
+            rest = f"{in_layer[1]}.{rest}"
         if rest not in table:
             return ()
         number = self.lists[in_layer[1]] + int(in_layer[2])
@@ -150,8 +155,18 @@ FUSED = Names(
 GGUF_FUSED = replace(
     GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"], "ffn_up": FUSED.parts["mlp.gate_up_proj"]}
 )
-# By the architecture of GGUF files that call things otherwise.
+# By the architecture of GGUF files that call things otherwise; with "mlp_norm" behind it, of models that have one.
 GGUF_OF: dict[str, Names] = {"phi3": GGUF_FUSED}
+for _arch in ("falcon", "gptneox"):
+    GGUF_OF[_arch] = replace(GGUF, parts={**GGUF.parts, "attn_qkv": FUSED.parts["self_attn.qkv_proj"]})
+GGUF_OF["falcon mlp_norm"] = replace(
+    GGUF,
+    parts={
+        **GGUF_OF["falcon"].parts,
+        "attn_norm": ("post_attention_layernorm",),
+        "attn_norm_2": ("input_layernorm",),
+    },
+)
 STARCODER2 = Names(parts={"mlp.c_fc": ("mlp.up_proj",), "mlp.c_proj": ("mlp.down_proj",)})
 # The MLP that every row of Granite 4 goes through, which in its dense models is the only MLP.
 GRANITE4 = Names(
@@ -168,6 +183,7 @@ GGUF_OUT_NORMS = replace(
     },
 )
 GGUF_OF |= {
+    "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
     "lfm2": replace(
         GGUF,
         parts={

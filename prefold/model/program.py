@@ -96,18 +96,22 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Embed(Operation):
-    """out = scale * the rows of `table` that the tokens name, plus the rows of `positions`."""
+    """out = scale * the rows of `table` that the tokens name, plus the rows of `positions`. Position 0 has the row
+    `first`."""
 
     out: Buffer
     table: Weight
     positions: Weight | None = None
     scale: float = 1.0
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Norm(Operation):
-    """out = the norm of `source`, times the weight, plus the bias: of as many numbers from `at` on as the weight has.
+    """out = the norm of `source`, times the weight, plus the bias: of `size` numbers from `at` on.
 
+    weight  None: the norm has none
+    size    as many numbers as the weight has, unless it is given
     kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016)
     whole   how many numbers all ranks have together, over which the mean is taken; 0: this rank has all
     copies  how many ranks have each of these numbers
@@ -115,13 +119,37 @@ class Norm(Operation):
 
     source: Buffer
     out: Buffer
-    weight: Weight
+    weight: Weight | None
     eps: float
     bias: Weight | None = None
     kind: Literal["rms", "layer"] = "rms"
     at: int = 0
     whole: int = 0
     copies: int = 1
+    size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            object.__setattr__(self, "size", self.weight.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class NormHeads(Operation):
+    """Norm heads of `source` in place, each by itself. The heads begin at `at`, `stride` numbers apart.
+
+    weight, bias  of the numbers of one head, which all heads share, or of those of all heads; None: there is none
+    kind          as of Norm; only a "layer" norm may have a bias
+    """
+
+    source: Buffer
+    at: int
+    heads: int
+    dim: int
+    stride: int
+    eps: float
+    weight: Weight | None = None
+    bias: Weight | None = None
+    kind: Literal["rms", "layer"] = "rms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +158,7 @@ class Linear(Operation):
 
     layer, name  how adapters know it; "": they do not
     bias         of the first outputs; None: there is none
-    activation   of the result: "silu" or "gelu_tanh"; "": none
+    activation   of the result: "silu", "gelu_tanh", "gelu", "relu" or "relu2", the square of "relu"; "": none
     gated        the first half of the outputs is gate, the other one up: out = activation(gate) * up
     summed       each rank has some of the inputs: the result is the sum over all ranks
     """
@@ -213,6 +241,35 @@ class Rope(Operation):
     stride: int
     norm: Weight | None = None
     eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ByPosition(Operation):
+    """Multiply heads of `source` in place with 1 + rate * log(1 + floor(position / period)). The heads begin at `at`,
+    `stride` numbers apart."""
+
+    source: Buffer
+    at: int
+    heads: int
+    dim: int
+    stride: int
+    rate: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True)
+class Xielu(Operation):
+    """source = xIELU of it, in place (Huang and Schlag 2024): with p = softplus(alpha_p) and n = beta +
+    softplus(alpha_n), p x^2 + beta x of x above 0, and n (exp(min(x, eps)) - 1 - x) + beta x of others.
+
+    alpha_p, alpha_n, beta, eps  a number each
+    """
+
+    source: Buffer
+    alpha_p: Weight
+    alpha_n: Weight
+    beta: Weight
+    eps: Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +462,7 @@ class Program:
     begin   what comes between the embedding and the first layer
     kept    buffers beside X that a layer reads and an earlier one, or `begin`, has filled
     head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
+    head_bias  what is added to its products, [vocabulary], on every rank; None: nothing is
     score   the linears of the classification head, in float32, with ReLU in between
     beside  weights that a feature's own code reads
     """
@@ -418,6 +476,7 @@ class Program:
     beside: tuple[Weight, ...] = field(default=())
     begin: tuple[Operation, ...] = ()
     kept: tuple[Buffer, ...] = ()
+    head_bias: Weight | None = None
 
     @property
     def operations(self) -> Iterator[Operation]:
@@ -434,6 +493,8 @@ class Program:
         found = dict.fromkeys(weight for operation in self.operations for weight in operation.weights)
         if self.head is not None:
             found[self.head] = None
+        if self.head_bias is not None:
+            found[self.head_bias] = None
         found |= dict.fromkeys(weight for linear in self.score for weight in linear.weights)
         return list(found | dict.fromkeys(self.beside))
 

@@ -157,6 +157,8 @@ class Shard:
             "v_proj": (kv,),
             "q_norm": (q,),  # of norms over all heads
             "k_norm": (kv,),
+            "attn_sub_norm": (q,),
+            "ffn_sub_norm": (_columns(shape[0], self.rank, self.size),),
             "o_proj": (every, q),
             "sinks": (self.heads,),
             "gate_proj": (_columns(shape[0], self.rank, self.size),),

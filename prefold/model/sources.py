@@ -173,7 +173,7 @@ class SafetensorsSource:
     """A SafetensorsSource reads the safetensors file, or files with an index, of a Hugging Face folder."""
 
     # Not weights: buffers that old versions of transformers saved.
-    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|freqs_cis)")
+    IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias|causal_mask|freqs_cis)")
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         """Opens the files. config: of the whole model; where several linears are stored as one it says which rows are
@@ -198,11 +198,11 @@ class SafetensorsSource:
                 shape = tensor.shape
                 transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = len(own_names) > 1 and len(shape) > 2
+                flat = self._is_flat(own_names, shape)
                 shape = (math.prod(shape),) if flat else shape
                 orders = [config.row_order(name) for name in own_names]
                 if len(own_names) == 1:
-                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, False, orders[0])
+                    self._places[own_names[0]] = TensorPlace(file, stored, None, transposed, flat, orders[0])
                     self.shapes[own_names[0]] = shape
                     continue
                 sizes = config.fused_sizes(own_names)
@@ -212,6 +212,13 @@ class SafetensorsSource:
                 for name, size, rows, order in zip(own_names, sizes, every, orders, strict=True):
                     self._places[name] = TensorPlace(file, stored, rows, transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
+
+    @staticmethod
+    def _is_flat(own_names: Sequence[str], shape: Sequence[int]) -> bool:
+        """Return whether the numbers of a tensor are taken as one row: of a convolution that is several here, of norms
+        of heads, and of a number without dimensions."""
+        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias"))
+        return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
 
     def _add_stack(
         self,
@@ -318,7 +325,7 @@ class GGUFSource:
     # Parts of the config.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
-    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2")
+    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2", "command-r", "glm4", "ernie4_5", "arcee")
 
     def __init__(
         self,
@@ -331,7 +338,8 @@ class GGUFSource:
         shapes of its tensors; files leave sizes of 1 out."""
         self.file, self.offsets = file, offsets
         arch = str(file.metadata.get("general.architecture"))
-        names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
+        names = GGUF_OF.get(f"{arch} mlp_norm") if config.mlp_norm else None
+        names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
         self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
@@ -352,7 +360,8 @@ class GGUFSource:
                 self._stored[name] = (stored, last - size)
                 shape = (size, *tensor.shape[1:])
                 thin = tuple(number for number in wanted.get(name, ()) if number != 1)
-                self.shapes[name] = wanted[name] if thin == shape else shape
+                is_norm = name.endswith("_norm.weight") and wanted.get(name) == (math.prod(shape),)  # of all heads
+                self.shapes[name] = wanted[name] if thin == shape or is_norm else shape
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
         shape = self.shapes[name]
@@ -400,7 +409,7 @@ class GGUFSource:
         return StoredRows(kind, rows)
 
     def _order_of(self, name: str) -> Sequence[int] | None:
-        return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None
+        return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
 
     def _has_numbers(self, name: str) -> bool:
         """Return whether a tensor is stored as numbers, and the model's are the same."""

@@ -142,7 +142,7 @@ def test_gemma3(write):
 @pytest.mark.parametrize(
     ("arch", "metadata", "message"),
     [
-        ("gptneox", {}, "'gptneox' is not supported.*llama, qwen2, qwen3, gemma3"),
+        ("bloom", {}, "'bloom' is not supported.*llama, qwen2, qwen3, gemma3"),
         ("granite", {"attention.sliding_window": 64}, "sliding window"),
         ("llama", {"split.count": 3}, "one of several parts"),
         ("qwen3", {"expert_count": 8}, "mixture of experts"),

@@ -34,7 +34,7 @@ from prefold.engine.schedule.steps import SlotStep, StreamStep
 from prefold.kernels import BLOCK_TYPES, LANES, StoredRows, loader
 from prefold.model import ModelConfig
 from prefold.model.adapters import AdapterArrays, LinearAdapter
-from prefold.model.config import Plane, RopeConfig
+from prefold.model.config import HeadNorm, Plane, RopeConfig
 from prefold.model.program import Linear
 from prefold.trie import PrefixMap
 from prefold.worker.native.load import load_native
@@ -53,6 +53,9 @@ def random_model(rng: np.random.Generator) -> NativeModel:
     out_norms = kind not in ("sum_norms", "parallel") and bool(rng.integers(2))
     norm = str(rng.choice(["rms", "layer"]))
     kinds = {kind: 0.4 if kind == "residual_scale" else True} if kind else {}
+    weights = str(rng.choice(["shared", "each", "apart", "none"]))
+    head_norm = HeadNorm(str(rng.choice(["rms", "layer"])), weights, weights != "none", bool(rng.integers(2)))
+    norm_weight = bool(rng.integers(4))
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
         heads=kv_heads * int(rng.integers(1, 4)), kv_heads=kv_heads, head_dim=dim,
@@ -60,10 +63,13 @@ def random_model(rng: np.random.Generator) -> NativeModel:
         rope=None if learned else RopeConfig(theta=1e4), max_positions=400,
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
         norm=norm, mlp="plain" if plain else "gated",
-        activation=str(rng.choice(["silu", "gelu_tanh"])), norm_bias=bool(rng.integers(2)),
-        qk_norm=not learned and kind != "row_qk_norm" and bool(rng.integers(2)), out_norms=out_norms,
+        activation=str(rng.choice(["silu", "gelu_tanh", "gelu", "relu", "relu2", *(["xielu"] if plain else [])])),
+        norm_bias=bool(rng.integers(2)), norm_weight=norm_weight, embedding_norm=not rng.integers(4),
+        inner_norms=not rng.integers(4), mlp_norm=bool(rng.integers(2)), first_position=int(rng.integers(3)),
+        query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))),
+        qk_norm=kind != "row_qk_norm" and [False, not learned, head_norm][int(rng.integers(3))], out_norms=out_norms,
         in_norms=not out_norms or bool(rng.integers(2)), attention_cap=rng.choice([None, 2.0]),
-        norm_offset=float(norm == "rms" and rng.integers(2)),
+        norm_offset=float(rng.integers(2)),
         qkv_bias=bool(rng.integers(2)), o_bias=bool(rng.integers(2)), mlp_bias=bool(rng.integers(2)),
         tie_embeddings=True, kv_dtype=rng.choice([None, "bfloat16"]), **kinds,
     )  # fmt: skip

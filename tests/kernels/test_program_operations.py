@@ -12,9 +12,13 @@ import pytest
 from programs import (
     Machine,
     Runs,
+    activated,
+    gate_in_turn,
+    gated,
     gated_delta,
     mamba2,
     normal,
+    pack,
     random_experts,
     random_layers,
     random_mixer,
@@ -25,7 +29,7 @@ from programs import (
 )
 
 from prefold import kernels
-from prefold.kernels.abi import FUNCTIONS, ExpertsCall, Kind
+from prefold.kernels.abi import FUNCTIONS, Activation, ExpertsCall, Kind
 from prefold.kernels.interface import BFLOAT16, FLOAT32, LETTERS
 from prefold.worker.tensor_parallel import PART, MemoryRanks, memory_file
 
@@ -181,6 +185,107 @@ def test_experts_are_those_of_the_call_and_of_numpy(dtype, seed):
     activation = experts.fields["activation"].name.lower()
     assert function(f"prefold_experts_{activation}_{dtype}")(byref(call)) == 0
     assert same([again], [found])
+
+
+OF_LINEARS = [kind for kind in Activation if kind not in (Activation.LINEARLY, Activation.CLAMPED)]
+WILD = np.array([np.nan, 1e30, -1e30, -300, -20, -6, -1e-30, 0, 1e-30, 7, 300], np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OF_LINEARS, ids=lambda kind: kind.name)
+def test_activations(kind, dtype):
+    """Of a linear and of a gate, which the identity hands on: to float32's rounding, into the tails."""
+    rng, rows, width = np.random.default_rng(0), 37, 32
+    gate, up = normal(rng, rows, width, scale=4, dtype=dtype), normal(rng, rows, width, dtype=dtype)
+    one = np.eye(width, dtype=np.float32)
+
+    def run(gate, up, rows):
+        machine = Machine(dtype)
+        source, beside = machine.buffer(gate[:rows]), machine.buffer(np.concatenate((gate, up), 1)[:rows])
+        outs = [machine.buffer(rows, width) for _ in range(2)]
+        machine.linear(source, outs[0], one.astype(dtype), activation=kind)
+        halves = np.split(np.eye(2 * width, dtype=np.float32).astype(dtype), 2)
+        machine.add(Kind.GATED, source=beside, out=outs[1], weight=pack(gate_in_turn(*halves)), activation=kind)
+        machine.run(rows, 3)
+        return [machine.buffers[out] for out in outs]
+
+    found = run(gate, up, rows)
+    wide = [part.astype(np.float64) for part in (gate, up)]
+    wanted = activated(kind, wide[0]), gated(kind, *wide)
+    bound = {"rtol": 5e-6, "atol": 1e-30} if dtype == FLOAT32 else {"rtol": 2.0**-7, "atol": 1e-7}
+    for one_found, one_wanted in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one_found.astype(np.float64), one_wanted, **bound)
+    assert same(run(gate[-1:], up[-1:], 1), [part[-1:] for part in found])
+    ends = np.pad(np.diag(WILD), ((0, 0), (0, width - len(WILD)))).astype(dtype)  # one a row
+    with np.errstate(all="ignore"):
+        wanted = activated(kind, np.diag(ends).astype(np.float64)).astype(np.float32)
+    for part in run(ends, np.ones_like(ends), len(WILD)):
+        np.testing.assert_allclose(np.diag(part).astype(np.float32), wanted, **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_of_heads_that_lie_apart(dtype, apart, kind):
+    rng, heads, dim, stride, at, rows, eps = np.random.default_rng(0), 3, 37, 50, 5, 9, 1e-5
+    x = normal(rng, rows, at + heads * stride, dtype=dtype)
+    weight, bias = (normal(rng, heads if apart else 1, dim) for _ in range(2))
+
+    def run(count):
+        machine = Machine(dtype)
+        source = machine.buffer(x[rows - count :])
+        machine.add(
+            Kind.NORM_HEADS, source=source, at=at, heads=heads, dim=dim, stride=stride, eps=eps, weight=weight,
+            bias=bias if kind == "layer" else None, columns=dim if apart else 0,
+        )  # fmt: skip
+        machine.run(count, 2)
+        return machine.buffers[source]
+
+    expected = x.astype(np.float64)
+    parts = expected[:, at:].reshape(rows, heads, stride)[..., :dim]
+    centred = parts - parts.mean(-1, keepdims=True) * (kind == "layer")
+    expected[:, at:].reshape(rows, heads, stride)[..., :dim] = rms_norm(centred, weight, eps) + bias * (kind == "layer")
+    found = run(rows)
+    check(found, expected, 1e-6 if dtype == FLOAT32 else 2.0**-8)
+    untouched = np.ones_like(x, bool)
+    untouched[:, at:].reshape(rows, heads, stride)[..., :dim] = False
+    assert same([found[untouched], run(1)], [x[untouched], found[-1:]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_that_grow_with_their_position(dtype):
+    rng, heads, dim, stride, at, rows = np.random.default_rng(0), 3, 37, 50, 5, 9
+    x, positions = normal(rng, rows, at + heads * stride, dtype=dtype), np.array([0, 4, 5, 9, 10, 11, 5000, 1, 70])
+    machine, reads = Machine(dtype), np.array([1, 3, 6])
+    growth = {"at": at, "heads": heads, "dim": dim, "stride": stride, "eps": 0.3, "positions": 5}
+    sources = [machine.buffer(x), machine.buffer(x)]
+    machine.add(Kind.BY_POSITION, source=sources[0], **growth)
+    machine.add(Kind.PICK, source=sources[1], beside=1)
+    machine.add(Kind.BY_POSITION, source=sources[1], **growth)
+    machine.run(rows, 2, positions=positions, read=reads, picked=len(reads))
+    expected = x.astype(np.float64)
+    factors = 1 + 0.3 * np.log(1 + positions // 5)
+    expected[:, at:].reshape(rows, heads, stride)[..., :dim] *= factors[:, None, None]
+    found = machine.buffers[sources[0]]
+    check(found, expected, 1e-6 if dtype == FLOAT32 else 2.0**-8)
+    assert same([machine.buffers[sources[1]][: len(reads)]], [found[reads]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_xielu(dtype):
+    rng, rows, width = np.random.default_rng(0), 9, 37
+    x, (p, n, beta, eps) = normal(rng, rows, width, scale=4, dtype=dtype), (0.8, 0.9, 0.5, -1e-6)
+    x[0, : len(WILD)], x[1, :4] = WILD, [-1e-7, -1e-6, -1e-3, 1e-7]
+    machine = Machine(dtype)
+    source = machine.buffer(x)
+    machine.add(Kind.XIELU, source=source, weight=np.array([p, n, beta, eps], np.float32))
+    machine.run(rows, 2)
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64)
+        below = n * (np.expm1(np.minimum(wide, eps)) - wide)
+        wanted = (np.where(wide > 0, p * wide**2, below) + beta * wide).astype(np.float32)
+    bound = {"rtol": 2e-6, "atol": 3e-7} if dtype == FLOAT32 else {"rtol": 2.0**-8, "atol": 3e-7}
+    np.testing.assert_allclose(machine.buffers[source].astype(np.float32), wanted, **bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

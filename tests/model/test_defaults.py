@@ -18,7 +18,14 @@ SIZES: dict[str, Any] = {
     "vocab_size": 307, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 48,
     "num_key_value_heads": 4, "max_position_embeddings": 512, "pad_token_id": None,
 }  # fmt: skip
-OWN = {"GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["full_attention"] * 4}}
+OWN: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["full_attention"] * 4},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
+    "OPTForCausalLM": {"ffn_dim": 48},
+    # Their defaults do not go with these sizes, or with any.
+    **{f"{name}ForCausalLM": {"rotary_dim": 4} for name in ("GPTJ", "CodeGen")},
+    **{f"{name}ForCausalLM": {"head_dim": 8} for name in ("Helium", "HunYuanDenseV1", "Ministral")},
+}
 CAUSAL = [
     name
     for name in supported_architectures()
@@ -61,9 +68,10 @@ def test_sizes_that_are_left_out(architecture):
     """Of the head and of biases: the model of transformers has as many weights."""
     kind = getattr(transformers, architecture)
     keys = {key: value for key, value in SIZES.items() if key != "head_dim"} | OWN.get(architecture, {})
-    if architecture == "GPT2LMHeadModel":
-        keys = {"vocab_size": 307, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 512}
+    keys = {kind.config_class.attribute_map.get(key, key): value for key, value in keys.items()}
     with torch.device("meta"):
         theirs = kind(kind.config_class(**keys))
+    saved = theirs.state_dict().keys()
+    buffers = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name in saved)
     mine = config_from(keys | {"architectures": [architecture], "model_type": theirs.config.model_type})
-    assert mine.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert mine.num_parameters == buffers + sum(parameter.numel() for parameter in theirs.parameters())

@@ -277,11 +277,14 @@ def test_yarn_defaults():
     [
         (
             {"architecture": "NobodyForConditionalGeneration"},
-            "'Nobody.*' is not supported.*Gemma3ForCausalLM.*SmolLM3ForCausalLM.*and their models",
+            "'Nobody.*' is not supported.*prefold models.*register_family",
         ),
-        ({"architecture": "GPTNeoXForCausalLM"}, "'GPTNeoXForCausalLM' is not supported.*model_type None"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' is not.*: default, linear, llama3, yarn, longrope$"),
+        ({"architecture": "BloomForCausalLM"}, "'BloomForCausalLM' is not supported.*model_type None"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish'.*'silu'"),
+        ({"hidden_act": "xielu"}, "xielu is an activation of MLPs without a gate"),
+        ({"rope_scaling": {"rope_type": "far"}}, "'far' is not.*: default, linear, dynamic, llama3, yarn, longrope$"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, r"no rope_scaling\.factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2, "alpha": 9}}, r"rope_scaling\.alpha is 9"),
         ({"rope_scaling": {"rope_type": "longrope"}}, r"no rope_scaling\.short_factor"),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "4 rotary factors for 6 rotated numbers"),
         ({CONTEXT: 513}, "context_length is 513.*512"),
@@ -303,14 +306,28 @@ def test_yarn_defaults():
         ({"architecture": "Qwen2ForCausalLM", "num_key_value_heads": ...}, "no num_key_value_heads"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
-        (GPT2 | {"activation_function": "relu"}, "'relu' is not supported.*'gelu_new'"),
+        (GPT2 | {"activation_function": "mish"}, "'mish' is not supported.*'gelu_new'"),
         (GPT2 | {"n_head": 5}, "n_embd is 36.*n_head, 5"),
         (GPT2 | {"n_positions": ...}, "no n_positions"),
         (GEMMA | {"use_bidirectional_attention": True}, "both directions"),
         (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
         (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
-        (GEMMA | {"hidden_activation": "gelu"}, "'gelu'.*'gelu_pytorch_tanh'"),
+        (GEMMA | {"hidden_activation": "mish"}, "'mish'.*'gelu_pytorch_tanh'"),
         (GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "full_attention.*apart"),
+        ({"architecture": "OlmoForCausalLM", "clip_qkv": 8.0}, "clip_qkv"),
+        ({"architecture": "FalconForCausalLM", "alibi": True}, "alibi"),
+        ({"architecture": "OPTForCausalLM", "ffn_dim": 48, "word_embed_proj_dim": 18}, "word_embed_proj_dim is 18"),
+        ({"architecture": "OPTForCausalLM", "ffn_dim": 48, "do_layer_norm_before": False}, "do_layer_norm_before"),
+        ({"architecture": "ApertusForCausalLM", "hidden_act": "xielu", "output_vocab_size": 9}, "output_vocab_size"),
+        ({"architecture": "HunYuanDenseV1ForCausalLM", "use_cla": True}, "use_cla is True"),
+        ({"architecture": "GraniteSWAForCausalLM", "layer_rope_theta": [1e4]}, "layer_rope_theta is .*numbers, one a"),
+        ({"architecture": "IQuestCoderForCausalLM", "clip_qkv": 8.0}, "clip_qkv"),
+        (GPT2 | {"architecture": "GPTJForCausalLM", "rotary_dim": 64}, "rotary_dim is 64; it must be at most 6"),
+        (GPT2 | {"architecture": "CodeGenForCausalLM", "rotary_dim": 4}, "n_head is 6; CodeGen"),
+        (
+            {"architecture": "GPTNeoForCausalLM", "num_layers": 3, "num_heads": 6, "attention_types": [[["far"], 3]]},
+            "attention_types is .*global or local",
+        ),
         ({"architecture": "Gemma3nForConditionalGeneration"}, "'Gemma3nForCond.* is not supported: its layers.*AltUp"),
         ({"architecture": "Gemma3nForCausalLM", "intermediate_size": [96, 96]}, "'Gemma3nForCausalLM' is not .*AltUp"),
         ({"architecture": "RecurrentGemmaForCausalLM", "max_position_embeddings": ...}, "recurrent states"),
@@ -325,6 +342,16 @@ def test_refusals(overrides, message):
 
 def test_code_for_the_tokenizer_alone_is_no_model_code():
     assert config(auto_map={"AutoTokenizer": ["tok.T", None]}).hidden == 36
+
+
+@pytest.mark.parametrize(
+    ("architecture", "are_fixed"),
+    [("HunYuanDenseV1ForCausalLM", True), ("NanoChatForCausalLM", False), ("CohereForCausalLM", False)],
+)
+def test_keys_that_are_normed_after_their_rotation_stay_at_their_positions(architecture, are_fixed):
+    """If the norm has weights: without, it is the same before the rotation as after it."""
+    more = {"use_qk_norm": True} if architecture.startswith("Cohere") else {}
+    assert bool(config(architecture, **more).fixed) == are_fixed
 
 
 def test_heads():
@@ -388,6 +415,9 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
         config(**{key: CHANGING[key]})
 
 
+WITH_TOWERS = ("Apertus1p5", "Gemma3", "Qwen3_5", "Qwen3_5Moe")  # whose text models have configs of their own
+
+
 @pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])
 def test_settings_that_change_nothing_are_not_refused(architecture):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
@@ -400,9 +430,7 @@ def test_settings_that_change_nothing_are_not_refused(architecture):
         # Granite 4 of its own accord has experts and recurrent layers.
         dense = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
         own = dense if family == "GraniteMoeHybrid" else {}
-        made = getattr(
-            transformers, f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{family}Config"
-        )(**own)
+        made = getattr(transformers, f"{family}TextConfig" if family in WITH_TOWERS else f"{family}Config")(**own)
         theirs = json.loads(made.to_json_string(use_diff=False))
     relics = {key: value for key, value in RELICS.items() if key not in theirs}
     assert config_from(theirs | relics | {"architectures": [architecture]}).layers

@@ -14,7 +14,21 @@ from routing import route
 
 from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.model.mixtures import mixture
-from prefold.model.program import Add, Attend, Experts, Gate, Linear, Norm, Pick, Program, Rope, Weight
+from prefold.model.program import (
+    Add,
+    Attend,
+    ByPosition,
+    Experts,
+    Gate,
+    Linear,
+    Norm,
+    NormHeads,
+    Pick,
+    Program,
+    Rope,
+    Weight,
+    Xielu,
+)
 from prefold.worker.torch.layer import Layer, dead_buffers
 from prefold.worker.torch.lora import NO_ADAPTERS
 from prefold.worker.torch.model import CausalLM
@@ -29,6 +43,9 @@ ACTIVATIONS = {
     "": lambda x: x,
     "silu": lambda x: x / (1 + np.exp(-x)),
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
+    "relu": lambda x: np.maximum(x, 0),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 
 
@@ -53,7 +70,9 @@ class Dense:
     def run(self) -> np.ndarray:
         embed = self.program.embed
         x = self.weight(embed.table)[self.tokens] * embed.scale
-        self.buffers["x"] = x if embed.positions is None else x + self.weight(embed.positions)[self.positions]
+        self.buffers["x"] = (
+            x if embed.positions is None else x + self.weight(embed.positions)[self.positions + embed.first]
+        )
         for plane, operations in enumerate(self.program.layers):
             for operation in operations:
                 getattr(self, type(operation).__name__.lower())(operation, plane)
@@ -62,14 +81,37 @@ class Dense:
         return self.buffers["out"]
 
     def norm(self, op: Norm, plane: int) -> None:
-        x = self.buffers[op.source][:, op.at : op.at + op.weight.rows]
+        x = self.buffers[op.source][:, op.at : op.at + op.size]
         if op.kind == "layer":
             x = x - x.mean(1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(1, keepdims=True) + op.eps) * self.weight(op.weight) + self.weight(op.bias)
+        x = x / np.sqrt((x**2).mean(1, keepdims=True) + op.eps)
+        x = x * (1 if op.weight is None else self.weight(op.weight)) + self.weight(op.bias)
         if op.source == op.out:
-            self.buffers[op.out][:, op.at : op.at + op.weight.rows] = x
+            self.buffers[op.out][:, op.at : op.at + op.size] = x
         else:
             self.buffers[op.out] = x
+
+    def normheads(self, op: NormHeads, plane: int) -> None:
+        for head in range(op.heads):
+            x = self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim]
+            if op.kind == "layer":
+                x -= x.mean(1, keepdims=True)
+            x /= np.sqrt((x**2).mean(1, keepdims=True) + op.eps)
+            for weight, change in ((op.weight, np.multiply), (op.bias, np.add)):
+                if weight is not None:
+                    numbers = self.weight(weight)
+                    change(x, numbers if len(numbers) == op.dim else numbers[head * op.dim :][: op.dim], out=x)
+
+    def byposition(self, op: ByPosition, plane: int) -> None:
+        factors = np.array([1 + op.rate * math.log(1 + position // op.period) for position in self.positions])
+        for head in range(op.heads):
+            self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim] *= factors[:, None]
+
+    def xielu(self, op: Xielu, plane: int) -> None:
+        p, n = (np.log1p(np.exp(self.weight(weight))) for weight in (op.alpha_p, op.alpha_n))
+        beta, eps, x = self.weight(op.beta), self.weight(op.eps), self.buffers[op.source]
+        below = (beta + n) * (np.exp(np.minimum(x, eps)) - 1 - x)
+        self.buffers[op.source] = np.where(x > 0, p * x**2, below) + beta * x
 
     def linear(self, op: Linear, plane: int) -> None:
         out = self.buffers[op.source] @ self.weight(op.weight).T

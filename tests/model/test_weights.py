@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from architectures import PROGRAMS, checkpoint_of
 from safetensors.torch import load_file, save_file
 from tiny import MORE, DenseAttend, reference, tiny_checkpoint
 
@@ -316,6 +317,28 @@ OWN_NAMES = dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), OUT_NORMS) |
     "gpt-oss": {"mlp.router": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "starcoder2": {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
+    "hunyuan-dense": {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    "falcon": {
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
+    },
+    "gptneox": {
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "phi2": {"self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
 }
 # The settings of an architecture: (key, kind, value of the config).
 GRANITE_KEYS = [
@@ -330,13 +353,23 @@ OWN_KEYS = {
         ("final_logit_softcapping", "float32", "final_logit_softcapping"),
     ],
     "cohere2": [("logit_scale", "float32", "logit_scale")],
+    "command-r": [("logit_scale", "float32", "logit_scale")],
+    "gptneox": [("use_parallel_residual", "bool", "use_parallel_residual")],
 }  # fmt: skip
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 TOP = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
     "norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
+    "embed_out.weight": "output.weight",
+    **{f"{name}.weight": "token_embd.weight" for name in ("embed_in", "word_embeddings")},
+    **{
+        f"{name}.{kind}": f"output_norm.{kind}"
+        for name in ("final_layer_norm", "final_layernorm", "ln_f")
+        for kind in ("weight", "bias")
+    },
 }
 
 
@@ -434,7 +467,7 @@ def write_gguf(folder, path, arch):
         writer.add_expert_shared_feed_forward_length(experts.shared)
     for key, kind, of_config in OWN_KEYS.get(arch, ()):
         getattr(writer, f"add_{kind}")(f"{arch}.{key}", hf[of_config])
-    if arch == "phi3":
+    if arch == "phi3" or config.turned != config.head_dim:
         writer.add_rope_dimension_count(config.turned)
     if arch == "phi3" and config.rope.kind == "longrope":
         writer.add_rope_scaling_orig_ctx_len(hf["original_max_position_embeddings"])
@@ -451,7 +484,8 @@ def write_gguf(folder, path, arch):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.settings["factor"])
     for name, tensor in stacked(load_file(folder / "model.safetensors")).items():
-        short, values = name.removeprefix("model."), tensor.numpy()
+        short, values = re.sub(r"^(model|gpt_neox|transformer)\.(h\.(?=\d))?", "", name), tensor.numpy()
+        short = f"layers.{short}" if short[0].isdigit() else short
         if ".ffn_" in short:
             short = short.replace("layers.", "blk.")
         elif short not in TOP:
@@ -460,7 +494,11 @@ def write_gguf(folder, path, arch):
             if arch in PERMUTED and role.endswith(("q_proj", "k_proj")):
                 values = permute(values, config.heads if role.endswith("q_proj") else config.kv_heads)
             short = f"blk.{number}.{names[role]}.{kind}"
-        if arch.startswith("gemma") and "norm" in name:
+            if role.endswith("query_key_value"):  # as the converters do: queries first, then keys, then values
+                parts = values.reshape(config.kv_heads, -1, config.head_dim, *values.shape[1:])
+                parts = (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])
+                values = np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
+        if (arch.startswith("gemma") and "norm" in name) or (arch == "nemotron" and name.endswith("norm.weight")):
             values = values + 1  # as llama.cpp's converter does
         writer.add_tensor(TOP.get(short, short), values.copy())
     writer.write_header_to_file()
@@ -484,6 +522,27 @@ def test_a_gguf_file_is_the_same_model(tmp_path, family, tied):
     if family == "granite4":  # its converter writes the dense models as files of Granite 3
         as_granite3(folder)
     write_gguf(folder, path, GGUF_NAMES.get(family, family))
+    ours, expected = load(path), load(folder)
+    torch.testing.assert_close(hidden(ours), hidden(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.logits(hidden(ours)), expected.logits(hidden(expected)), rtol=1e-5, atol=1e-4)
+
+
+DENSE = {
+    "cohere": "command-r", "cohere with norms": "command-r", "glm4": "glm4", "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense", "arcee": "arcee", "nemotron": "nemotron",
+    "stablelm": "stablelm", "stablelm parallel": "stablelm", "falcon": "falcon", "falcon with one key head": "falcon",
+    "falcon with one norm": "falcon", "gpt_neox": "gptneox", "gpt_neox in turn": "gptneox", "phi": "phi2",
+}  # fmt: skip
+DENSE_SETTINGS: dict[str, dict] = PROGRAMS | {
+    "cohere": {}, "cohere with norms": {"use_qk_norm": True}, "phi": {},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_gguf_file_of_a_dense_family_is_the_same_model(tmp_path, name):
+    folder, path = checkpoint_of(tmp_path / "model", name, DENSE_SETTINGS[name], seed=3), tmp_path / "m.gguf"
+    write_gguf(folder, path, DENSE[name])
     ours, expected = load(path), load(folder)
     torch.testing.assert_close(hidden(ours), hidden(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.logits(hidden(ours)), expected.logits(hidden(expected)), rtol=1e-5, atol=1e-4)

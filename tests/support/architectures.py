@@ -35,6 +35,10 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 300, "use_double_wide_mlp": True,
 }  # fmt: skip
 
+# Queries that grow from the fifth position on.
+GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 5}
+GROWING |= {"llama_4_scaling_beta": 0.3}
+
 # Hybrids: layers with a state, and one with attention among them.
 DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_attention_heads": 4,
@@ -46,13 +50,69 @@ MAMBA2: dict[str, Any] = {
     "mamba_d_state": 10, "shared_intermediate_size": 26, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
 }  # fmt: skip
 
-# By model_type, the settings of families of prefold's own without which the architecture would look like another.
-# tests/model/test_family_programs.py compares each with transformers.
+# By model_type, the settings of families of prefold's own without which the architecture would look like another; and
+# variants, which have more words behind the model_type. tests/model/test_family_programs.py compares each with
+# transformers.
 PROGRAMS: dict[str, dict[str, Any]] = {
     "deepseek_v2": LATENT
     | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": LATENT | GROUPS | {"first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT | {"rope_interleave": False},
+    "apertus": {},
+    "apertus1p5_text": {},
+    "arcee": {},
+    "bitnet": {},
+    "codegen": {"num_attention_heads": 4, "rotary_dim": 4},
+    "cohere": {"use_qk_norm": True},
+    "cwm": WINDOWS,
+    "ernie4_5": {"head_dim": 8, "use_bias": True},
+    "exaone": {},
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon with one key head": {},
+    "falcon with all key heads": {"multi_query": False, "parallel_attn": False, "bias": True},
+    "falcon with one norm": {"num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "gpt_bigcode": {},
+    "gpt_bigcode with all key heads": {"multi_query": False},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 5},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_neox in turn": {"rotary_pct": 1.0, "use_parallel_residual": False, "attention_bias": False},
+    "gptj": {"rotary_dim": 4},
+    "granite_swa": WINDOWS | {"layer_rope_theta": [0, 1e4, 500], "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "helium": {"head_dim": 8, "mlp_bias": True},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_dense with alpha": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+    },
+    "hyperclovax": {"residual_multiplier": 0.6, "attention_multiplier": 0.4, "logits_scaling": 0.5},
+    "hyperclovax without norms": {"use_post_norm": False},
+    "internlm3": {"head_dim": 8},
+    "internlm3 with dynamic scaling": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 6.0},
+    },
+    "iquestcoder": {"head_dim": 8},
+    "jais2": {},
+    "ministral": WINDOWS | {"head_dim": 8},
+    "ministral3": {"head_dim": 8, "rope_parameters": GROWING},
+    "nanochat": {},
+    "nemotron": {"head_dim": 8},
+    "olmo": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},
+    "opt without weights of norms": {
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 48,
+        "enable_bias": False,
+        "layer_norm_elementwise_affine": False,
+    },
+    "persimmon": {},
+    "phi": {"qk_layernorm": True},
+    "seed_oss": {"head_dim": 8},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    "stablelm parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
+    "vaultgemma": WINDOWS | {"head_dim": 8},
     "granitemoehybrid": MAMBA2,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "minicpm3": LATENT | {"q_lora_rank": None},
@@ -61,21 +121,15 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "youtu": LATENT,
 }
 # Those whose norms are stored less one.
-CENTRED = {"qwen3_5_moe_text", "qwen3_next"}
+CENTRED = {"nemotron", "qwen3_5_moe_text", "qwen3_next", "vaultgemma"}
 
 # By model_type, the settings without which the architecture would look like another; none of prefold's own families.
 TAKEN: dict[str, dict[str, Any]] = {
     "afmoe": WINDOWS,
-    "apertus": {},
-    "arcee": {},
     "aria_text": {"moe_num_experts": 4},
-    "bitnet": {},
-    "cohere": {},
     "cohere2": WINDOWS,
     "ctrl": {},
-    "cwm": WINDOWS,
     "diffllama": {},
-    "ernie4_5": {},
     "ernie4_5_moe": {},
     "exaone4": WINDOWS,
     "flex_olmo": {},
@@ -84,43 +138,25 @@ TAKEN: dict[str, dict[str, Any]] = {
     "gemma2": WINDOWS,
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": LARGER_LAST,
-    "glm": {},
-    "glm4": {},
     "glm4_moe": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
     "gpt_oss": WINDOWS,
     "granite": {},
-    "granite_swa": WINDOWS,
     "granitemoe": {},
     "granitemoeshared": {},
-    "helium": {"head_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "jais2": {},
     "jetmoe": {"kv_channels": 8},
     "laguna": {},
     "minimax_m2": {},
-    "ministral": WINDOWS | {"head_dim": 8},
-    "ministral3": {},
     "mixtral": {},
     "modernbert-decoder": MODERN,
-    "nanochat": {},
-    "nemotron": {},
-    "olmo": {},
     "olmo2": {},
     "olmo3": WINDOWS,
     "olmoe": {},
-    "opt": {},
-    "persimmon": {},
-    "phi": {},
     "phi3": {"rope_parameters": LONG, "original_max_position_embeddings": 64},
     "phimoe": {},
     "qwen2_moe": {},
     "qwen3_moe": {},
-    "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "starcoder2": {},
-    "vaultgemma": WINDOWS,
 }
 # Families of prefold's own, where all run through transformers' modules.
 FORCED: dict[str, dict[str, Any]] = {
@@ -133,8 +169,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
     "mpt": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
     "mamba": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
-    "falcon": ({}, "its attention does not go through transformers' attention interface"),
-    "stablelm": ({}, "its attention does not go through transformers' attention interface"),
     "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
     "xglm": ({}, "its attention does not go through transformers' attention interface"),
     "doge": ({}, "it makes masks of its own"),
@@ -163,8 +197,10 @@ def config_for(model_type: str, settings: dict[str, Any]) -> Any:
 
 
 def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, seed: int = 0) -> Path:
-    """A folder with a random checkpoint, and the tokenizer of `tiny`."""
+    """A folder with a random checkpoint, and the tokenizer of `tiny`. model_type: also with the words of a variant"""
     import transformers
+
+    model_type = model_type.split()[0]
 
     model = transformers.AutoModelForCausalLM.from_config(config_for(model_type, settings), dtype=torch.float32)
     randomise(model, seed, norm=0 if model_type in CENTRED else 1)

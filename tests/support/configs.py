@@ -7,8 +7,13 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from prefold.model import ModelConfig, Plane, RopeConfig, mixture
+from prefold.model.config import HeadNorm
 
 booleans = st.booleans()
+ACTIVATIONS = ["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+HEAD_NORMS = st.builds(
+    HeadNorm, st.sampled_from(["rms", "layer"]), st.sampled_from(["shared", "each", "apart", "none"]), after=booleans
+)
 
 
 @st.composite
@@ -19,19 +24,23 @@ def configs(draw: Callable) -> ModelConfig:
     out_norms = kind not in ("sum_norms", "parallel") and draw(booleans)
     gated, norm = kind != "row_qk_norm" and draw(booleans), draw(st.sampled_from(["rms", "layer"]))
     values = {kind: 0.3 if kind == "residual_scale" else True} if kind else {}
+    mlp, head_norms = draw(st.sampled_from(["gated", "plain"])), booleans | HEAD_NORMS
     config = ModelConfig(
         vocab_size=30, hidden=draw(st.sampled_from([6, 10])), layers=2, heads=kv_heads * draw(st.integers(1, 2)),
         kv_heads=kv_heads, head_dim=4, intermediate=5, norm_eps=1e-3, rope=None if learned else RopeConfig(),
         max_positions=20, planes=(Plane(draw(st.sampled_from([None, 3]))), Plane()), norm=norm,
-        norm_bias=draw(booleans), mlp=draw(st.sampled_from(["gated", "plain"])), tie_embeddings=draw(booleans),
+        norm_bias=draw(booleans), mlp=mlp, tie_embeddings=draw(booleans),
         qkv_bias=draw(booleans), qk_bias=draw(booleans), o_bias=draw(booleans), mlp_bias=draw(booleans),
-        qk_norm=kind != "row_qk_norm" and draw(booleans), in_norms=not out_norms or draw(booleans),
-        out_norms=out_norms, norm_offset=float(norm == "rms" and draw(booleans)), gated=gated,
-        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        qk_norm=kind != "row_qk_norm" and draw(head_norms), in_norms=not out_norms or draw(booleans),
+        out_norms=out_norms, norm_offset=float(draw(booleans)), gated=gated,
+        activation=draw(st.sampled_from([*ACTIVATIONS, *(["xielu"] if mlp == "plain" else [])])),
+        norm_weight=draw(booleans), embedding_norm=draw(booleans), inner_norms=draw(booleans),
+        mlp_norm=draw(booleans), first_position=draw(st.sampled_from([0, 2])), lm_head_bias=draw(booleans),
+        query_growth=draw(st.sampled_from([None, (0.5, 3)])),
         rotated_dim=None if learned else draw(st.sampled_from([None, 2])),
         embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
     )  # fmt: skip
-    if draw(booleans):
+    if config.activation not in ("silu", "gelu_tanh") or draw(booleans):
         return config
     shared, experts, groups = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     kinds = draw(st.sampled_from(["experts", ("gated", "experts")]))

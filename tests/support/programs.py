@@ -3,6 +3,7 @@ mixtures of experts, of layers with a state, and of gated attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof
 from dataclasses import dataclass
@@ -108,14 +109,23 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    return x * sigmoid(2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
 
 
 def gated(kind: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     if kind == Activation.CLAMPED:
         gate = np.minimum(gate, 7)
         return gate * sigmoid(1.702 * gate) * (1 + up.clip(-7, 7))
-    return (silu if kind == Activation.SILU else gelu_tanh)(gate) * up
+    return activated(kind, gate) * up
+
+
+def activated(kind: Activation, x: np.ndarray) -> np.ndarray:
+    functions = {
+        Activation.SILU: silu, Activation.GELU_TANH: gelu_tanh, Activation.RELU: lambda x: np.maximum(x, 0),
+        Activation.GELU: lambda x: x * np.vectorize(math.erfc)(-x / math.sqrt(2)) / 2,
+        Activation.RELU2: lambda x: np.maximum(x, 0) ** 2,
+    }  # fmt: skip
+    return functions[kind](x)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

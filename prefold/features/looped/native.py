@@ -100,7 +100,7 @@ class NativeLooped:
 
     def norm_rows(self, x: np.ndarray) -> np.ndarray:
         (norm,) = self.native.program.end
-        assert isinstance(norm, Norm) and norm.kind == "rms"
+        assert isinstance(norm, Norm) and norm.kind == "rms" and norm.weight is not None
         return self.native.kernels.add_rms_norm(x, None, self.native.memory.arrays[norm.weight], norm.eps)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:

@@ -1,43 +1,96 @@
-// What the gate of an MLP does: activation(g) * u.
+// What an MLP does to a number, or to the numbers of a gate and of up: activation(g) * u.
 #pragma once
 
 #include "vectors.h"
 
 namespace prefold {
 
-// All activations are g / (1 + 2^h(g)), of a gate g.
+// An activation has `of`, of a gate g, and `up`, what is multiplied with it. kExact: to float32's rounding, else to
+// bfloat16's.
 struct Plain {
-  static PREFOLD_INLINE Floats gate(const Floats& g) { return g; }
   static PREFOLD_INLINE Floats up(const Floats& u) { return u; }
 };
 
-struct Silu : Plain {
+// g / (1 + 2^h(g)), where Self has h as `exponent`.
+template <class Self>
+struct Sigmoidal : Plain {
+  static PREFOLD_INLINE Floats gate(const Floats& g) { return g; }
+  template <bool kExact>
+  static PREFOLD_INLINE Floats of(const Floats& g) {
+    const Floats x = Self::gate(g);
+    return x / (Floats(1.0f) + exp2<kExact>(Self::exponent(x)));
+  }
+};
+
+struct Silu : Sigmoidal<Silu> {
   static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.44269504f); }  // -log2(e) g
 };
 
 // GELU by way of tanh: (1 + tanh z) / 2 = 1 / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3).
-struct GeluTanh : Plain {
+struct GeluTanh : Sigmoidal<GeluTanh> {
   static PREFOLD_INLINE Floats exponent(const Floats& g) {
     return g * (Floats(-2.30220820f) + Floats(-0.102943240f) * g * g);
   }
 };
 
 // That of gpt-oss: gates of at most 7, and 1 + u, where u is within 7. NaN stays NaN.
-struct Clamped {
+struct Clamped : Sigmoidal<Clamped> {
   static constexpr float kLimit = 7.0f;
   static PREFOLD_INLINE Floats gate(const Floats& g) { return Floats(0.0f) - larger(Floats(-kLimit), Floats(0.0f) - g); }
   static PREFOLD_INLINE Floats up(const Floats& u) { return Floats(1.0f) + larger(Floats(-kLimit), gate(u)); }
   static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.702f * 1.44269504f); }
 };
 
-// The activation of g, times u. kExact: to float32's rounding, else to bfloat16's.
+// NaN stays NaN.
+struct Relu : Plain {
+  template <bool kExact>
+  static PREFOLD_INLINE Floats of(const Floats& g) { return larger(Floats(0.0f), g); }
+};
+
+struct Relu2 : Plain {
+  template <bool kExact>
+  static PREFOLD_INLINE Floats of(const Floats& g) {
+    const Floats x = larger(Floats(0.0f), g);
+    return x * x;
+  }
+};
+
+// GELU with the error function: max(g, 0) - |g| q(|g|), where q(t) = erfc(t / sqrt(2)) / 2 is exp(-t^2 / 2) times a
+// polynomial of s = 1 / (1 + 0.3 t), fitted to 1.5e-7 of its value for t up to 14. Beyond that q is 0 in float32.
+struct Gelu : Plain {
+  template <bool kExact>
+  static PREFOLD_INLINE Floats of(const Floats& g) {
+    const Floats least = larger(Floats(-14.0f), Floats(0.0f) - larger(g, Floats(0.0f) - g)), t = Floats(0.0f) - least;
+    const Floats s = Floats(1.0f) / fused(t, Floats(3.00000012e-01f), Floats(1.0f));
+    Floats q(3.56748067e-02f);
+    for (const float c : {-1.57203168e-01f, 2.06353590e-01f, -5.36837019e-02f, 1.28561646e-01f, 9.99134928e-02f, 1.20753959e-01f, 1.19629301e-01f}) {
+      q = fused(q, s, Floats(c));
+    }
+    q = q * s * exp2<kExact>(t * t * Floats(-0.721347520f));  // -log2(e) / 2
+    return fused_less(t, q, larger(Floats(0.0f), g));
+  }
+};
+
+// The activation of g, times u.
 template <class Activation, bool kExact>
 PREFOLD_INLINE Floats gated(const Floats& g, const Floats& u) {
-  const Floats x = Activation::gate(g);
-  return x / (Floats(1.0f) + exp2<kExact>(Activation::exponent(x))) * Activation::up(u);
+  return Activation::template of<kExact>(g) * Activation::up(u);
 }
 
 // 1 / (1 + e^-x), to float32's rounding.
 PREFOLD_INLINE Floats sigmoid(const Floats& x) { return Floats(1.0f) / (Floats(1.0f) + exp2<true>(Silu::exponent(x))); }
+
+// xIELU (Huang and Schlag 2024): beta x + p x^2 for x above 0, else beta x + n (exp(min(x, eps)) - 1 - x).
+struct Xielu {
+  float p, n, beta, eps;
+
+  PREFOLD_INLINE Floats of(const Floats& x) const {
+    const Floats below = Floats(0.0f) - larger(Floats(-eps), Floats(0.0f) - x);
+    const Floats curve = Floats(n) * (exp2<true>(below * Floats(1.44269504f)) - Floats(1.0f) - x);
+    const Floats square = Floats(p) * x * x;
+    const Floats part = Floats::map([](Part<float> x, Part<float> a, Part<float> b) { return x > 0 ? a : b; }, x, square, curve);
+    return fused(Floats(beta), x, part);
+  }
+};
 
 }  // namespace prefold

@@ -44,8 +44,8 @@ void add_norm_row(E* x, const E* delta, const W* weight, E* out, int64_t width, 
 }
 
 // x += delta (where there is one), written back; out = (x - mean) / deviation * weight + bias (Ba et al. 2016).
-template <class E>
-void add_layer_norm_row(E* x, const E* delta, const E* weight, const E* bias, E* out, int64_t width, float eps) {
+template <class E, class W>
+void add_layer_norm_row(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t width, float eps) {
   Floats sums = zeros(), squares = zeros();
   for_vectors(width, [&](int64_t d, int64_t count) __attribute__((always_inline)) {
     Floats v = load_some(x + d, count);
@@ -113,12 +113,27 @@ void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, i
   });
 }
 
-template <class E>
-void add_layer_norm(E* x, const E* delta, const E* weight, const E* bias, E* out, int64_t rows, int64_t width, float eps,
+template <class E, class W>
+void add_layer_norm(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width, float eps,
                     int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first * width; i < stop * width; i += width) {
       add_layer_norm_row(x + i, delta ? delta + i : nullptr, weight, bias, out + i, width, eps);
+    }
+  });
+}
+
+template <class E>
+void norm_heads(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, int64_t dim, int64_t row,
+                int64_t head, int64_t apart, float eps, int threads) {
+  E* const none = nullptr;
+  parallel_ranges(rows, heads * dim, threads, [&](int64_t first, int64_t stop) {
+    for (int64_t i = first; i < stop; ++i) {
+      for (int64_t h = 0; h < heads; ++h) {
+        E* of_head = x + i * row + h * head;
+        if (bias) add_layer_norm_row(of_head, none, weight + h * apart, bias + h * apart, of_head, dim, eps);
+        else add_norm_row(of_head, none, weight + h * apart, of_head, dim, eps);
+      }
     }
   });
 }
@@ -163,10 +178,16 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {     \
     rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                        \
   }
-#define PREFOLD_EXPORT_LAYER_NORM(name, E)                                                                      \
-  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const E* weight, const E* bias, E* out,   \
+#define PREFOLD_EXPORT_LAYER_NORM(name, E, W)                                                                   \
+  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const W* weight, const W* bias, E* out,   \
                                                 int64_t rows, int64_t width, float eps, int32_t threads) {      \
     add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                     \
+  }
+#define PREFOLD_EXPORT_NORM_HEADS(name, E)                                                                      \
+  extern "C" void prefold_norm_heads_##name(E* x, const float* weight, const float* bias, int64_t rows,         \
+                                            int64_t heads, int64_t dim, int64_t row, int64_t head,              \
+                                            int64_t apart, float eps, int32_t threads) {                        \
+    norm_heads(x, weight, bias, rows, heads, dim, row, head, apart, eps, threads);                              \
   }
 #define PREFOLD_EXPORT_GATE(name, Activation, E)                                                           \
   extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width,           \
@@ -177,8 +198,11 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
 PREFOLD_EXPORT_NORMED(float32, float, float)
 PREFOLD_EXPORT_NORMED(bfloat16, Bf16, Bf16)
 PREFOLD_EXPORT_NORMED(bfloat16_float32, Bf16, float)
-PREFOLD_EXPORT_LAYER_NORM(float32, float)
-PREFOLD_EXPORT_LAYER_NORM(bfloat16, Bf16)
+PREFOLD_EXPORT_LAYER_NORM(float32, float, float)
+PREFOLD_EXPORT_LAYER_NORM(bfloat16, Bf16, Bf16)
+PREFOLD_EXPORT_LAYER_NORM(bfloat16_float32, Bf16, float)
+PREFOLD_EXPORT_NORM_HEADS(float32, float)
+PREFOLD_EXPORT_NORM_HEADS(bfloat16, Bf16)
 PREFOLD_EXPORT_GATE(silu_float32, Silu, float)
 PREFOLD_EXPORT_GATE(silu_bfloat16, Silu, Bf16)
 PREFOLD_EXPORT_GATE(gelu_tanh_float32, GeluTanh, float)

@@ -193,7 +193,8 @@ struct RowLow {
   const float* low;        // [ranks]
 };
 
-enum Activation : int32_t { kLinearly, kSilu, kGeluTanh, kClamped };  // kClamped: of experts alone
+// kClamped: of experts alone. kGelu, kRelu, kRelu2: not of experts.
+enum Activation : int32_t { kLinearly, kSilu, kGeluTanh, kClamped, kGelu, kRelu, kRelu2 };
 
 // What a product does to its sums before it stores them.
 struct Epilogue {
@@ -219,7 +220,11 @@ template <class E>
 using GatedLinear = int32_t(const E* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks, const E* bias,
                             E* out, int64_t rows, int64_t width, int64_t k, int32_t threads, const Epilogue* epilogue);
 extern "C" GatedLinear<float> prefold_gated_linear_silu_float32, prefold_gated_linear_gelu_tanh_float32;
+extern "C" GatedLinear<float> prefold_gated_linear_gelu_float32, prefold_gated_linear_relu_float32;
+extern "C" GatedLinear<float> prefold_gated_linear_relu2_float32;
 extern "C" GatedLinear<Bf16> prefold_gated_linear_silu_bfloat16, prefold_gated_linear_gelu_tanh_bfloat16;
+extern "C" GatedLinear<Bf16> prefold_gated_linear_gelu_bfloat16, prefold_gated_linear_relu_bfloat16;
+extern "C" GatedLinear<Bf16> prefold_gated_linear_relu2_bfloat16;
 
 // The number of bytes of a panel with k numbers along k; 0 if no decoder knows the type, or k is not whole blocks.
 extern "C" int64_t prefold_block_panel_size(int64_t type, int64_t k);
@@ -262,11 +267,20 @@ extern "C" AddRmsNorm<Bf16, Bf16> prefold_add_rms_norm_bfloat16;
 extern "C" AddRmsNorm<Bf16, float> prefold_add_rms_norm_bfloat16_float32;
 
 // x += delta [rows, width] (or null); out [rows, width] = the layer norm of x, with weight and bias [width].
-template <class E>
-using AddLayerNorm = void(E* x, const E* delta, const E* weight, const E* bias, E* out, int64_t rows, int64_t width,
+template <class E, class W>
+using AddLayerNorm = void(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width,
                           float eps, int32_t threads);
-extern "C" AddLayerNorm<float> prefold_add_layer_norm_float32;
-extern "C" AddLayerNorm<Bf16> prefold_add_layer_norm_bfloat16;
+extern "C" AddLayerNorm<float, float> prefold_add_layer_norm_float32;
+extern "C" AddLayerNorm<Bf16, Bf16> prefold_add_layer_norm_bfloat16;
+extern "C" AddLayerNorm<Bf16, float> prefold_add_layer_norm_bfloat16_float32;
+
+// Norm `heads` heads of each row of x, `dim` numbers each and `head` apart, in place: LayerNorm with a bias, else the RMS
+// norm. The weights, and biases, of heads are `apart` from each other; 0: all heads have the same.
+template <class E>
+using NormHeads = void(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, int64_t dim, int64_t row,
+                       int64_t head, int64_t apart, float eps, int32_t threads);
+extern "C" NormHeads<float> prefold_norm_heads_float32;
+extern "C" NormHeads<Bf16> prefold_norm_heads_bfloat16;
 
 // Rotate x [rows, heads, dim] in place by cos_sin [rows, dim]: cosines, then sines. With weight [dim] the RMS norm of
 // each head comes first; null: no norm.
@@ -476,12 +490,17 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kShortConv, kGatedDelta, kMamba2
 //           out = the mixer `call` of all rows of `source`, with the states `plane`. Rows that are not read get no
 //           result if `beside`, or after a kPick for all that follows.
+// kNormHeads   norm `heads` heads of `dim` of `source` from `at` on, in place: weight, bias (null: an RMS norm) and eps as
+//           of NormHeads, `columns` from one head's weights to the next's
+// kXielu    source = xIELU of it, in place; weight: its p, n, beta and eps (activations.h)
+// kByPosition  multiply `heads` heads of `dim` of `source` from `at` on, in place, with
+//           1 + eps log(1 + floor(position / positions))
 //
 // `call` points to a LatentCall, ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
 // program fills in the rest.
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
-  kAttendLatent,
+  kAttendLatent, kNormHeads, kXielu, kByPosition,
 };
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
@@ -496,7 +515,8 @@ struct Operation {
   int64_t at, keys, heads, dim, kv_heads, columns, positions;
   const void *weight, *bias;
   const BlockPanel* blocks;       // the matrix, if it is in blocks; then weight is null
-  int64_t stride;                 // kRope, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
+  // kRope, kNormHeads, kByPosition, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
+  int64_t stride;
   const void* call;               // kAttendLatent, kExperts, kShortConv, kGatedDelta, kMamba2
 };
 

@@ -40,9 +40,15 @@ struct Pass {
     const E* delta = op.beside < 0 ? nullptr : buffer(op.beside);
     const int64_t width = op.columns;
     if (op.bias) {
-      const auto *weight = static_cast<const E*>(op.weight), *bias = static_cast<const E*>(op.bias);
-      auto* const function = pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16);
-      return function(x, delta, weight, bias, out, rows, width, op.eps, call.threads);
+      const auto layered = [&](auto* function, auto* weight, auto* bias) {
+        function(x, delta, weight, bias, out, rows, width, op.eps, call.threads);
+      };
+      if constexpr (kBf16) {
+        const auto *weight = static_cast<const float*>(op.weight), *bias = static_cast<const float*>(op.bias);
+        if (op.wide) return layered(prefold_add_layer_norm_bfloat16_float32, weight, bias);
+      }
+      return layered(pick_of<E>(prefold_add_layer_norm_float32, prefold_add_layer_norm_bfloat16),
+                     static_cast<const E*>(op.weight), static_cast<const E*>(op.bias));
     }
     const auto scaled = [&](auto* function, auto* weight) {
       function(x, delta, weight, out, rows, width, call.widths[op.source], width, call.widths[op.out], op.eps,
@@ -92,6 +98,16 @@ struct Pass {
     return 0;
   }
 
+  static auto gated_linear(int32_t activation) {
+    switch (activation) {
+      case kSilu: return pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16);
+      case kGelu: return pick_of<E>(prefold_gated_linear_gelu_float32, prefold_gated_linear_gelu_bfloat16);
+      case kRelu: return pick_of<E>(prefold_gated_linear_relu_float32, prefold_gated_linear_relu_bfloat16);
+      case kRelu2: return pick_of<E>(prefold_gated_linear_relu2_float32, prefold_gated_linear_relu2_bfloat16);
+      default: return pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
+    }
+  }
+
   int32_t product(const Operation& op) const {
     const auto* weight = static_cast<const uint32_t*>(op.weight);
     const auto* bias = static_cast<const E*>(op.bias);
@@ -104,11 +120,7 @@ struct Pass {
       if (const int32_t failed = lower(op)) return failed;
     }
     auto* function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16);
-    if (op.kind == kGated) {
-      function = op.activation == kSilu
-                     ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
-                     : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
-    }
+    if (op.kind == kGated) function = gated_linear(op.activation);
     const int32_t failed = function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
     if (failed || !op.summed) return failed;
     return Ranks{*call.ranks}.sum(buffer(op.out), rows * columns, call.threads, is_given);
@@ -239,6 +251,40 @@ struct Pass {
             const Floats by = one ? of_all : of_gate(load_some(gates + d, count));
             store_some(x + d, load_some(x + d, count) * by, count);
           }
+        }
+      }
+    });
+  }
+
+  void norm_heads(const Operation& op) const {
+    const auto *weight = static_cast<const float*>(op.weight), *bias = static_cast<const float*>(op.bias);
+    pick_of<E>(prefold_norm_heads_float32, prefold_norm_heads_bfloat16)(
+        buffer(op.source) + op.at, weight, bias, rows, op.heads, op.dim, call.widths[op.source], stride(op), op.columns,
+        op.eps, call.threads);
+  }
+
+  void xielu(const Operation& op) const {
+    const Xielu function = *static_cast<const Xielu*>(op.weight);
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first * width; i < stop * width; i += kLanes) {
+        const int64_t count = stop * width - i;
+        store_some(x + i, function.of(load_some(x + i, count)), count);
+      }
+    });
+  }
+
+  void scale_by_position(const Operation& op) const {
+    const int64_t row = call.widths[op.source];
+    parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const int64_t position = call.positions[all ? r : call.read[r]];
+        if (position < op.positions) continue;  // a factor of 1
+        const Floats factor(1 + op.eps * std::log(static_cast<float>(1 + position / op.positions)));
+        for (int64_t h = 0; h < op.heads; ++h) {
+          E* x = buffer(op.source) + r * row + op.at + h * stride(op);
+          for (int64_t d = 0; d < op.dim; d += kLanes) store_some(x + d, load_some(x + d, op.dim - d) * factor, op.dim - d);
         }
       }
     });
@@ -495,6 +541,9 @@ struct Pass {
         case kExperts: failed = experts(op); break;
         case kShortConv: short_conv(op); break;
         case kGatedDelta: failed = scan(op, pick_of<E>(prefold_delta_net_float32, prefold_delta_net_bfloat16)); break;
+        case kNormHeads: norm_heads(op); break;
+        case kXielu: xielu(op); break;
+        case kByPosition: scale_by_position(op); break;
         case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;

@@ -38,6 +38,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 COMFORTABLE = 0.5
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # that have kernels
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
@@ -65,6 +66,9 @@ def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
         "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
+        "experts of this activation": all(
+            one.activation in EXPERT_ACTIVATIONS for one in programs[0].operations if isinstance(one, Experts)
+        ),
         "rows of whole words": dtype != "bfloat16" or all(map(_has_whole_words, programs)),
     }
     return next((thing for thing, is_there in things.items() if not is_there), None)

@@ -148,9 +148,10 @@ class NativeModel:
 
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
         """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
-        largest logit is not that of the largest product. A cap makes logits equal that are far from it and near to each
-        other."""
-        if self.config.logit_cap is not None or (head := self.head_matrix) is None:
+        largest logit is not that of the largest product. A bias moves logits. A cap makes logits equal that are far
+        from it and near to each other."""
+        is_plain = self.config.logit_cap is None and self.program.head_bias is None
+        if not is_plain or (head := self.head_matrix) is None:
             return None
         words, blocks = kernels.matrix_addresses(head)
         return words, blocks, self.tokens
@@ -165,9 +166,10 @@ class NativeModel:
             raise no_lm_head()
         if ids is None:
             own = self.kernels.linear(hidden, head, self.tokens, out=self._room(len(hidden)))
-            return self._shaped(self.ranks.gather(own, self.config.vocab_size))
+            return self._shaped(self._biased(self.ranks.gather(own, self.config.vocab_size)))
         head, out = self._columns_of(tuple(np.asarray(ids).tolist())), np.empty((len(hidden), len(ids)), np.float32)
-        return self._shaped(self.ranks.sum(self.kernels.linear(hidden, head, len(ids), out=out)))
+        products = self.ranks.sum(self.kernels.linear(hidden, head, len(ids), out=out))
+        return self._shaped(self._biased(products, np.asarray(ids)))
 
     def head(self, hidden: np.ndarray) -> np.ndarray:
         """Return the outputs of the classification head, float32 [rows, labels]. Raise InputError without one."""
@@ -212,6 +214,11 @@ class NativeModel:
         if isinstance(held, Blocks):
             return self.kernels.block_rows(held, ids, self.dtype)
         return held.rows(ids, self.dtype) if isinstance(held, PackedTable) else held[ids]
+
+    def _biased(self, products: np.ndarray, ids: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """Return the products of the LM head with its bias, in the same memory. ids: the tokens that these are of"""
+        bias = self.program.head_bias
+        return products if bias is None else np.add(products, self.memory.arrays[bias][ids], out=products)
 
     def _shaped(self, products: np.ndarray) -> np.ndarray:
         """Return the logits of the products of the LM head, in the same memory."""

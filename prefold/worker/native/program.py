@@ -27,6 +27,7 @@ from ...model.program import (
     Attend,
     AttendLatent,
     Buffer,
+    ByPosition,
     Embed,
     Experts,
     Gate,
@@ -36,12 +37,14 @@ from ...model.program import (
     Mamba2,
     MediaRows,
     Norm,
+    NormHeads,
     Operation,
     Pick,
     Rope,
     ShortConv,
     Weight,
     X,
+    Xielu,
 )
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
@@ -56,6 +59,9 @@ ACTIVATIONS = {
     "": Activation.LINEARLY,
     "silu": Activation.SILU,
     "gelu_tanh": Activation.GELU_TANH,
+    "gelu": Activation.GELU,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU2,
     "clamped": Activation.CLAMPED,
 }
 # A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
@@ -203,14 +209,15 @@ class Compiler:
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
         """Add a norm, of the sum of two buffers where `beside` is one."""
-        weight, wide = self.vector(norm.weight)
-        bias = None
-        if norm.kind == "layer":
-            none = np.zeros(norm.weight.rows, self.model.dtype)
-            bias = self.address(none if norm.bias is None else self.memory.arrays[norm.bias])
+        own = np.ones(norm.size, self.model.dtype) if norm.weight is None else self.memory.arrays[norm.weight]
+        weight, wide, bias = self.address(own), own.dtype != self.model.dtype, None
+        if norm.kind == "layer":  # the bias is of the dtype of the weight
+            bias = self.address(
+                np.zeros_like(own) if norm.bias is None else self.memory.arrays[norm.bias].astype(own.dtype)
+            )
         self.add(
             Kind.NORM, source=self.number[norm.source], out=self.number[norm.out], beside=beside, at=norm.at,
-            weight=weight, bias=bias, columns=norm.weight.rows, wide=wide, eps=norm.eps,
+            weight=weight, bias=bias, columns=norm.size, wide=wide, eps=norm.eps,
             summed=self.is_split and norm.whole > 0, heads=norm.whole, kv_heads=norm.copies,
         )  # fmt: skip
 
@@ -283,12 +290,12 @@ class Compiler:
         table = self.memory.tables[embed.table]
         is_packed = isinstance(table, PackedTable)
         rows, blocks = kernels.matrix_addresses(table.words if isinstance(table, PackedTable) else table)
-        learned = None if embed.positions is None else self.vector(embed.positions)[0]
+        learned = None if embed.positions is None else self.address(self.memory.arrays[embed.positions][embed.first :])
         scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, which has it as a tensor
         self.add(
             Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, wide=is_packed, bias=learned,
             at=at, columns=columns, dim=self.config.vocab_size, eps=scale, summed=self.is_split,
-            positions=0 if embed.positions is None else embed.positions.rows,
+            positions=0 if embed.positions is None else embed.positions.rows - embed.first,
         )  # fmt: skip
 
 
@@ -305,6 +312,31 @@ def _attend_latent(compiler: Compiler, attend: AttendLatent) -> None:
         columns=attend.value_dim, plane=compiler.plane,
         window=compiler.windows.index(compiler.config.planes[compiler.like].window), call=compiler.structure(call),
     )  # fmt: skip
+
+
+def _norm_heads(compiler: Compiler, norm: NormHeads) -> None:
+    every = np.ones(norm.dim, np.float32)
+    weight = every if norm.weight is None else compiler.floats(norm.weight)
+    bias = None if norm.kind == "rms" else np.zeros_like(weight) if norm.bias is None else compiler.floats(norm.bias)
+    compiler.add(
+        Kind.NORM_HEADS, source=compiler.number[norm.source], at=norm.at, heads=norm.heads, dim=norm.dim,
+        stride=norm.stride, columns=norm.dim if len(weight) > norm.dim else 0, weight=compiler.address(weight),
+        bias=None if bias is None else compiler.address(bias), eps=norm.eps,
+    )  # fmt: skip
+
+
+def _by_position(compiler: Compiler, scale: ByPosition) -> None:
+    compiler.add(
+        Kind.BY_POSITION, source=compiler.number[scale.source], at=scale.at, heads=scale.heads, dim=scale.dim,
+        stride=scale.stride, eps=scale.rate, positions=scale.period,
+    )  # fmt: skip
+
+
+def _xielu(compiler: Compiler, xielu: Xielu) -> None:
+    alphas = [xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps]
+    p, n, beta, eps = (float(compiler.memory.arrays[weight][0]) for weight in alphas)
+    numbers = np.array([np.logaddexp(p, 0), beta + np.logaddexp(n, 0), beta, eps], np.float32)
+    compiler.add(Kind.XIELU, source=compiler.number[xielu.source], weight=compiler.address(numbers))
 
 
 def _gate(compiler: Compiler, gate: Gate) -> None:
@@ -392,6 +424,9 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Attend: Compiler.attend,
     AttendLatent: _attend_latent,
     Pick: Compiler.pick,
+    NormHeads: _norm_heads,
+    ByPosition: _by_position,
+    Xielu: _xielu,
     Gate: _gate,
     Experts: _experts,
     ShortConv: _short_conv,
@@ -466,7 +501,7 @@ class NativeProgram:
         self._kernels.run_program(call)
         x[at] = media.values
         if learned is not None:
-            x[at] += model.memory.arrays[learned][batch.positions[at]]
+            x[at] += model.memory.arrays[learned][batch.positions[at] + model.program.embed.first]
         return x
 
     def over_slots(

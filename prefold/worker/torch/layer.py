@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from ...model.program import Attend, Buffer, Linear, Norm, Operation, Rope, X
+from ...model.program import Attend, Buffer, Linear, Norm, NormHeads, Operation, Rope, X
 from ...model.shard import WHOLE, Split
 from . import layers
 from .layers import HeldWeight
@@ -69,13 +69,15 @@ class Layer(nn.Module):
         adapters: RowAdapters,
         ops: Ops,
         states: object = None,
+        positions: Tensor | None = None,
         kept: dict[Buffer, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream x + delta [rows, hidden] after this layer, as its x and delta; may write into x.
 
         kept: further buffers that layers hand on, which stay so; the other arguments are as of `Rows`
         """
-        rows = Rows({X: x} | (kept or {}), delta, attend, cos_sin, read, adapters, ops, self.ranks, states)
+        buffers = {X: x} | (kept or {})
+        rows = Rows(buffers, delta, attend, cos_sin, read, adapters, ops, self.ranks, states, positions=positions)
         del x, delta  # so that they are free when no operation needs them any more
         buffers, heads = rows.buffers, rows.heads
         for run, operation, weights, dead in self._steps:
@@ -131,7 +133,7 @@ def name_of(operation: Operation, taken: Iterable[str]) -> str:
     of the tensor, of others that of the operation."""
     if isinstance(operation, Linear) and operation.name:
         return operation.name
-    if not isinstance(operation, Linear | Norm | Rope):
+    if not isinstance(operation, Linear | Norm | NormHeads | Rope):
         names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).lower()]
         names.append(f"{names[0]}_{sum(name.startswith(names[0]) for name in taken)}")
     else:

@@ -19,17 +19,27 @@ class Norm(nn.Module):
     """A Norm gives x + delta [rows, size], and the norm of that. kind: as of `program.Norm`"""
 
     def __init__(
-        self, size: int, *, bias: bool, eps: float, dtype: torch.dtype, device: torch.device, kind: str = "rms"
+        self,
+        size: int,
+        *,
+        bias: bool,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: str = "rms",
+        weight: bool = True,
     ):
+        """Make the parameters. weight, bias: whether there is one"""
         super().__init__()
         self.kind, self.eps = kind, eps
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if weight else None
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
         if self.kind == "rms":
-            return ops.add_rms_norm(x, delta, self.weight, self.eps)
-        return ops.add_layer_norm(x, delta, self.weight, self.bias, self.eps)
+            return ops.add_rms_norm(x, delta, weight, self.eps)
+        return ops.add_layer_norm(x, delta, weight, self.bias, self.eps)
 
 
 class Linear(nn.Module):

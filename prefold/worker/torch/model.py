@@ -71,6 +71,7 @@ class Pass:
     prelude: Tensor | None = None
     states: object = None
     kept: dict[Buffer, Tensor] = field(default_factory=dict)
+    positions: Tensor | None = None
 
     @property
     def stream(self) -> Tensor:
@@ -111,6 +112,7 @@ class CausalLM(nn.Module):
         # Rounded as in transformers, which has it as a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
         self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
+        self.lm_head_bias = None if program.head_bias is None else place.empty(program.head_bias)
         self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
@@ -145,6 +147,8 @@ class CausalLM(nn.Module):
             if weight is not None and getattr(self, name) is not None:
                 own = self._split.of(weight)
                 yield HeldWeight(self, name, weight.parts, places=own if any(own) else ())
+        if program.head_bias is not None:
+            yield HeldWeight(self, "lm_head_bias", program.head_bias.parts)
         if program.embed.positions is not None:
             yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
         yield from self.begin.held
@@ -196,7 +200,7 @@ class CausalLM(nn.Module):
             raise ValueError("adapters must know the same read_rows as the model is given")
         ops = choose_ops(self.dtype, self.device)
         x = self.embed(tokens, positions, media)
-        made = Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops)
+        made = Pass(x, None, self.cos_sin(positions), attend, read_rows, adapters, ops, positions=positions)
         if self.program.begin:
             rows = Rows({X: x}, None, None, None, None, NO_ADAPTERS, ops, self.ranks, tokens=tokens)
             self.begin.run(rows)
@@ -221,6 +225,7 @@ class CausalLM(nn.Module):
                 ops=rows.ops,
                 states=rows.states,
                 kept=rows.kept,
+                positions=rows.positions,
             )
             if recompute:
                 rows.x, rows.delta = recomputed(visit, rows.stream), None
@@ -256,11 +261,15 @@ class CausalLM(nn.Module):
         if ids is not None:
             columns = self.ranks.pick(self.head_weight, ids, self.shard.vocab)
             products = self.ranks.sum(wide_product(hidden, columns))
+            if self.lm_head_bias is not None:
+                products = products + self.lm_head_bias[torch.as_tensor(ids, device=self.device)]
             return products if self.shape_logits is None else self.shape_logits(products)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, self.head_weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
+        if self.lm_head_bias is not None:
+            logits = logits + self.lm_head_bias
         return logits if self.shape_logits is None else self.shape_logits(logits)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -300,7 +309,9 @@ class CausalLM(nn.Module):
             x = x * self.embedding_scale
         if media is not None:
             x = x.index_copy(0, media.at, media.values.to(x.dtype))
-        return x if self.position_embedding is None else x + F.embedding(positions, self.position_embedding)
+        if self.position_embedding is None:
+            return x
+        return x + F.embedding(positions + self.program.embed.first, self.position_embedding)
 
     def cos_sin(self, positions: Tensor) -> list[Tensor]:
         """Returns what queries and keys of each plane are turned by at positions int64 [rows]: cosines, then sines,

@@ -11,23 +11,27 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ...errors import UnsupportedModelError
-from ...model.program import (
+from ...model.program import (  # fmt: skip
     ADDED,
     Add,
     Attend,
     AttendLatent,
     Buffer,
+    ByPosition,
     Experts,
     Gate,
     Linear,
     Norm,
+    NormHeads,
     Operation,
     Pick,
     Rope,
     Weight,
     X,
+    Xielu,
 )
 from ...spec.plugins import named_class
 from . import layers
@@ -52,6 +56,7 @@ class Rows:
     tokens     of the rows, before the first layer
     heads      by buffer, the parts of it that operations have changed: by the first column, how many columns, and the
                numbers, [rows, heads, dim] or [rows, columns]
+    positions  int64 [rows]; None: those are not given, and no operation needs them
     """
 
     buffers: dict[Buffer, Tensor]
@@ -65,6 +70,7 @@ class Rows:
     states: object = None
     tokens: Tensor | None = None
     heads: dict[Buffer, dict[int, tuple[int, Tensor]]] = field(default_factory=dict)
+    positions: Tensor | None = None
 
     def get(self, name: Buffer) -> Tensor:
         """Return what a buffer has, [rows, width]."""
@@ -114,6 +120,8 @@ class Rows:
             self.put(name, self.get(name)[read])
         if self.cos_sin is not None:
             self.cos_sin = self.cos_sin[read]
+        if self.positions is not None:
+            self.positions = self.positions[read]
         self.adapters, self.read = self.adapters.read, None
 
 
@@ -179,7 +187,7 @@ def execution_of(kind: type[Operation]) -> Execution:
 
 def norm(operation: Norm, weights: layers.Norm, rows: Rows) -> None:
     """The norm of a buffer, or of some columns of it. What is still to be added to the residual stream is added."""
-    source, size = operation.source, operation.weight.rows
+    source, size = operation.source, operation.size
     if rows.buffers[source].shape[1] != size:
         part = rows.buffers[source][:, operation.at : operation.at + size]
         rows.change(source, operation.at, size, _norm_of_part(operation, weights, part, rows))
@@ -236,6 +244,38 @@ def rope(operation: Rope, weights: Weights, rows: Rows) -> None:
     assert rows.cos_sin is not None
     x = rows.ops.rope(x, rows.cos_sin, weights.weight, operation.eps)
     rows.change(operation.source, operation.at, operation.heads * operation.stride, x)
+
+
+def norm_heads(operation: NormHeads, weights: Weights, rows: Rows) -> None:
+    """Heads in their norm, each by itself."""
+    x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
+    h = wide(x)
+    if operation.kind == "layer":
+        h = h - h.mean(-1, keepdim=True)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + operation.eps)
+    if weights.weight is not None:
+        h = h * weights.weight.view(-1, operation.dim)
+    if weights.bias is not None:
+        h = h + weights.bias.view(-1, operation.dim)
+    rows.change(operation.source, operation.at, operation.heads * operation.stride, h.to(x.dtype))
+
+
+def by_position(operation: ByPosition, weights: Weights, rows: Rows) -> None:
+    """Heads times a factor that grows with the row's position."""
+    assert rows.positions is not None
+    x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
+    factor = 1 + operation.rate * torch.log1p((rows.positions // operation.period).float())
+    x = (wide(x) * factor[:, None, None]).to(x.dtype)
+    rows.change(operation.source, operation.at, operation.heads * operation.stride, x)
+
+
+def xielu(operation: Xielu, weights: Weights, rows: Rows) -> None:
+    """xIELU of a buffer."""
+    kept = rows.get(operation.source)
+    x, beta = wide(kept), weights.beta
+    square = F.softplus(weights.alpha_p) * x * x
+    curve = (beta + F.softplus(weights.alpha_n)) * (torch.expm1(torch.minimum(x, weights.eps)) - x)
+    rows.put(operation.source, (torch.where(x > 0, square, curve) + beta * x).to(kept.dtype))
 
 
 def attend(operation: Attend, weights: Weights, rows: Rows) -> None:
@@ -299,10 +339,11 @@ def pick(operation: Pick, weights: Weights, rows: Rows) -> None:
 
 def hold_norm(operation: Norm, place: Place) -> layers.Norm:
     """Return a norm."""
-    wide_dtype = torch.promote_types(place.dtype, torch.float32)
+    is_wide = operation.weight is not None and operation.weight.wide
+    dtype = torch.promote_types(place.dtype, torch.float32) if is_wide else place.dtype
     return layers.Norm(
-        operation.weight.rows, bias=operation.bias is not None, eps=operation.eps, kind=operation.kind,
-        dtype=wide_dtype if operation.weight.wide else place.dtype, device=place.device,
+        operation.size, bias=operation.bias is not None, eps=operation.eps, kind=operation.kind, dtype=dtype,
+        device=place.device, weight=operation.weight is not None,
     )  # fmt: skip
 
 
@@ -316,6 +357,9 @@ class HeadNorm(nn.Module):
 
 EXECUTE: dict[type[Operation], Execution | str] = {
     Norm: Execution(norm, hold_norm),
+    NormHeads: Execution(norm_heads),
+    ByPosition: Execution(by_position),
+    Xielu: Execution(xielu),
     Linear: Execution(linear, hold_linear),
     Rope: Execution(rope, HeadNorm, {"norm": "weight"}),
     Attend: Execution(attend),

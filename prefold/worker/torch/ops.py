@@ -19,7 +19,15 @@ from .device import TRITON_DTYPES, runs_triton
 from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # By ModelConfig.activation.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+# Those whose product with up has a kernel of its own.
+FUSED_GATES = ("silu", "gelu_tanh")
 
 
 class Ops:
@@ -43,7 +51,9 @@ class Ops:
         be None."""
         if delta is not None:
             x = x + delta
-        return x, F.layer_norm(x, weight.shape, weight, bias, eps)
+        if weight.dtype == x.dtype:
+            return x, F.layer_norm(x, weight.shape, weight, bias, eps)
+        return x, F.layer_norm(wide(x), weight.shape, weight, None if bias is None else wide(bias), eps).to(x.dtype)
 
     def rope(self, x: Tensor, cos_sin: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """Returns x [rows, heads, dim] after rotary position embedding, halves rotated against each other (as in
@@ -108,6 +118,8 @@ class FusedOps(Ops):
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in FUSED_GATES:
+            return super().gate(gate_up, activation)
         return self._kernels.gate_mul(gate_up, activation)
 
 

@@ -87,6 +87,7 @@ class StepAttend:
         """Return attention of q [rows or read rows, heads, dim] over k [rows, kv_heads, dim] and v [rows, kv_heads,
         value dim], or over those of an earlier call for the plane: [rows or read rows, heads, value dim]."""
         batch, window = self.batch, self.planes[plane].window
+        is_own = k is not None and v is not None
         if k is None or v is None:  # an earlier layer's
             k, v = self._fresh[plane]
         else:
@@ -104,7 +105,7 @@ class StepAttend:
                 if read_only
                 else o.index_select(0, batch.gather)
             )
-        if plane not in self.next_kv:
+        if is_own:
             self.next_kv[plane] = join(path_k, k, batch), join(path_v, v, batch)
         return o
 

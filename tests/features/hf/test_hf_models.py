@@ -228,7 +228,7 @@ def test_norms_mlps_and_rotations_are_ours(tmp_path, forced, monkeypatch):
 def test_the_list_of_models_and_the_summary_say_so(tmp_path):
     lines = dict(sections())["Architectures"]
     assert any("prefold[transformers]" in line for line in lines)
-    assert "OlmoForCausalLM" not in lines
+    assert "DiffLlamaForCausalLM" not in lines
 
 
 def test_families_of_its_own_are_not_touched(tmp_path):
@@ -238,13 +238,18 @@ def test_families_of_its_own_are_not_touched(tmp_path):
 
 # Errors
 
-OLMO = {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "hidden_size": 48, "num_attention_heads": 6}
+DIFF_LLAMA = {
+    "architectures": ["DiffLlamaForCausalLM"],
+    "model_type": "diffllama",
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+}
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedModelError, match=r"'OlmoForCausalLM'.*pip install 'prefold\[transformers\]'"):
-        config_from(OLMO)
+    with pytest.raises(UnsupportedModelError, match=r"'DiffLlamaForCausalLM'.*pip install 'prefold\[transformers\]'"):
+        config_from(DIFF_LLAMA)
     monkeypatch.setenv("PREFOLD_TRANSFORMERS", "all")
     with pytest.raises(MissingExtraError, match=r"PREFOLD_TRANSFORMERS=all.*prefold\[transformers\]"):
         config_from({"architectures": ["Qwen3ForCausalLM"]})
@@ -257,7 +262,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
             {"model_type": "nothing"},
             "neither prefold nor transformers .* has such a causal model, of the model_type 'nothing'",
         ),
-        ({"model_type": "llama"}, "'OlmoForCausalLM' is not supported.*'llama'"),
+        ({"model_type": "llama"}, "'DiffLlamaForCausalLM' is not supported.*'llama'"),
         ({"model_type": "nothing", "auto_map": {"AutoModelForCausalLM": "x.X"}}, "own code, auto_map, is never run"),
         ({"auto_map": {"AutoModelForCausalLM": "x.X"}}, "auto_map.*never run"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
@@ -267,16 +272,16 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
 )
 def test_configs_that_are_refused(settings, message):
     with pytest.raises(CheckpointError, match=message):
-        config_from(OLMO | settings)
+        config_from(DIFF_LLAMA | settings)
 
 
 def test_a_gguf_file_of_an_unknown_architecture(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "nemotron")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "bloom")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'nemotron' is not supported.*safetensors may run, through"):
+    with pytest.raises(UnsupportedModelError, match=r"'bloom' is not supported.*safetensors may run, through"):
         resolve(str(tmp_path / "m.gguf"))
 
 

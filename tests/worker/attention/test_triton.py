@@ -205,8 +205,9 @@ def test_no_runs():
 
 def test_slots_that_are_not_there_are_not_written():
     store = KVStore([Heads(1, 1, 8, torch.float32)] * 1, 4)
-    before = store._memory.clone()
-    store._memory.zero_()
-    gpu.write_slots(*store._memory[0], torch.tensor([4, -1, 2]), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
+    keys, values = store.plane(0)
+    before = keys.clone(), values.clone()
+    keys.zero_(), values.zero_()
+    gpu.write_slots(keys, values, torch.tensor([4, -1, 2]), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
     before[0, :, 2] = 1
-    assert torch.equal(store._memory, before)
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
