@@ -76,7 +76,7 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, float]:
     """Returns the settings of dynamic NTK scaling: none. It changes sequences alone that are longer than
     `max_position_embeddings`, and there are no such sequences here."""
     rope.number("factor")

@@ -147,8 +147,10 @@ def config_from(hf: HFConfig) -> ModelConfig:
 
 def _config_from(hf: Settings) -> ModelConfig:
     architecture = _architecture(hf)
-    family = FAMILIES.get(architecture)
-    if family is None and (encoder := ENCODERS.match(str(architecture))):
+    own = FAMILIES.get(architecture)
+    is_left = architecture in LEFT_TO_OTHERS and not _is_done_here(hf, LEFT_TO_OTHERS[architecture])
+    family = None if is_left else own
+    if own is None and (encoder := ENCODERS.match(str(architecture))):
         raise UnsupportedModelError(
             f"the architecture {architecture!r} is not supported: {encoder[1]} is an encoder, whose tokens see what "
             "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
@@ -156,7 +158,12 @@ def _config_from(hf: Settings) -> ModelConfig:
         )
     if architecture not in _REFUSED:
         families = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
-        family = next(filter(None, families), family)
+        try:
+            family = next(filter(None, families), own)
+        except UnsupportedModelError:
+            if not is_left:
+                raise
+            family = own  # which names the setting
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
@@ -181,6 +188,11 @@ def _config_from(hf: Settings) -> ModelConfig:
             f"config.json only if it is a plain {architecture}"
         )
     return _of_registered(architecture, family, hf) if is_own else family(hf)
+
+
+def _is_done_here(hf: Settings, done: HFConfig) -> bool:
+    """Return whether a config has these values, or none under their keys."""
+    return all(hf.get(key) in (None, value) for key, value in done.items())
 
 
 def register_family(architecture: str, family: Family) -> None:
@@ -392,6 +404,11 @@ MODEL_TYPES = {
 }
 # What architectures begin with here, by the model_type of checkpoints of transformers that name those of Llama.
 RUN_AS_LLAMA = {"exaone": "Exaone", "internlm3": "InternLM3", "iquestcoder": "IQuestCoder"}
+# By architecture, the settings that prefold's own family does. A config with another one is left to fallbacks first.
+LEFT_TO_OTHERS: dict[str, HFConfig] = {
+    "OlmoForCausalLM": {"clip_qkv": None},
+    "OPTForCausalLM": {"do_layer_norm_before": True},
+}
 # Families of which transformers has no classifiers.
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm,

@@ -250,7 +250,10 @@ def opt(hf: HFConfig) -> ModelConfig:
     expected = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": hidden}
     for key, value in expected.items():
         if hf.get(key, value) not in (None, value):
-            raise UnsupportedModelError(f"{key} is {hf[key]}; OPT works with {value}")
+            raise UnsupportedModelError(
+                f"{key} is {hf[key]}; OPT works with {value}, and with others through transformers' modules (pip "
+                "install 'prefold[transformers]')"
+            )
     renamed = {"hidden_act": hf.text("activation_function", "relu"), "intermediate_size": hf.size("ffn_dim")}
     biased, weighted = hf.flag("enable_bias", True), hf.flag("layer_norm_elementwise_affine", True)
     hf = {"tie_word_embeddings": True, "pad_token_id": 1} | hf | renamed

@@ -243,7 +243,10 @@ def olmo(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 1: LayerNorm without weights."""
     hf = Settings.of(hf)
     if hf.number("clip_qkv", None) is not None:
-        raise UnsupportedModelError("clip_qkv, a limit of queries, keys and values, is not supported")
+        raise UnsupportedModelError(
+            "clip_qkv, a limit of queries, keys and values, needs transformers' modules (pip install "
+            "'prefold[transformers]')"
+        )
     settings = {"rms_norm_eps": 1e-5, "mlp_bias": False}
     return llama({"pad_token_id": 1} | hf | settings, norm="layer", norm_weight=False)
 

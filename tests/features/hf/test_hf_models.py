@@ -222,6 +222,19 @@ def test_norms_mlps_and_rotations_are_ours(tmp_path, forced, monkeypatch):
     assert len(rotated) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("olmo", {"clip_qkv": 0.3}), ("opt", {"do_layer_norm_before": False, "ffn_dim": 64, "word_embed_proj_dim": 24})],
+)
+def test_settings_that_a_family_of_its_own_does_not_do(tmp_path, name, settings):
+    folder = checkpoint_of(tmp_path / "model", name, settings)
+    llm, tokens = model_of(folder), [5, 6, 7, 8]
+    assert "transformers" in llm.passes
+    with torch.inference_mode():
+        expected = reference(folder)(input_ids=torch.tensor([[*tokens, 9]])).logits[0, 3].log_softmax(-1)[9]
+    assert llm.score(tokens, [9]).logprobs == pytest.approx([float(expected)], abs=1e-4)
+
+
 # Where it says so
 
 
