@@ -31,8 +31,9 @@ from .program import (
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
-# What one of several mixers gives; what the MLP beside experts gives, and its gate.
-MIXED_BESIDE, SHARED, SHARED_GATE = "mixed_beside", "shared", "shared_gate"
+# What one of several mixers gives; what the MLP beside experts gives, and its gate; what experts read and give in
+# place of the MLP's own rows.
+MIXED_BESIDE, SHARED, SHARED_GATE, LATENT, LATENT_OUT = "mixed_beside", "shared", "shared_gate", "latent", "latent_out"
 # The name of a module, and its outputs.
 Module = tuple[str, int]
 
@@ -51,6 +52,7 @@ class LayerBuilder:
         self.config, self.number, self.copies = config, number, copies
         self.is_last = number == config.pass_layers[-1]
         self.prefix, self.mixed = f"layers.{number}.", DELTA
+        self.in_norms, self.out_norms = config.in_norms_of(number), config.out_norms_of(number)
         self.operations: list[Operation] = []
 
     def add(self, operation: Operation) -> None:
@@ -74,12 +76,13 @@ class LayerBuilder:
         activation: str = "",
         gated: bool = False,
         summed: bool = False,
+        gate_scale: float = 1.0,
     ) -> None:
         """Add a linear. modules: those that lie side by side in it; biased: the first of them that have a bias."""
         weight = Weight(tuple((f"{self.prefix}{module}.weight", rows) for module, rows in modules), (inputs,))
         parts = tuple((f"{self.prefix}{module}.bias", rows) for module, rows in biased)
         bias = Weight(parts) if parts else None
-        self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed))
+        self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed, gate_scale))
 
     def decoder_layer(self) -> tuple[Operation, ...]:
         """Return the operations of a layer: its mixers, and an MLP."""
@@ -87,20 +90,20 @@ class LayerBuilder:
         mixers = config.mixers_of(self.number)
         if not mixers:
             if self.is_last:
-                self.add(Pick((X,)))
+                self.pick()
             self.mlp_part("input_layernorm")
             return tuple(self.operations)
-        h = self.norm("input_layernorm", X, H) if config.in_norms else X
-        self._mix(h, mixers)
+        h = self.norm("input_layernorm", X, H) if self.in_norms else X
+        scale = self._mix(h, mixers)
         if config.parallel:
             self.mlp(h, H)
             self.add(Add(DELTA, H))
             self.add(Add(X, DELTA))
             return tuple(self.operations)
-        normed = config.out_norms or config.sum_norms
-        if config.out_norms:
+        normed = self.out_norms or config.sum_norms
+        if self.out_norms:
             self.norm("post_attention_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, config.residual_scale))
+        self.add(Add(X, DELTA, scale))
         if config.sum_norms:
             self.norm("post_attention_layernorm", X, X)
         if config.mlp_of(self.number) != NO_MLP:
@@ -109,30 +112,40 @@ class LayerBuilder:
 
     def mlp_part(self, name: str) -> None:
         """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
-        config = self.config
-        h = self.norm(name, X, H) if config.in_norms else X
+        h = self.norm(name, X, H) if self.in_norms else X
         self.mlp(h, DELTA)
-        if config.out_norms:
+        if self.out_norms:
             self.norm("post_feedforward_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, config.residual_scale))
-        if config.sum_norms:
+        self.add(Add(X, DELTA, self.scale_of("mlp")))
+        if self.config.sum_norms:
             self.norm("post_feedforward_layernorm", X, X)
 
-    def _mix(self, h: Buffer, mixers: Sequence[str]) -> None:
-        """Add what mixes rows along the sequence; DELTA gets the result. h: what it reads"""
+    def scale_of(self, part: str) -> float:
+        """Return what the result of a mixer, or of the MLP, is multiplied with before it is added."""
+        return self.config.residual_scale * self.config.part_scales.get(part, 1.0)
+
+    def pick(self, *buffers: Buffer) -> None:
+        """Leave out the rows that are not read, in the last layer of a pass. buffers: those that further operations
+        read, beside the residual stream and the results of mixers"""
+        before = (DELTA,) if self.mixed != DELTA else ()
+        self.add(Pick(tuple(dict.fromkeys((X, *before, *buffers)))))
+
+    def _mix(self, h: Buffer, mixers: Sequence[str]) -> float:
+        """Add what mixes rows along the sequence; DELTA gets the result. Return its scale. h: what it reads"""
         is_last = self.is_last
-        self.is_last = is_last and len(mixers) == 1  # else one mixer would leave out rows that another one reads
-        for number, name in enumerate(mixers):
-            self.mixed = MIXED_BESIDE if number else DELTA
+        # Attention comes last: in the last layer it leaves out rows, which a mixer with a state has to read.
+        first, *others = sorted(mixers, key=lambda name: name == ATTENTION)
+        for name in (first, *others):
+            self.mixed = DELTA if name == first else MIXED_BESIDE
+            self.is_last = is_last and name == [first, *others][-1]
             if name == ATTENTION:
                 self.attention(h)
             else:
                 MIXERS[name].build(self, h)
-            if number:
-                self.add(Add(DELTA, MIXED_BESIDE))
-        if is_last and not self.is_last:
-            self.add(Pick((X, DELTA)))
-        self.is_last = is_last
+            if name != first:
+                self.add(Add(DELTA, MIXED_BESIDE, self.scale_of(name) / self.scale_of(first)))
+        self.mixed = DELTA
+        return self.scale_of(first)
 
     def attention(self, h: Buffer) -> None:
         """Add attention of what `h` has; `mixed` gets the result."""
@@ -142,27 +155,29 @@ class LayerBuilder:
         queries = heads * stride
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, config.kv_size), (v, config.kv_size)
-        q_modules = [(q, queries)]
+        q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates else []
         if self.is_last:
             self.linear("kv", [keys, values], h, KV, config.hidden, biased=self._biased([keys], [values]))
             self._rope(KV, 0, kv_heads, dim, "k_norm")
-            self.add(Pick((X,) if h == X else (X, h)))
-            self.linear("q", q_modules, h, Q, config.hidden, biased=self._biased(q_modules, []))
+            self.pick(h)
+            self.linear("q", [*q_modules, *gates], h, Q, config.hidden, biased=self._biased(q_modules, []))
             self._rope(Q, 0, heads, stride, "q_norm")
-            source, beside, at = Q, KV, 0
+            source, beside, at, gates_at = Q, KV, 0, queries
         else:
             biased = self._biased([*q_modules, keys], [values])
-            self.linear("qkv", [*q_modules, keys, values], h, QKV, config.hidden, biased=biased)
+            self.linear("qkv", [*q_modules, keys, values, *gates], h, QKV, config.hidden, biased=biased)
             if config.qk_norm or config.row_qk_norm or config.gated:
                 self._rope(QKV, 0, heads, stride, "q_norm")
                 self._rope(QKV, queries, kv_heads, dim, "k_norm")
             else:
                 self._rope(QKV, 0, heads + kv_heads, dim, "")
-            source, beside, at = QKV, QKV, queries
+            source, beside, at, gates_at = QKV, QKV, queries, queries + 2 * config.kv_size
         sinks = Weight(((f"{self.prefix}self_attn.sinks", heads),), wide=True) if config.sinks else None
         self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks))
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
+        if gates:
+            self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=1, each=False))
         o = [("self_attn.o_proj", config.hidden)]
         self.linear("o", o, ATTENDED, self.mixed, config.q_size, biased=o if config.o_bias else (), summed=True)
 
@@ -206,10 +221,12 @@ class LayerBuilder:
         gate_up = [(f"{prefix}gate_proj", width), (f"{prefix}up_proj", width)]
         self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True, summed=summed)
 
-    def plain_mlp(self, h: Buffer, out: Buffer) -> None:
-        """Add activation(up), and down."""
-        config = self.config
-        self._mlp(h, out, [("mlp.up_proj", config.intermediate)], [("mlp.down_proj", config.hidden)], True, gated=False)
+    def plain_mlp(
+        self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
+    ) -> None:
+        """Add activation(up), and down. The arguments are those of `gated_mlp`."""
+        up, down = [(f"{prefix}up_proj", width)], [(f"{prefix}down_proj", self.config.hidden)]
+        self._mlp(h, out, up, down, named, gated=False, summed=summed)
 
     def _mlp(
         self,
@@ -224,6 +241,8 @@ class LayerBuilder:
     ) -> None:
         config, width = self.config, first[0][1]
         biased = config.mlp_bias
+        if gated and config.activation == "relu2":
+            raise UnsupportedModelError("relu2 is an activation of MLPs without a gate, and this one has a gate")
         self.linear(
             "gate_up" if named else "",
             first,
@@ -233,6 +252,7 @@ class LayerBuilder:
             biased=first if biased else (),
             activation=config.activation,
             gated=gated,
+            gate_scale=config.gate_scale,
         )
         self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
 
@@ -261,14 +281,20 @@ def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     builder.gated_mlp(h, out, builder.config.intermediate)
 
 
+def _build_plain(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    builder.plain_mlp(h, out, builder.config.intermediate)
+
+
 def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     """Add a mixture of experts, and the MLP beside it."""
     mixture, hidden, mlp = builder.config.experts, builder.config.hidden, f"{builder.prefix}mlp."
     if mixture is None:
         raise UnsupportedModelError("mlp is 'experts', and the config has no mixture")
     names = [f"{mlp}experts.{number}." for number in range(mixture.count)]
-    halves = [(f"{name}{half}_proj", mixture.width) for name in names for half in ("gate", "up")]
-    downs = [(f"{name}down_proj", hidden) for name in names]
+    inner = ("gate", "up") if mixture.gated else ("up",)
+    source, given, inputs = (LATENT, LATENT_OUT, mixture.latent) if mixture.latent else (h, out, hidden)
+    halves = [(f"{name}{half}_proj", mixture.width) for name in names for half in inner]
+    downs = [(f"{name}down_proj", inputs) for name in names]
     router = [(f"{mlp}gate", mixture.count)]
 
     def weight(modules: Sequence[Module], inputs: int) -> Weight:
@@ -277,13 +303,20 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     def bias(modules: Sequence[Module]) -> Weight | None:
         return Weight(tuple((f"{module}.bias", rows) for module, rows in modules)) if mixture.biases else None
 
+    def latent(name: str, source: Buffer, out: Buffer, outputs: int, inputs: int) -> None:
+        module = [(f"mlp.latent_{name}", outputs)]
+        builder.linear("", module, source, out, inputs, biased=module if builder.config.mlp_bias else ())
+
+    if mixture.latent:
+        latent("in", h, LATENT, mixture.latent, hidden)
     corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
+    together = mixture.shared > 0 and not mixture.latent  # what all ranks have is summed once
     builder.add(
         Experts(
-            h,
-            out,
+            source,
+            given,
             weight(router, hidden),
-            weight(halves, hidden),
+            weight(halves, inputs),
             weight(downs, mixture.width),
             experts=mixture.count,
             chosen=mixture.chosen,
@@ -297,22 +330,27 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
             router_bias=bias(router),
             gate_up_bias=bias(halves),
             down_bias=bias(downs),
-            summed=not mixture.shared,
+            summed=not together,
+            gated=mixture.gated,
+            by=h if mixture.latent else None,
         )
     )
+    if mixture.latent:
+        latent("out", LATENT_OUT, out, hidden, mixture.latent)
     if not mixture.shared:
         return
-    builder.gated_mlp(h, SHARED, mixture.shared, "mlp.shared_expert.", named=False, summed=False)
+    mlp_beside = builder.gated_mlp if mixture.gated else builder.plain_mlp
+    mlp_beside(h, SHARED, mixture.shared, "mlp.shared_expert.", named=False, summed=not together)
     if mixture.shared_gate:
         builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
         builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
-    builder.add(Add(out, SHARED, summed=True))
+    builder.add(Add(out, SHARED, summed=together))
 
 
 EXPERTS, NO_MLP = "experts", "none"
 MLPS = {
     "gated": MlpKind(_build_gated),
-    "plain": MlpKind(LayerBuilder.plain_mlp),
+    "plain": MlpKind(_build_plain),
     EXPERTS: MlpKind(_build_experts),
 }
 

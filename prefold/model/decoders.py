@@ -27,7 +27,9 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError(
             f"the rope type {kind!r} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
         )
-    share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
+    share = 1.0  # of "proportional", whose frequencies are for whole heads
+    if kind != "proportional":
+        share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
     if share > 1:
         raise (rope if "partial_rotary_factor" in rope else hf).wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
@@ -75,6 +77,13 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
+def _proportional_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise rope.wrong("partial_rotary_factor", "at most 1")
+    return {"share": share, "factor": rope.number("factor", 1.0)}
+
+
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -89,13 +98,20 @@ ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
     "longrope": _long_rope,
+    "proportional": _proportional_rope,
     "factors": lambda hf, rope: {"factors": rope.numbers("factors")},
 }
 
 HFConfig = Mapping[str, Any]
 
 # Activations by the names that configs give them.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -40,9 +40,14 @@ from .decoders import (  # fmt: skip
     starcoder2,
 )
 from .hybrids import (  # fmt: skip
+    bamba,
+    falcon_h1,
     granite4,
     lfm2,
     lfm2_moe,
+    lfm3,
+    nemotron_h,
+    olmo_hybrid,
     qwen3_5,
     qwen3_5_moe,
     qwen3_5_moe_with_tower,
@@ -53,7 +58,7 @@ from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
-PARTLY_TURNED = ("Phi3", "Qwen3_5")
+PARTLY_TURNED = ("Bamba", "Phi3", "Qwen3_5")
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
@@ -314,9 +319,15 @@ MODEL_TYPES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 # Families of which transformers has no classifiers.
 UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next)
+UNCLASSIFIED += (lfm3, olmo_hybrid, falcon_h1, nemotron_h, bamba)
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}
@@ -355,6 +366,11 @@ for _causal, _other, _family in (
     ("Qwen3_5ForCausalLM", "Qwen3_5Text", qwen3_5),
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeText", qwen3_5_moe),
     ("Qwen3NextForCausalLM", "Qwen3Next", qwen3_next),
+    ("Lfm3ForCausalLM", "Lfm3", lfm3),
+    ("OlmoHybridForCausalLM", "OlmoHybrid", olmo_hybrid),
+    ("FalconH1ForCausalLM", "FalconH1", falcon_h1),
+    ("NemotronHForCausalLM", "NemotronH", nemotron_h),
+    ("BambaForCausalLM", "Bamba", bamba),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

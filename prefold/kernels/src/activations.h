@@ -5,7 +5,7 @@
 
 namespace prefold {
 
-// All activations are g / (1 + 2^h(g)), of a gate g.
+// All activations but Relu2 are g / (1 + 2^h(g)), of a gate g.
 struct Plain {
   static PREFOLD_INLINE Floats gate(const Floats& g) { return g; }
   static PREFOLD_INLINE Floats up(const Floats& u) { return u; }
@@ -30,11 +30,17 @@ struct Clamped {
   static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.702f * 1.44269504f); }
 };
 
+// The square of what is above 0. NaN stays NaN.
+struct Relu2 : Plain {
+  static PREFOLD_INLINE Floats gate(const Floats& g) { return larger(Floats(0.0f), g); }
+};
+
 // The activation of g, times u. kExact: to float32's rounding, else to bfloat16's.
 template <class Activation, bool kExact>
 PREFOLD_INLINE Floats gated(const Floats& g, const Floats& u) {
   const Floats x = Activation::gate(g);
-  return x / (Floats(1.0f) + exp2<kExact>(Activation::exponent(x))) * Activation::up(u);
+  if constexpr (std::is_same_v<Activation, Relu2>) return x * x * Activation::up(u);
+  else return x / (Floats(1.0f) + exp2<kExact>(Activation::exponent(x))) * Activation::up(u);
 }
 
 // 1 / (1 + e^-x), to float32's rounding.

@@ -12,6 +12,7 @@ PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
   switch (activation) {
     case kSilu: return gated<Silu, kExact>(x, Floats(1.0f));
     case kGeluTanh: return gated<GeluTanh, kExact>(x, Floats(1.0f));
+    case kRelu2: return gated<Relu2, kExact>(x, Floats(1.0f));
     default: return x;
   }
 }

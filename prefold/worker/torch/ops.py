@@ -19,7 +19,11 @@ from .device import TRITON_DTYPES, runs_triton
 from .tensors import ARRAY_DTYPES, array_of, tensor_of
 
 # By ModelConfig.activation.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class Ops:
