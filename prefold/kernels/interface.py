@@ -68,7 +68,7 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 # The dtypes that the kernels compute in, and all dtypes that they read.
 DTYPES = {FLOAT32: "float32", BFLOAT16: "bfloat16"}
 READ_DTYPES = DTYPES | {np.dtype(np.float16): "float16"}
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")
 # The letters in the signatures of abi.FUNCTIONS.
 LETTERS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
 # The name of a function in C: its name in Python, an activation, and dtypes.

@@ -306,7 +306,7 @@ class ProductKernels(Family):
     def gated_linear(
         self, x: np.ndarray, packed: np.ndarray | Blocks, width: int, bias: np.ndarray | None, activation: str
     ) -> np.ndarray:
-        """Returns activation(gate) * up [rows, width] of x [rows, k]; activation "silu" or "gelu_tanh".
+        """Returns activation(gate) * up [rows, width] of x [rows, k]; activation: as of a Linear
 
         The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on. Raises ValueError where
         there is no such product.

@@ -97,8 +97,8 @@ class LayerBuilder:
         scale = self._mix(h, mixers)
         if config.parallel:
             self.mlp(h, H)
-            self.add(Add(DELTA, H))
-            self.add(Add(X, DELTA))
+            self.add(Add(DELTA, H, self.scale_of("mlp") / scale))
+            self.add(Add(X, DELTA, scale))
             return tuple(self.operations)
         normed = self.out_norms or config.sum_norms
         if self.out_norms:
@@ -241,8 +241,6 @@ class LayerBuilder:
     ) -> None:
         config, width = self.config, first[0][1]
         biased = config.mlp_bias
-        if gated and config.activation == "relu2":
-            raise UnsupportedModelError("relu2 is an activation of MLPs without a gate, and this one has a gate")
         self.linear(
             "gate_up" if named else "",
             first,

@@ -165,7 +165,7 @@ class ModelConfig:
     sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
-    activation     of the MLP; "relu2", the square of what is above 0, goes with MLPs without a gate
+    activation     of the MLP: one of Linear
     gate_scale     what the gates of a gated MLP are multiplied with before the activation
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
     head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q

@@ -326,8 +326,10 @@ MODEL_TYPES = {
     "bamba": "BambaForCausalLM",
 }
 # Families of which transformers has no classifiers.
-UNCLASSIFIED = (granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next)
-UNCLASSIFIED += (lfm3, olmo_hybrid, falcon_h1, nemotron_h, bamba)
+UNCLASSIFIED = (
+    *(granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, lfm3, qwen3_5, qwen3_5_moe, qwen3_next),
+    *(olmo_hybrid, falcon_h1, nemotron_h, bamba),
+)
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
 _REFUSED: dict[str, str] = {}

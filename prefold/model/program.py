@@ -131,7 +131,7 @@ class Linear(Operation):
 
     layer, name  how adapters know it; "": they do not
     bias         of the first outputs; None: there is none
-    activation   of the result: "silu", "gelu_tanh" or "relu2" (not if it is gated); "": none
+    activation   of the result: "silu", "gelu_tanh" or "relu2", the square of what is above 0; "": none
     gated        the first half of the outputs is gate, the other one up: out = activation(gate_scale * gate) * up
     summed       each rank has some of the inputs: the result is the sum over all ranks
     """

@@ -84,7 +84,7 @@ def test_a_matrix_of_several_types():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 def test_gates(dtype, activation):
     loaded = tensor_kernels()
     blocks, weight = packed("Q4_1", 128, 96)

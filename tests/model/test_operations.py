@@ -28,6 +28,7 @@ ROWS = 9
 ACTIVATIONS = {
     "": lambda x: x,
     "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
 }
 
@@ -77,7 +78,7 @@ class Dense:
             out[:, : op.bias.rows] += self.weight(op.bias)
         if op.gated:
             gate, up = np.split(out, 2, 1)
-            out = ACTIVATIONS[op.activation](gate) * up
+            out = ACTIVATIONS[op.activation](op.gate_scale * gate) * up
         else:
             out = ACTIVATIONS[op.activation](out)
         self.buffers[op.out] = out
@@ -132,7 +133,7 @@ class Dense:
             np.zeros((count, 1)) if weight is None else self.weight(weight).reshape(count, -1)
             for weight in (op.gate_up_bias, op.down_bias)
         ]
-        logits = h @ self.weight(op.router).T + self.weight(op.router_bias)
+        logits = self.buffers[op.by or op.source] @ self.weight(op.router).T + self.weight(op.router_bias)
         out = np.zeros((len(h), op.down.rows // count))
         for row, x in enumerate(h):
             chosen, shares = route(
@@ -141,7 +142,8 @@ class Dense:
                 chosen_groups=op.chosen_groups,
             )  # fmt: skip
             for expert in chosen:
-                gate, up = np.split(matrices[0][expert] @ x + biases[0][expert], 2)
+                first = matrices[0][expert] @ x + biases[0][expert]
+                gate, up = np.split(first, 2) if op.gated else (first, 1.0)
                 if op.activation == "clamped":
                     gate = np.minimum(gate, 7)
                     inner = gate / (1 + np.exp(-1.702 * gate)) * (1 + np.clip(up, -7, 7))

@@ -189,7 +189,7 @@ struct RowLow {
   const float* low;        // [ranks]
 };
 
-// kClamped: of experts alone. kRelu2: of MLPs and experts without a gate
+// kClamped: of experts alone.
 enum Activation : int32_t { kLinearly, kSilu, kGeluTanh, kClamped, kRelu2 };
 
 // What a product does to its sums before it stores them.
@@ -217,7 +217,9 @@ template <class E>
 using GatedLinear = int32_t(const E* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks, const E* bias,
                             E* out, int64_t rows, int64_t width, int64_t k, int32_t threads, const Epilogue* epilogue);
 extern "C" GatedLinear<float> prefold_gated_linear_silu_float32, prefold_gated_linear_gelu_tanh_float32;
+extern "C" GatedLinear<float> prefold_gated_linear_relu2_float32;
 extern "C" GatedLinear<Bf16> prefold_gated_linear_silu_bfloat16, prefold_gated_linear_gelu_tanh_bfloat16;
+extern "C" GatedLinear<Bf16> prefold_gated_linear_relu2_bfloat16;
 
 // The number of bytes of a panel with k numbers along k; 0 if no decoder knows the type, or k is not whole blocks.
 extern "C" int64_t prefold_block_panel_size(int64_t type, int64_t k);

@@ -280,5 +280,7 @@ PREFOLD_EXPORT_GATED(silu_float32, FloatWords, Silu, float)
 PREFOLD_EXPORT_GATED(silu_bfloat16, Bf16Words, Silu, Bf16)
 PREFOLD_EXPORT_GATED(gelu_tanh_float32, FloatWords, GeluTanh, float)
 PREFOLD_EXPORT_GATED(gelu_tanh_bfloat16, Bf16Words, GeluTanh, Bf16)
+PREFOLD_EXPORT_GATED(relu2_float32, FloatWords, Relu2, float)
+PREFOLD_EXPORT_GATED(relu2_bfloat16, Bf16Words, Relu2, Bf16)
 
 }  // namespace prefold

@@ -91,6 +91,14 @@ struct Pass {
     return 0;
   }
 
+  static auto gated_linear(int32_t activation) {
+    switch (activation) {
+      case kSilu: return pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16);
+      case kRelu2: return pick_of<E>(prefold_gated_linear_relu2_float32, prefold_gated_linear_relu2_bfloat16);
+      default: return pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
+    }
+  }
+
   int32_t product(const Operation& op) const {
     const auto* weight = static_cast<const uint32_t*>(op.weight);
     const auto* bias = static_cast<const E*>(op.bias);
@@ -103,11 +111,7 @@ struct Pass {
       if (const int32_t failed = lower(op)) return failed;
     }
     auto* function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16);
-    if (op.kind == kGated) {
-      function = op.activation == kSilu
-                     ? pick_of<E>(prefold_gated_linear_silu_float32, prefold_gated_linear_silu_bfloat16)
-                     : pick_of<E>(prefold_gated_linear_gelu_tanh_float32, prefold_gated_linear_gelu_tanh_bfloat16);
-    }
+    if (op.kind == kGated) function = gated_linear(op.activation);
     const int32_t failed = function(in, k, weight, op.blocks, bias, out, rows, columns, k, call.threads, &epilogue);
     if (failed || !op.summed) return failed;
     return Ranks{*call.ranks}.sum(buffer(op.out), rows * columns, call.threads, is_given);

@@ -278,12 +278,13 @@ class _Loader:
             if isinstance(operation, Linear):
                 memory.matrices[operation.weight] = self._matrix(operation)
             elif isinstance(operation, Experts):
-                for weight, options in (
-                    (operation.gate_up, {"gated": operation.gated}),
-                    (operation.down, {"filled": True}),
+                for weight, gated, filled in (
+                    (operation.gate_up, operation.gated, False),
+                    (operation.down, False, True),
                 ):
                     stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    memory.stacks[weight] = self._model.kernels.pack_experts(stack, self._pool, **options)
+                    packed = self._model.kernels.pack_experts(stack, self._pool, gated=gated, filled=filled)
+                    memory.stacks[weight] = packed
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
             self._load(operation.weights)
 

@@ -24,6 +24,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
+# Those whose product with up has a kernel of its own.
+FUSED_GATES = ("silu", "gelu_tanh")
 
 
 class Ops:
@@ -112,6 +114,8 @@ class FusedOps(Ops):
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in FUSED_GATES:
+            return super().gate(gate_up, activation)
         return self._kernels.gate_mul(gate_up, activation)
 
 
