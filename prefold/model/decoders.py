@@ -77,7 +77,7 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _proportional_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
+def _proportional_rope(hf: Settings, rope: Settings) -> dict[str, float]:
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1:
         raise rope.wrong("partial_rotary_factor", "at most 1")

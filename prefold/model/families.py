@@ -43,6 +43,7 @@ from .hybrids import (  # fmt: skip
     bamba,
     falcon_h1,
     granite4,
+    lara_mini,
     lfm2,
     lfm2_moe,
     lfm3,
@@ -126,11 +127,9 @@ def _config_from(hf: Settings) -> ModelConfig:
     if family is None and architecture in _REFUSED:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
-        heads = ("Model", "ForSequenceClassification", "ForRewardModel", "ForConditionalGeneration")
-        names = ", ".join(name for name in supported_architectures() if not name.endswith(heads))
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported; add a family of your own with register_family and "
-            f"--plugin (docs/families.md), or use one of: {names}, and their models without a head or with a classifier"
+            f"the architecture {architecture!r} is not supported; use a model of one of the {len(FAMILIES)} that "
+            "`prefold models` lists, or add a family of your own with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
@@ -320,6 +319,7 @@ MODEL_TYPES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
+    "lara_mini": "LaraMiniForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -328,7 +328,7 @@ MODEL_TYPES = {
 # Families of which transformers has no classifiers.
 UNCLASSIFIED = (
     *(granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, lfm3, qwen3_5, qwen3_5_moe, qwen3_next),
-    *(olmo_hybrid, falcon_h1, nemotron_h, bamba),
+    *(lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba),
 )
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
@@ -369,6 +369,7 @@ for _causal, _other, _family in (
     ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeText", qwen3_5_moe),
     ("Qwen3NextForCausalLM", "Qwen3Next", qwen3_next),
     ("Lfm3ForCausalLM", "Lfm3", lfm3),
+    ("LaraMiniForCausalLM", "LaraMini", lara_mini),
     ("OlmoHybridForCausalLM", "OlmoHybrid", olmo_hybrid),
     ("FalconH1ForCausalLM", "FalconH1", falcon_h1),
     ("NemotronHForCausalLM", "NemotronH", nemotron_h),
@@ -378,21 +379,30 @@ for _causal, _other, _family in (
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 
-_STATES = "its layers keep recurrent states that prefold does not compute; Qwen3.5, LFM2 and Granite 4 hybrids work"
+_NO_ATTENTION = "none of its layers has attention, and a model of states alone is not supported"
+_MAMBA = "its layers are Mamba-1, where each number of a state has a decay of its own; those of Mamba-2 work"
+_DELTA = "its delta nets decay each number of a key by itself (KDA); those with one decay for each head work"
+# By model_type, what the names of its architectures begin with, and why hybrids and models of states are refused.
 _WITH_STATES = {
-    "bamba": "Bamba",
-    "falcon_h1": "FalconH1",
-    "falcon_mamba": "FalconMamba",
-    "jamba": "Jamba",
-    "mamba": "Mamba",
-    "mamba2": "Mamba2",
-    "nemotron_h": "NemotronH",
-    "recurrent_gemma": "RecurrentGemma",
-    "rwkv": "Rwkv",
-    "xlstm": "xLSTM",
-    "zamba": "Zamba",
-    "zamba2": "Zamba2",
+    "bailing_hybrid": ("BailingHybrid", _DELTA),
+    "falcon_mamba": ("FalconMamba", _NO_ATTENTION),
+    "jamba": ("Jamba", _MAMBA),
+    "kimi_linear": ("KimiLinear", _DELTA),
+    "mamba": ("Mamba", _NO_ATTENTION),
+    "mamba2": ("Mamba2", _NO_ATTENTION),
+    "minimax": (
+        "MiniMax",
+        "most of its layers have lightning attention, a linear attention that prefold does not compute",
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        "most of its layers are gated linear recurrences (RG-LRU), not known to prefold",
+    ),
+    "rwkv": ("Rwkv", _NO_ATTENTION),
+    "xlstm": ("xLSTM", _NO_ATTENTION),
+    "zamba": ("Zamba", _MAMBA),
+    "zamba2": ("Zamba2", "its blocks of attention are shared by several layers, and read the embedding of a row too"),
 }
-MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, name in _WITH_STATES.items()}
-for _name in _WITH_STATES.values():
-    _REFUSED |= {f"{_name}{_end}": _STATES for _end in ("ForCausalLM", "ForSequenceClassification", "Model")}
+MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, (name, _) in _WITH_STATES.items()}
+for _name, _reason in _WITH_STATES.values():
+    _REFUSED |= {f"{_name}{_end}": _reason for _end in ("ForCausalLM", "ForSequenceClassification", "Model")}

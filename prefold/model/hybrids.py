@@ -11,7 +11,7 @@ from typing import Any
 from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import UnsupportedModelError
 from .builders import EXPERTS, MIXERS, NO_MLP
-from .config import ATTENTION, STILL, ModelConfig
+from .config import ATTENTION, STILL, ModelConfig, Plane
 from .decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, read_rope, windows_of
 from .mixers import CONV, DELTA_NET, MAMBA
 from .mixtures import GRANITE, STACKS, W1_TO_W3, experts_of, mixture, qwen_mixture
@@ -114,32 +114,28 @@ LFM3_SANDWICH = replace(
 def lfm3(hf: HFConfig) -> ModelConfig:
     """Returns the config of LFM3: LFM2 with norms on what each part gives too, with a gate for each head of attention,
     and with layers that have a sliding window, and positions of their own. Source: modeling_lfm3.py of transformers."""
-    hf = {"sliding_window": 256, "head_dim": 128} | Settings.of(hf)
+    hf = {"sliding_window": 256, "head_dim": 128, "pad_token_id": 124893} | Settings.of(hf)
     types = hf.texts("layer_types", None) or [
         FULL if number % 4 == 2 else CONV if number % 4 or not number else SLIDING for number in range(_layers(hf))
     ]
     if not hf.settings("rope_parameters"):
         far = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
         hf = hf | {"rope_parameters": {SLIDING: {"rope_theta": 1e4}, FULL: far}}
-    if SLIDING in types and not hf.get("sliding_window"):
+    every, window = hf.settings("rope_parameters"), hf.size("sliding_window", None)
+    if SLIDING in types and window is None:
         raise hf.wrong("sliding_window", "a number of positions, which layer_types asks for")
-    every = hf.settings("rope_parameters")
     ropes = {kind: hf | {"rope_scaling": None, "rope_parameters": every.settings(kind)} for kind in (FULL, SLIDING)}
+    near = Plane(window, read_rope({"rope_theta": 1e6} | ropes[SLIDING]))
     sandwich, bias = hf.flag("use_sandwich_norm", True), hf.flag("attention_bias")
-    config = _lfm2(
-        ropes[FULL],
-        hf.size("intermediate_size"),
-        types,
-        7,
-        windows=windows_of(hf, [FULL if kind == CONV else kind for kind in types]),
+    return replace(
+        _lfm2(ropes[FULL], hf.size("intermediate_size"), types, taps=7),
+        planes=tuple(near if kind == SLIDING else Plane() for kind in types if kind in (FULL, SLIDING)),
         out_norms=sandwich,
         head_gates=hf.flag("use_attention_gate", True),
         qkv_bias=bias,
         o_bias=bias,
         names=LFM3_SANDWICH if sandwich else LFM3,
     )
-    near = read_rope({"rope_theta": 1e6} | ropes[SLIDING])
-    return replace(config, planes=tuple(replace(p, rope=near) if p.window else p for p in config.planes))
 
 
 def _layers(hf: Settings) -> int:
@@ -154,13 +150,12 @@ def _lfm2_types(hf: Settings) -> list[str]:
     return hf.texts("layer_types", None) or types
 
 
-def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3, **options: Any) -> ModelConfig:
+def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3) -> ModelConfig:
     """Returns what the models of LFM2 and 3 have in common.
 
-    width    of a gated MLP
-    types    of each layer
-    taps     of a convolution, where the config does not say
-    options  fields of ModelConfig, and the windows of all layers
+    width  of a gated MLP
+    types  of each layer
+    taps   of a convolution, if the config does not say
     """
     settings = {
         "rms_norm_eps": hf.number("norm_eps", 1e-5, zero=True),
@@ -169,7 +164,7 @@ def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3, **optio
         "rope_theta": hf.number("rope_theta", 1e6),
         "hidden_act": "silu",
     }
-    config = decoder({"pad_token_id": 0} | hf | settings, qk_norm=True, **{"names": LFM2} | options)
+    config = decoder({"pad_token_id": 0} | hf | settings, qk_norm=True, names=LFM2)
     mixers = [ATTENTION if kind in (FULL, SLIDING) else kind for kind in types]
     taps = hf.size("conv_L_cache", taps, least=2, most=64)
     return hybrid(config, mixers, sizes={"taps": taps, "bias": hf.flag("conv_bias")})
@@ -218,23 +213,24 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
 
 
 def _delta_hybrid(
-    hf: Settings, config: ModelConfig, types: Sequence[str], defaults: tuple[int, int, int, int], **sizes: Any
+    hf: Settings, config: ModelConfig, types: Sequence[str], defaults: tuple[int, int, int, int], **sizes: object
 ) -> ModelConfig:
     """Returns a hybrid of gated delta nets.
 
-    defaults  heads of keys and of values, and the numbers of a key and of a value, where the config does not say
+    defaults  heads of keys and of values, and the numbers of a key and of a value, if the config does not say
     sizes     further ones
     """
     key_heads = hf.size("linear_num_key_heads", defaults[0])
+    value_heads = hf.size("linear_num_value_heads", defaults[1])
     key_dim = hf.size("linear_key_head_dim", defaults[2] or int(0.75 * config.hidden / key_heads))
     sizes |= {
         "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
         "key_heads": key_heads,
-        "value_heads": hf.size("linear_num_value_heads", defaults[1]),
+        "value_heads": value_heads,
         "key_dim": key_dim,
         "value_dim": hf.size("linear_value_head_dim", defaults[3] or 2 * key_dim),
     }
-    if sizes["value_heads"] % key_heads:
+    if value_heads % key_heads:
         raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
     _check_silu(config)
     return hybrid(config, [ATTENTION if kind == FULL else kind for kind in types], sizes=sizes)
@@ -243,6 +239,41 @@ def _delta_hybrid(
 def _check_silu(config: ModelConfig) -> None:
     if config.activation != "silu":
         raise UnsupportedModelError("hidden_act is not silu, which follows the short convolutions of a mixer")
+
+
+LARA_MINI = Names(
+    parts={
+        "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+        "linear_attn.out_norm": ("linear_attn.norm",),
+    },
+    stacks=STACKS,
+)
+
+
+def lara_mini(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Lara Mini: gated delta nets, attention with a sliding window, and attention to everything,
+    which rotates nothing; all with mixtures beside an MLP for all rows. Source: modeling_lara_mini.py of
+    transformers."""
+    hf = Settings.of(hf)
+    period = (DELTA_NET, SLIDING, DELTA_NET, FULL, SLIDING)
+    types = hf.texts("layer_types", None) or [period[number % 5] for number in range(_layers(hf))]
+    defaults = {"sliding_window": 512, "head_dim": 128, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    width = {"intermediate_size": hf.size("moe_intermediate_size", 512)}
+    windows = windows_of(defaults | hf, [SLIDING if kind == SLIDING else FULL for kind in types])
+    config = llama(defaults | hf | width, qk_norm=True, windows=windows)
+    planes = tuple(
+        plane if kind == SLIDING else Plane(rope=STILL) for plane, kind in zip(config.planes, types, strict=True)
+    )
+    config = mixture(
+        replace(config, planes=planes),
+        count=experts_of(hf, 128),
+        chosen=hf.size("num_experts_per_tok", 4),
+        shared=hf.size("shared_expert_intermediate_size", 512),
+        normalised=hf.flag("norm_topk_prob", True),
+        names=LARA_MINI,
+    )
+    types = [FULL if kind == SLIDING else kind for kind in types]
+    return _delta_hybrid(hf, config, types, (8, 16, 128, 128))
 
 
 OLMO_HYBRID = Names(
@@ -352,7 +383,7 @@ def granite4(hf: HFConfig) -> ModelConfig:
     return hybrid(config, mixers, sizes=_mamba_sizes(hf, config, hf.size("mamba_expand", 2) * config.hidden))
 
 
-def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, Any]:
+def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, object]:
     """Returns the numbers of Mamba-2 by the keys of Granite 4, Bamba and Falcon-H1. inner: of all heads together"""
     hf.get("mamba_chunk_size")  # of transformers' kernels
     heads, groups = hf.size("mamba_n_heads", 128), hf.size("mamba_n_groups", 1)
@@ -412,9 +443,9 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
     of_mlp, of_ssm = (_factors(hf, key, count) for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
     inner = hf.size("mamba_expand", 2) * config.hidden
     inner = hf.size("mamba_d_ssm", inner if "mamba_d_ssm" in hf else 1024)  # null is not a missing key
-    norm = ("first" if hf.flag("mamba_norm_before_gate", True) else "last") if hf.flag("mamba_rms_norm") else ""
+    norm = "first" if hf.flag("mamba_norm_before_gate", True) else "last"
     sizes = _mamba_sizes(hf, config, inner) | {
-        "norm": norm,
+        "norm": norm if hf.flag("mamba_rms_norm") else "",
         "out_bias": hf.flag("projectors_bias"),
         "scales": tuple(scale["ssm_in"] * factor for factor in of_ssm),
     }

@@ -81,6 +81,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
     "granitemoehybrid": MAMBA2,
+    "lara_mini": DELTA | {"layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "lfm3": LFM3,
     "nemotron_h": NEMOTRON_H,
