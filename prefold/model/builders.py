@@ -31,9 +31,10 @@ from .program import (
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
-# What one of several mixers gives; what the MLP beside experts gives, and its gate; what experts read and give in
-# place of the MLP's own rows.
-MIXED_BESIDE, SHARED, SHARED_GATE, LATENT, LATENT_OUT = "mixed_beside", "shared", "shared_gate", "latent", "latent_out"
+# What one of several mixers gives; what the MLP beside experts gives, its inside, and its gate; what experts read and
+# give in place of the MLP's own rows.
+MIXED_BESIDE, SHARED, SHARED_WIDE, SHARED_GATE = "mixed_beside", "shared", "shared_wide", "shared_gate"
+LATENT, LATENT_OUT = "latent", "latent_out"
 # The name of a module, and its outputs.
 Module = tuple[str, int]
 
@@ -240,19 +241,20 @@ class LayerBuilder:
         summed: bool = True,
     ) -> None:
         config, width = self.config, first[0][1]
-        biased = config.mlp_bias
+        biased, inside = config.mlp_bias, WIDE if named else SHARED_WIDE
         self.linear(
             "gate_up" if named else "",
             first,
             h,
-            WIDE,
+            inside,
             config.hidden,
             biased=first if biased else (),
             activation=config.activation,
             gated=gated,
             gate_scale=config.gate_scale,
         )
-        self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
+        biased_second = second if biased else ()
+        self.linear("down" if named else "", second, inside, out, width, biased=biased_second, summed=summed)
 
 
 def decoder_layer(builder: LayerBuilder) -> tuple[Operation, ...]:
@@ -422,11 +424,13 @@ def score_head(config: ModelConfig) -> tuple[Linear, ...]:
 
 
 def widths_of(config: ModelConfig, layers: Iterable[Iterable[Operation]]) -> dict[Buffer, int]:
-    """Return the width of each buffer that the operations name."""
+    """Return the width of each buffer that the operations name. Raise ValueError if two operations fill a buffer with
+    rows of different widths: products take whole rows."""
     widths = dict.fromkeys((X, H, DELTA, OUT), config.hidden)
     for layer in layers:
         for operation in layer:
             if (filled := operation.fills) is not None:
                 buffer, width = filled
-                widths[buffer] = max(width, widths.get(buffer, 0))
+                if widths.setdefault(buffer, width) != width:
+                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} numbers, and of {width}")
     return widths

@@ -159,6 +159,7 @@ class Shard:
             "k_norm": (kv,),
             "o_proj": (every, q),
             "sinks": (self.heads,),
+            "g_proj": (self.heads,),  # gates of heads
             "gate_proj": (_columns(shape[0], self.rank, self.size),),
             "up_proj": (_columns(shape[0], self.rank, self.size),),
             "down_proj": (every, _columns(shape[-1], self.rank, self.size)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from configs import configs
 from dense import dense_attention
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from routing import route
 
 from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.model.builders import widths_of
 from prefold.model.mixtures import mixture
 from prefold.model.program import Add, Attend, Experts, Gate, Linear, Norm, Pick, Program, Rope, Weight
 from prefold.worker.torch.layer import Layer, dead_buffers
@@ -205,6 +207,14 @@ def test_buffers_are_free_when_no_operation_reads_them_any_more():
         Add("x", "a"),
     ]
     assert dead_buffers(operations) == [(), ("a",), ("b",), (), ("a",)]
+
+
+def test_a_buffer_has_rows_of_one_width():
+    config = ModelConfig(30, 6, 1, 1, 1, 2, 5, 1e-3, RopeConfig(), 20, (Plane(),))
+    wide, narrow = (Linear("x", "wide", Weight((("w", rows),), (6,))) for rows in (8, 5))
+    assert widths_of(config, [[wide], [wide]])["wide"] == 8
+    with pytest.raises(ValueError, match="'wide' has rows of 8 numbers, and of 5"):
+        widths_of(config, [[wide], [narrow]])
 
 
 def test_gates_that_begin_anywhere():

@@ -86,14 +86,14 @@ def check_logits(folder: Path) -> None:
 def test_the_example_of_an_mlp_of_another_kind(tmp_path, monkeypatch, keep, named, ranks):
     """As a plugin, which other ranks import too, against transformers' Llama with that activation, and a bias on the
     attention's output."""
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act="relu2"))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, hidden_act="relu6"))
     for layer in theirs.model.layers:
         layer.self_attn.o_proj = torch.nn.Linear(36, 36)
     randomise(theirs, seed=1)
     theirs.eval().save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
-    with pytest.raises(CheckpointError, match=r"'relu2' is not supported.*docs/families\.md"):
+    with pytest.raises(CheckpointError, match=r"'relu6' is not supported.*docs/families\.md"):
         config_from(settings)
     settings = {key: value for key, value in settings.items() if key not in ("architectures", "model_type")}
     path.write_text(json.dumps(settings | named), encoding="utf-8")

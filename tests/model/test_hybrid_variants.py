@@ -1,0 +1,103 @@
+"""Settings of hybrids that the tiny models of `architectures.PROGRAMS` do not have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from architectures import PROGRAMS, checkpoint_of
+from running import as_request, prompts, run
+from tiny import reference
+
+from prefold import LLM, UnsupportedModelError
+from prefold.model import config_from
+from prefold.spec.requests import Readout
+
+TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
+BIASED = {"mamba_proj_bias": True, "projectors_bias": True, "mlp_bias": True, "attention_bias": True}
+VARIANTS = {
+    "LFM3 without its norms and gates": (
+        "lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True, "attention_bias": True},
+    ),
+    "OLMo Hybrid that rotates, without negative eigenvalues": (
+        "olmo_hybrid", TURNED | {"linear_allow_neg_eigval": False, "attention_bias": True},
+    ),
+    "Falcon-H1 without a norm in Mamba-2": ("falcon_h1", {"mamba_rms_norm": False, "mamba_conv_bias": False}),
+    "Falcon-H1 with the gate first, and biases": (
+        "falcon_h1",
+        BIASED | {"mamba_norm_before_gate": False, "attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0},
+    ),
+    "Nemotron-H with latent experts": ("nemotron_h", {"moe_latent_size": 32, "mlp_bias": True, "use_bias": True}),
+    "Nemotron-H without experts": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "Nemotron-H that ends with attention": (
+        "nemotron_h", {"layers_block_type": ["linear_attention", "moe", "full_attention"], "mlp_hidden_act": "silu"},
+    ),
+    "Bamba that ends with attention": ("bamba", {"attn_layer_indices": [0, 2], "mamba_n_groups": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(tmp_path, name):
+    model_type, settings = VARIANTS[name]
+    folder = checkpoint_of(tmp_path, model_type, PROGRAMS[model_type] | settings)
+    model, asked = reference(folder), prompts(len(name), count=4)
+    with torch.inference_mode():
+        logits = [model(input_ids=torch.tensor([tokens])).logits[0, -1].numpy() for tokens in asked]
+    for executor in ("native", "torch"):
+        with LLM(str(folder), dtype="float32", cache=None, executor=executor) as llm:
+            found = run(llm, list(map(as_request, asked)), Readout("logits", tuple(range(307))), sharing="full", rows=5)
+        for result, expected in zip(found, logits, strict=True):
+            np.testing.assert_allclose(result.values, expected, rtol=0, atol=1e-4)
+
+
+SIZES = {
+    "vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        ("NemotronH", {"layers_block_type": ["linear_attention", "rwkv"]}, "kind 'rwkv' are not known to Nemotron-H"),
+        ("NemotronH", {"hybrid_override_pattern": "MM-"}, "no layer has attention"),
+        (
+            "NemotronH",
+            {"mamba_num_heads": 6, "n_groups": 4},
+            "mamba_num_heads is 6; it must be a multiple of n_groups, 4",
+        ),
+        ("NemotronH", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'; it must be silu"),
+        ("FalconH1", {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers is .*it must be a list of 5 numbers"),
+        (
+            "FalconH1",
+            {"mamba_proj_bias": True, "ssm_in_multiplier": 2.0},
+            "ssm_in_multiplier is 2.0, and .* have biases",
+        ),
+        ("FalconH1", {"mamba_d_ssm": 50, "mamba_n_heads": 6}, "mamba_n_heads is 6; it must be .*divides the width, 50"),
+        ("Bamba", {"attn_layer_indices": 1}, "attn_layer_indices is 1; it must be a list of numbers of layers"),
+        (
+            "Bamba",
+            {"time_step_limit": 0.5, "attn_layer_indices": [1], "mamba_n_heads": 6},
+            "time_step_limit is 0.5; it must be two numbers",
+        ),
+        ("Lfm3", {"sliding_window": None, "layer_types": ["sliding_attention", "conv"]}, "sliding_window is None"),
+        (
+            "OlmoHybrid",
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 4},
+            "a multiple of linear_num_key_heads, 3",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(architecture, settings, message):
+    with pytest.raises(Exception, match=message) as raised:
+        config_from(SIZES | {"architectures": [f"{architecture}ForCausalLM"]} | settings)
+    assert isinstance(raised.value, UnsupportedModelError.__base__)
+
+
+def test_early_names_of_the_keys_of_nemotron_h():
+    early = {"hybrid_override_pattern": "M-*E", "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_dt_min": 0.5}
+    late = {"layers_block_type": ["mamba", "mlp", "attention", "moe"], "n_groups": 2, "conv_kernel": 3}
+    late |= {"time_step_min": 0.5}
+    one, other = (config_from(SIZES | {"architectures": ["NemotronHForCausalLM"]} | keys) for keys in (early, late))
+    assert one == other
+    assert (one.mixers, one.mlp) == (("mamba", "none", "attention", "none"), ("none", "plain", "none", "experts"))
