@@ -166,7 +166,7 @@ class ModelConfig:
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
     activation     of the MLP: one of Linear
-    gate_scale     what the gates of a gated MLP are multiplied with before the activation
+    gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
     head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q
     rotated_dim    how many numbers of each head are rotated, its first ones; None: all

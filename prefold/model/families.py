@@ -331,7 +331,7 @@ UNCLASSIFIED = (
     *(lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba),
 )
 # See `add_families`.
-_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
+_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
 _FALLBACKS: dict[str, Fallback] = {}  # by what they take, in words

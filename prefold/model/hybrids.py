@@ -144,14 +144,14 @@ def _layers(hf: Settings) -> int:
 
 
 def _lfm2_types(hf: Settings) -> list[str]:
-    """Returns the kind of each layer of LFM2."""
+    """Return the kind of each layer of LFM2."""
     full = hf.get("full_attn_idxs")
     types = [FULL if full is None or number in full else CONV for number in range(_layers(hf))]
     return hf.texts("layer_types", None) or types
 
 
 def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3) -> ModelConfig:
-    """Returns what the models of LFM2 and 3 have in common.
+    """Return what the models of LFM2 and 3 have in common.
 
     width  of a gated MLP
     types  of each layer
@@ -215,7 +215,7 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
 def _delta_hybrid(
     hf: Settings, config: ModelConfig, types: Sequence[str], defaults: tuple[int, int, int, int], **sizes: object
 ) -> ModelConfig:
-    """Returns a hybrid of gated delta nets.
+    """Return a hybrid of gated delta nets.
 
     defaults  heads of keys and of values, and the numbers of a key and of a value, if the config does not say
     sizes     further ones
@@ -384,7 +384,7 @@ def granite4(hf: HFConfig) -> ModelConfig:
 
 
 def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, object]:
-    """Returns the numbers of Mamba-2 by the keys of Granite 4, Bamba and Falcon-H1. inner: of all heads together"""
+    """Return the numbers of Mamba-2 by the keys of Granite 4, Bamba and Falcon-H1. inner: of all heads together"""
     hf.get("mamba_chunk_size")  # of transformers' kernels
     heads, groups = hf.size("mamba_n_heads", 128), hf.size("mamba_n_groups", 1)
     if hf.get("mamba_d_head", "auto") not in ("auto", inner / heads) or inner % heads or heads % groups:
@@ -403,7 +403,7 @@ def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, obj
 
 
 def _limits(hf: Settings) -> tuple[float, ...]:
-    """Returns the least and the largest time step of Mamba-2."""
+    """Return the least and the largest time step of Mamba-2."""
     limits = hf.get("time_step_limit", [0.0, math.inf])
     limits = limits if isinstance(limits, list | tuple) else ()
     if len(limits) != 2 or not all(isinstance(limit, int | float) for limit in limits):
@@ -424,7 +424,7 @@ def bamba(hf: HFConfig) -> ModelConfig:
     full = hf.get("attn_layer_indices") or []
     if not isinstance(full, list) or not all(isinstance(number, int) for number in full):
         raise hf.wrong("attn_layer_indices", "a list of numbers of layers")
-    hf.get("layers_block_type")  # says the same
+    hf.get("attn_rotary_emb")  # transformers rotates half of each head, whatever it says
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0, "num_key_value_heads": 8}
     config = llama(defaults | hf | {"partial_rotary_factor": 0.5}, names=BAMBA)
     inner = hf.size("mamba_expand", 2) * config.hidden
@@ -440,6 +440,9 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
     config = llama(defaults | hf, names=BAMBA)
     names = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "embedding", "lm_head")
     scale = {name: float(hf.number(f"{name}_multiplier", 1.0)) for name in names}
+    if not hf.flag("mamba_use_mlp", True):
+        raise hf.wrong("mamba_use_mlp", "true; a layer has an MLP")
+    hf.get("time_step_floor")  # of random weights
     of_mlp, of_ssm = (_factors(hf, key, count) for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
     inner = hf.size("mamba_expand", 2) * config.hidden
     inner = hf.size("mamba_d_ssm", inner if "mamba_d_ssm" in hf else 1024)  # null is not a missing key
@@ -468,7 +471,7 @@ def falcon_h1(hf: HFConfig) -> ModelConfig:
 
 
 def _factors(hf: Settings, key: str, count: int) -> Sequence[float]:
-    """Returns a list of so many factors; where the config has none they are 1."""
+    """Return a list of so many factors; where the config has none they are 1."""
     factors: list[float] = hf.numbers(key, [1.0] * count)
     if len(factors) != count:
         raise hf.wrong(key, f"a list of {count} numbers")
@@ -520,6 +523,8 @@ _NEMOTRON_UNREAD = (
     "mamba_dt_init_floor",
     "mamba_dt_max",
     "mamba_expand",
+    "norm_eps",  # layer_norm_epsilon is what counts
+    "attention_head_dim",  # head_dim is
 )
 _NEMOTRON_KINDS = {"M": DELTA_NET, "E": "moe", "*": FULL, "-": "mlp", "mamba": DELTA_NET, ATTENTION: FULL}
 _NEMOTRON_LAYERS = {
@@ -567,7 +572,7 @@ def nemotron_h(hf: HFConfig) -> ModelConfig:
 
 
 def _nemotron_kinds(hf: Settings) -> list[str]:
-    """Returns the kind of each layer, by any of the keys that say it."""
+    """Return the kind of each layer, by any of the keys that say it."""
     kinds = hf.texts("layers_block_type", None) or hf.texts("layer_types", None)
     pattern = hf.text("hybrid_override_pattern", None)
     kinds = kinds or list(pattern or ()) or [DELTA_NET, "moe", FULL, "mlp"]
@@ -578,7 +583,7 @@ def _nemotron_kinds(hf: Settings) -> list[str]:
 
 
 def _nemotron_mixture(hf: Settings, config: ModelConfig, mlps: Sequence[str]) -> ModelConfig:
-    """Returns the config with the experts that the keys of Nemotron-H name; without, if no layer has any."""
+    """Return the config with the experts that the keys of Nemotron-H name; without, if no layer has any."""
     with_experts = mixture(
         config,
         count=hf.size("n_routed_experts", 8),

@@ -77,7 +77,7 @@ def longrope(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple
 
 
 def proportional(powers: Floats, theta: float, settings: Mapping[str, float]) -> tuple[Floats, float]:
-    """Returns the frequencies of whole heads, of which the last ones, those of a share of a head, are 0 (Gemma 4)."""
+    """Return the frequencies of whole heads, of which the last ones, those of a share of a head, are 0 (Gemma 4)."""
     inv = 1 / powers
     inv[int(settings["share"] * 2 * len(powers) // 2) :] = 0
     return inv / np.float32(settings["factor"]), 1.0

@@ -101,3 +101,42 @@ def test_early_names_of_the_keys_of_nemotron_h():
     one, other = (config_from(SIZES | {"architectures": ["NemotronHForCausalLM"]} | keys) for keys in (early, late))
     assert one == other
     assert (one.mixers, one.mlp) == (("mamba", "none", "attention", "none"), ("none", "plain", "none", "experts"))
+
+
+# What config.json of published models has: Falcon-H1 0.5B, a Nemotron-H and Bamba 9B, some keys of which transformers
+# does not read.
+PUBLISHED = {
+    "FalconH1": {
+        "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "head_dim": 64,
+        "embedding_multiplier": 5.656854249492381, "hidden_size": 1024, "intermediate_size": 2048,
+        "key_multiplier": 0.39062499999999994, "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128,
+        "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1,
+        "mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_rms_norm": False, "mamba_use_mlp": True,
+        "mlp_expansion_factor": 8, "mlp_multipliers": [0.8838834764831844, 0.5859375], "num_attention_heads": 8,
+        "num_hidden_layers": 36, "projectors_bias": False, "rope_scaling": None, "rope_theta": 1e11,
+        "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587, "time_step_floor": 0.0001,
+        "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": 256,
+    },
+    "NemotronH": {
+        "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}, "attention_head_dim": 128,
+        "chunk_size": 128, "conv_kernel": 4, "expand": 2, "hidden_size": 4096, "intermediate_size": 21504,
+        "hybrid_override_pattern": "M-M-M-M*-M-", "layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "rms_norm_eps": 1e-5,
+        "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_proj_bias": False,
+        "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": 32, "num_hidden_layers": 11,
+        "rescale_prenorm_residual": True, "residual_in_fp32": False, "sliding_window": None, "ssm_state_size": 128,
+        "time_step_limit": [0.0, float("inf")], "time_step_floor": 0.0001, "time_step_max": 0.1, "use_bias": False,
+        "time_step_min": 0.001, "time_step_rank": 256, "use_conv_bias": True, "use_mamba_kernels": True,
+    },
+    "Bamba": {
+        "attn_layer_indices": [1], "attn_rotary_emb": 64, "hidden_size": 4096, "num_attention_heads": 32,
+        "mamba_d_state": 128, "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_expand": 2, "mamba_chunk_size": 256,
+        "rope_theta": 1e4, "use_mamba_kernels": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_keys_are_read(architecture):
+    config = config_from(SIZES | {"architectures": [f"{architecture}ForCausalLM"]} | PUBLISHED[architecture])
+    assert config.has_states and config.head_dim in (64, 128) and config.unsplit

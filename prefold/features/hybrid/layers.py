@@ -1,7 +1,8 @@
 """The operations of layers whose state runs along the sequence, in place of attention, by tensors.
 
 Gated DeltaNet computes the gated delta rule in chunks (Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with
-Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Transformers are SSMs").
+Delta Rule"). Mamba-2 is the recurrent layer of Granite 4, Nemotron-H and Falcon-H1 (Dao and Gu 2024, "Transformers are
+SSMs").
 """
 
 from __future__ import annotations
