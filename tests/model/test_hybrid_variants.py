@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny import reference
 
 from prefold import LLM, UnsupportedModelError
 from prefold.model import config_from
+from prefold.model.program import Attend, Mamba2, Pick
 from prefold.spec.requests import Readout
 
 TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}
@@ -140,3 +143,23 @@ PUBLISHED = {
 def test_published_keys_are_read(architecture):
     config = config_from(SIZES | {"architectures": [f"{architecture}ForCausalLM"]} | PUBLISHED[architecture])
     assert config.has_states and config.head_dim in (64, 128) and config.unsplit
+
+
+def test_a_layer_has_one_mixer_with_a_state_at_most():
+    config = config_from(SIZES | {"architectures": ["FalconH1ForCausalLM"]} | PUBLISHED["FalconH1"])
+    with pytest.raises(UnsupportedModelError, match="one mixer with a state, and attention beside it"):
+        replace(config, mixers=("attention+mamba+conv",) * config.layers)
+
+
+def test_the_last_layer_leaves_out_rows_of_both_mixers():
+    """A mixer with a state reads all rows, whichever mixer the config names first."""
+    config = config_from(SIZES | {"architectures": ["FalconH1ForCausalLM"]} | PUBLISHED["FalconH1"])
+    last = config.program().layers[-1]
+    assert [type(one).__name__ for one in last if isinstance(one, Mamba2 | Pick | Attend)] == [
+        "Mamba2",
+        "Pick",
+        "Attend",
+    ]
+    assert next(one for one in last if isinstance(one, Pick)).sources == ("x", "delta", "h")
+    swapped = replace(config, mixers=("mamba+attention",) * config.layers)
+    assert swapped.program().layers == config.program().layers
