@@ -215,6 +215,7 @@ class Epilogue(Structure):
     _fields_ = (
         ("adapted", c_void_p),
         ("activation", c_int32),
+        ("gate_scale", c_float),
     )
 
 
@@ -254,6 +255,7 @@ class ExpertsCall(Structure):
         ("group_best", c_int64),
         ("scale", c_float),
         ("is_sigmoid", c_int32),
+        ("is_plain", c_int32),
         ("normalised", c_int32),
         ("threads", c_int32),
     )
@@ -333,6 +335,7 @@ class DeltaCall(Structure):
         ("key_dim", c_int64),
         ("value_dim", c_int64),
         ("eps", c_float),
+        ("beta_scale", c_float),
         ("threads", c_int32),
     )
 
@@ -357,6 +360,9 @@ class MambaCall(Structure):
         ("eps", c_float),
         ("least", c_float),
         ("most", c_float),
+        ("gate_scale", c_float),
+        ("step_scale", c_float),
+        ("norm_first", c_int32),
         ("threads", c_int32),
     )
 
@@ -583,6 +589,8 @@ FUNCTIONS = {
     "prefold_experts_gelu_tanh_bfloat16": "i:p",
     "prefold_experts_clamped_float32": "i:p",
     "prefold_experts_clamped_bfloat16": "i:p",
+    "prefold_experts_relu2_float32": "i:p",
+    "prefold_experts_relu2_bfloat16": "i:p",
     "prefold_short_conv_float32": ":p",
     "prefold_short_conv_bfloat16": ":p",
     "prefold_delta_net_float32": "i:p",

@@ -173,18 +173,27 @@ class PackKernels(Family):
         return self._pack(kept, addresses, inputs.pop(), 0, dtype, pool)
 
     def pack_experts(
-        self, weight: np.ndarray, pool: PanelPool | None = None, *, dtype: np.dtype | None = None, gated: bool
+        self,
+        weight: np.ndarray,
+        pool: PanelPool | None = None,
+        *,
+        dtype: np.dtype | None = None,
+        gated: bool = False,
+        filled: bool = False,
     ) -> np.ndarray:
         """Returns the matrices of experts packed one behind the other, int32 [experts, panels, words along k, 32].
 
-        weight: [experts, 2 * width, hidden], gate before up, if `gated`; else [experts, hidden, width]. Widths are
-        filled up with zeros to whole LANES. The other arguments and errors are as of `pack_words`.
+        weight  [experts, outputs, inputs]
+        gated   the first half of the outputs is gate, the other one up: LANES of each lie in turn
+        filled  inputs are filled up with zeros to whole LANES, as the outputs of gate and up are
+
+        The other arguments and errors are as of `pack_words`.
         """
         experts, outputs, inputs = weight.shape
         rows = _contiguous(weight.reshape(-1, inputs))
         addresses = _row_addresses(rows).reshape(experts, outputs)
         addresses = _filled(_in_turn(addresses) if gated else addresses, COLUMNS)
-        packed = self._pack([rows], addresses.reshape(-1), inputs, 0 if gated else -inputs % LANES, dtype, pool)
+        packed = self._pack([rows], addresses.reshape(-1), inputs, -inputs % LANES if filled else 0, dtype, pool)
         return packed.reshape(experts, -1, *packed.shape[1:])
 
     def _pack(

@@ -35,10 +35,12 @@ from .program import (
 EMBEDDING, LM_HEAD, LM_HEAD_BIAS = "embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
-LATENT, QUERY_LATENT = "latent", "query_latent"
+KV_LATENT, QUERY_LATENT = "kv_latent", "query_latent"
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's is
-# What one of several mixers gives; what the MLP beside experts gives, and its gate.
-MIXED_BESIDE, SHARED, SHARED_GATE = "mixed_beside", "shared", "shared_gate"
+# What one of several mixers gives; what the MLP beside experts gives, its inside, and its gate; what experts read and
+# give in place of the MLP's own rows.
+MIXED_BESIDE, SHARED, SHARED_WIDE, SHARED_GATE = "mixed_beside", "shared", "shared_wide", "shared_gate"
+LATENT, LATENT_OUT = "latent", "latent_out"
 # The name of a module, and its outputs.
 Module = tuple[str, int]
 
@@ -57,6 +59,7 @@ class LayerBuilder:
         self.config, self.number, self.copies = config, number, copies
         self.is_last = number == config.reading_layer
         self.prefix, self.mixed = f"layers.{number}.", DELTA
+        self.in_norms, self.out_norms = config.in_norms_of(number), config.out_norms_of(number)
         self.operations: list[Operation] = []
 
     def add(self, operation: Operation) -> None:
@@ -80,12 +83,13 @@ class LayerBuilder:
         activation: str = "",
         gated: bool = False,
         summed: bool = False,
+        gate_scale: float = 1.0,
     ) -> None:
         """Add a linear. modules: those that lie side by side in it; biased: the first of them that have a bias."""
         weight = Weight(tuple((f"{self.prefix}{module}.weight", rows) for module, rows in modules), (inputs,))
         parts = tuple((f"{self.prefix}{module}.bias", rows) for module, rows in biased)
         bias = Weight(parts) if parts else None
-        self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed))
+        self.add(Linear(source, out, weight, bias, self.number, name, activation, gated, summed, gate_scale))
 
     def decoder_layer(self) -> tuple[Operation, ...]:
         """Return the operations of a layer: its mixers, and an MLP."""
@@ -95,20 +99,20 @@ class LayerBuilder:
             self.add(norm(config, "embed_norm", X, X))
         if not mixers:
             if self.is_last:
-                self.add(Pick((X,)))
+                self.pick()
             self.mlp_part("input_layernorm")
             return tuple(self.operations)
-        h = self.norm("input_layernorm", X, H) if config.in_norms else X
-        self._mix(h, mixers)
+        h = self.norm("input_layernorm", X, H) if self.in_norms else X
+        scale = self._mix(h, mixers)
         if config.parallel:
             self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, H)
-            self.add(Add(DELTA, H))
-            self.add(Add(X, DELTA))
+            self.add(Add(DELTA, H, self.scale_of("mlp") / scale))
+            self.add(Add(X, DELTA, scale))
             return tuple(self.operations)
-        normed = config.out_norms or config.sum_norms
-        if config.out_norms:
+        normed = self.out_norms or config.sum_norms
+        if self.out_norms:
             self.norm("post_attention_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, config.residual_scale))
+        self.add(Add(X, DELTA, scale))
         if config.sum_norms:
             self.norm("post_attention_layernorm", X, X)
         if config.mlp_of(self.number) != NO_MLP:
@@ -117,30 +121,40 @@ class LayerBuilder:
 
     def mlp_part(self, name: str) -> None:
         """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
-        config = self.config
-        h = self.norm(name, X, H) if config.in_norms else X
+        h = self.norm(name, X, H) if self.in_norms else X
         self.mlp(h, DELTA)
-        if config.out_norms:
+        if self.out_norms:
             self.norm("post_feedforward_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, config.residual_scale))
-        if config.sum_norms:
+        self.add(Add(X, DELTA, self.scale_of("mlp")))
+        if self.config.sum_norms:
             self.norm("post_feedforward_layernorm", X, X)
 
-    def _mix(self, h: Buffer, mixers: Sequence[str]) -> None:
-        """Add what mixes rows along the sequence; DELTA gets the result. h: what it reads"""
+    def scale_of(self, part: str) -> float:
+        """Return what the result of a mixer, or of the MLP, is multiplied with before it is added."""
+        return self.config.residual_scale * self.config.part_scales.get(part, 1.0)
+
+    def pick(self, *buffers: Buffer) -> None:
+        """Leave out the rows that are not read, in the last layer of a pass. buffers: those that further operations
+        read, beside the residual stream and the results of mixers"""
+        before = (DELTA,) if self.mixed != DELTA else ()
+        self.add(Pick(tuple(dict.fromkeys((X, *before, *buffers)))))
+
+    def _mix(self, h: Buffer, mixers: Sequence[str]) -> float:
+        """Add what mixes rows along the sequence; DELTA gets the result. Return its scale. h: what it reads"""
         is_last = self.is_last
-        self.is_last = is_last and len(mixers) == 1  # else one mixer would leave out rows that another one reads
-        for number, name in enumerate(mixers):
-            self.mixed = MIXED_BESIDE if number else DELTA
+        # Attention comes last: in the last layer it leaves out rows, which a mixer with a state has to read.
+        first, *others = sorted(mixers, key=lambda name: name == ATTENTION)
+        for name in (first, *others):
+            self.mixed = DELTA if name == first else MIXED_BESIDE
+            self.is_last = is_last and name == [first, *others][-1]
             if name == ATTENTION:
                 self.attention(h)
             else:
                 MIXERS[name].build(self, h)
-            if number:
-                self.add(Add(DELTA, MIXED_BESIDE))
-        if is_last and not self.is_last:
-            self.add(Pick((X, DELTA)))
-        self.is_last = is_last
+            if name != first:
+                self.add(Add(DELTA, MIXED_BESIDE, self.scale_of(name) / self.scale_of(first)))
+        self.mixed = DELTA
+        return self.scale_of(first)
 
     def attention(self, h: Buffer) -> None:
         """Add attention of what `h` has; `mixed` gets the result."""
@@ -156,7 +170,7 @@ class LayerBuilder:
         queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, size), (v, size)
-        q_modules = [(q, queries)]
+        q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates else []
         kv = self.kv_buffer
         is_own = config.kv_layer(self.number) == self.number
         if self.is_last or kv != KV or not is_own:
@@ -164,23 +178,25 @@ class LayerBuilder:
                 self.linear("kv", [keys, values], h, kv, config.hidden, biased=self._biased([keys], [values]))
                 self._rope(kv, 0, kv_heads, dim, "k_norm")
             if self.is_last:
-                self.add(Pick((X,) if h == X else (X, h)))
-            self.linear("q", q_modules, h, Q, config.hidden, biased=self._biased(q_modules, []))
+                self.pick(h)
+            self.linear("q", [*q_modules, *gates], h, Q, config.hidden, biased=self._biased(q_modules, []))
             self._rope(Q, 0, heads, stride, "q_norm")
-            source, beside, at = Q, kv, 0
+            source, beside, at, gates_at = Q, kv, 0, queries
         else:
             biased = self._biased([*q_modules, keys], [values])
-            self.linear("qkv", [*q_modules, keys, values], h, QKV, config.hidden, biased=biased)
+            self.linear("qkv", [*q_modules, keys, values, *gates], h, QKV, config.hidden, biased=biased)
             if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth:
                 self._rope(QKV, 0, heads, stride, "q_norm")
                 self._rope(QKV, queries, kv_heads, dim, "k_norm")
             else:
                 self._rope(QKV, 0, heads + kv_heads, dim, "")
-            source, beside, at = QKV, QKV, queries
+            source, beside, at, gates_at = QKV, QKV, queries, queries + 2 * size
         sinks = Weight(((f"{self.prefix}self_attn.sinks", heads),), wide=True) if config.sinks else None
         self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks, is_own=is_own))
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
+        if gates:
+            self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=1, each=False))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.q_size
             self._inner_norm("self_attn.attn_sub_norm", ATTENDED, config.q_size, whole)
@@ -192,11 +208,11 @@ class LayerBuilder:
         config, heads, dim = self.config, self.config.heads, sizes.dim + sizes.tail
         biased = config.qkv_bias
         latents = [("self_attn.kv_a_proj_with_mqa", sizes.rank + sizes.tail)]
-        self.linear("kv_a", latents, h, LATENT, config.hidden, biased=latents if biased else ())
-        self._norm_of(LATENT, sizes.rank, "self_attn.kv_a_layernorm")
-        self._rotate(LATENT, sizes.rank, 1, sizes.tail, sizes.tail)
+        self.linear("kv_a", latents, h, KV_LATENT, config.hidden, biased=latents if biased else ())
+        self._norm_of(KV_LATENT, sizes.rank, "self_attn.kv_a_layernorm")
+        self._rotate(KV_LATENT, sizes.rank, 1, sizes.tail, sizes.tail)
         if self.is_last:
-            self.add(Pick((X,) if h == X else (X, h)))
+            self.pick(h)
         source, inputs, name = h, config.hidden, "q_proj"
         if sizes.query_rank:
             first = [("self_attn.q_a_proj", sizes.query_rank)]
@@ -208,7 +224,7 @@ class LayerBuilder:
         up = Weight(
             ((f"{self.prefix}self_attn.kv_b_proj.weight", heads * (sizes.dim + sizes.value_dim)),), (sizes.rank,)
         )
-        self.add(AttendLatent(Q, LATENT, ATTENDED, heads, sizes.dim, sizes.tail, sizes.value_dim, up))
+        self.add(AttendLatent(Q, KV_LATENT, ATTENDED, heads, sizes.dim, sizes.tail, sizes.value_dim, up))
         o = [("self_attn.o_proj", config.hidden)]
         self.linear("o", o, ATTENDED, self.mixed, heads * sizes.value_dim, biased=o if config.o_bias else ())
 
@@ -294,10 +310,12 @@ class LayerBuilder:
         gate_up = [(f"{prefix}gate_proj", width), (f"{prefix}up_proj", width)]
         self._mlp(h, out, gate_up, [(f"{prefix}down_proj", config.hidden)], named, gated=True, summed=summed)
 
-    def plain_mlp(self, h: Buffer, out: Buffer) -> None:
-        """Add activation(up), and down."""
-        config = self.config
-        self._mlp(h, out, [("mlp.up_proj", config.intermediate)], [("mlp.down_proj", config.hidden)], True, gated=False)
+    def plain_mlp(
+        self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
+    ) -> None:
+        """Add activation(up), and down. The arguments are those of `gated_mlp`."""
+        up, down = [(f"{prefix}up_proj", width)], [(f"{prefix}down_proj", self.config.hidden)]
+        self._mlp(h, out, up, down, named, gated=False, summed=summed)
 
     def _mlp(
         self,
@@ -312,24 +330,27 @@ class LayerBuilder:
     ) -> None:
         config, width = self.config, first[0][1]
         biased, is_xielu = config.mlp_bias, config.activation == "xielu"
+        inside = WIDE if named else SHARED_WIDE
         self.linear(
             "gate_up" if named else "",
             first,
             h,
-            WIDE,
+            inside,
             config.hidden,
             biased=first if biased else (),
             activation="" if is_xielu else config.activation,
             gated=gated,
+            gate_scale=config.gate_scale,
         )
         if is_xielu:
             numbers = ("alpha_p", "alpha_n", "beta", "eps")
             names = [f"{self.prefix}mlp.act_fn.{name}" for name in numbers]
-            self.add(Xielu(WIDE, *(Weight(((name, 1),), wide=True) for name in names)))
+            self.add(Xielu(inside, *(Weight(((name, 1),), wide=True) for name in names)))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.intermediate
-            self._inner_norm("mlp.ffn_sub_norm", WIDE, width, whole)
-        self.linear("down" if named else "", second, WIDE, out, width, biased=second if biased else (), summed=summed)
+            self._inner_norm("mlp.ffn_sub_norm", inside, width, whole)
+        biased_second = second if biased else ()
+        self.linear("down" if named else "", second, inside, out, width, biased=biased_second, summed=summed)
 
 
 def decoder_layer(builder: LayerBuilder) -> tuple[Operation, ...]:
@@ -356,14 +377,20 @@ def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     builder.gated_mlp(h, out, builder.config.intermediate)
 
 
+def _build_plain(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    builder.plain_mlp(h, out, builder.config.intermediate)
+
+
 def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     """Add a mixture of experts, and the MLP beside it."""
     mixture, hidden, mlp = builder.config.experts, builder.config.hidden, f"{builder.prefix}mlp."
     if mixture is None:
         raise UnsupportedModelError("mlp is 'experts', and the config has no mixture")
     names = [f"{mlp}experts.{number}." for number in range(mixture.count)]
-    halves = [(f"{name}{half}_proj", mixture.width) for name in names for half in ("gate", "up")]
-    downs = [(f"{name}down_proj", hidden) for name in names]
+    inner = ("gate", "up") if mixture.gated else ("up",)
+    source, given, inputs = (LATENT, LATENT_OUT, mixture.latent) if mixture.latent else (h, out, hidden)
+    halves = [(f"{name}{half}_proj", mixture.width) for name in names for half in inner]
+    downs = [(f"{name}down_proj", inputs) for name in names]
     router = [(f"{mlp}gate", mixture.count)]
 
     def weight(modules: Sequence[Module], inputs: int) -> Weight:
@@ -372,13 +399,20 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     def bias(modules: Sequence[Module]) -> Weight | None:
         return Weight(tuple((f"{module}.bias", rows) for module, rows in modules)) if mixture.biases else None
 
+    def latent(name: str, source: Buffer, out: Buffer, outputs: int, inputs: int) -> None:
+        module = [(f"mlp.latent_{name}", outputs)]
+        builder.linear("", module, source, out, inputs, biased=module if builder.config.mlp_bias else ())
+
+    if mixture.latent:
+        latent("in", h, LATENT, mixture.latent, hidden)
     corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
+    together = mixture.shared > 0 and not mixture.latent  # what all ranks have is summed once
     builder.add(
         Experts(
-            h,
-            out,
+            source,
+            given,
             weight(router, hidden),
-            weight(halves, hidden),
+            weight(halves, inputs),
             weight(downs, mixture.width),
             experts=mixture.count,
             chosen=mixture.chosen,
@@ -393,22 +427,27 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
             router_bias=bias(router),
             gate_up_bias=bias(halves),
             down_bias=bias(downs),
-            summed=not mixture.shared,
+            summed=not together,
+            gated=mixture.gated,
+            by=h if mixture.latent else None,
         )
     )
+    if mixture.latent:
+        latent("out", LATENT_OUT, out, hidden, mixture.latent)
     if not mixture.shared:
         return
-    builder.gated_mlp(h, SHARED, mixture.shared, "mlp.shared_expert.", named=False, summed=False)
+    mlp_beside = builder.gated_mlp if mixture.gated else builder.plain_mlp
+    mlp_beside(h, SHARED, mixture.shared, "mlp.shared_expert.", named=False, summed=not together)
     if mixture.shared_gate:
         builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
         builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
-    builder.add(Add(out, SHARED, summed=True))
+    builder.add(Add(out, SHARED, summed=together))
 
 
 EXPERTS, NO_MLP = "experts", "none"
 MLPS = {
     "gated": MlpKind(_build_gated),
-    "plain": MlpKind(LayerBuilder.plain_mlp),
+    "plain": MlpKind(_build_plain),
     EXPERTS: MlpKind(_build_experts),
 }
 
@@ -488,11 +527,13 @@ def score_head(config: ModelConfig) -> tuple[Linear, ...]:
 
 
 def widths_of(config: ModelConfig, layers: Iterable[Iterable[Operation]]) -> dict[Buffer, int]:
-    """Return the width of each buffer that the operations name."""
+    """Return the width of each buffer that the operations name. Raise ValueError if two operations fill a buffer with
+    rows of different widths: products take whole rows."""
     widths = dict.fromkeys((X, H, DELTA, OUT), config.hidden)
     for layer in layers:
         for operation in layer:
             if (filled := operation.fills) is not None:
                 buffer, width = filled
-                widths[buffer] = max(width, widths.get(buffer, 0))
+                if widths.setdefault(buffer, width) != width:
+                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} numbers, and of {width}")
     return widths

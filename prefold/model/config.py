@@ -20,7 +20,8 @@ SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "int
 class RopeConfig:
     """A RopeConfig says how q and k are rotated by position.
 
-    kind      "default", "linear", "llama3", "yarn", "longrope" or "factors"; "none": layers of this kind turn nothing
+    kind      "default", "linear", "llama3", "yarn", "longrope", "proportional" or "factors"; "none": layers of this
+              kind turn nothing
     theta     the base of the frequencies
     settings  those of the kind
     share     how much of each head is turned: its first numbers
@@ -112,7 +113,7 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of experts: gated MLPs of a layer, of which each row goes through some.
+    """A mixture of experts: MLPs of a layer, of which each row goes through some.
 
     count        experts of a layer
     chosen       experts that a row goes through: those with the largest scores
@@ -126,11 +127,15 @@ class Mixture:
                  has the largest sum of its `group_best` largest scores
     chosen_groups
     group_best
-    shared       width of a gated MLP beside the experts that every row goes through; 0: there is none
+    shared       width of an MLP beside the experts that every row goes through; 0: there is none
     shared_gate  whether its result is multiplied with the sigmoid of a linear with one output
     biases       whether the router and the experts have biases
     clamped      whether an expert is that of gpt-oss: of gates g, at most 7, and of up u, within 7, it computes
                  g * sigmoid(1.702 g) * (1 + u)
+    gated        whether an expert, and the MLP beside the experts, has a gate: activation(gate) * up; else it is
+                 activation(up)
+    latent       experts read and give so many numbers, between two linears that all experts of a layer share; 0: they
+                 read and give what the MLP does
     """
 
     count: int
@@ -147,6 +152,8 @@ class Mixture:
     shared_gate: bool = False
     biases: bool = False
     clamped: bool = False
+    gated: bool = True
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
@@ -215,14 +222,15 @@ class ModelConfig:
                    activation(up); "experts", the mixture; "none"; or one that was added with `add_mlp`
     experts        the mixture of the layers whose MLP is one
     mixers         of each layer, what mixes rows along the sequence: "attention", the name of a mixer with a state
-                   (`builders.add_mixer`), several of them with "+" between, whose results are added, or "none";
-                   (): all layers have attention
+                   (`builders.add_mixer`), both with "+" between, whose results are added, or "none"; (): all layers
+                   have attention
+    part_scales    factors of the results of mixers, and of MLPs ("mlp"), by their names, beside residual_scale
     sizes          the numbers that the mixers with states need, by names of theirs
     qkv_bias, o_bias, mlp_bias   biases of those linears; qk_bias: of q and k, and not of v
     qk_norm        an RMS norm over head_dim on every query and key head, before the rotation; or another HeadNorm
     row_qk_norm    an RMS norm over all query heads of a row, and another over its key heads, before the rotation
-    in_norms       norms on what attention and the MLP read
-    out_norms      norms on what attention and the MLP give, before it is added to the residual stream
+    in_norms       norms on what attention and the MLP read: in all layers, or in those for which there is True
+    out_norms      norms on what attention and the MLP give, before it is added to the residual stream; likewise
     inner_norms    RMS norms on what attention and the MLP give before their last linears
     embedding_norm a norm on the residual stream before the first layer
     norm_weight    whether norms have weights
@@ -231,7 +239,9 @@ class ModelConfig:
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
     mlp_norm       in a parallel layer the MLP has a norm of its own
     activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
+    gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
+    head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q
     rotated_dim    how many numbers of each head are rotated, its first ones; None: all
     first_position the row of the learned embedding that position 0 has
     query_growth   (rate, period): queries are multiplied with 1 + rate * log(1 + floor(position / period)); None: not
@@ -283,6 +293,7 @@ class ModelConfig:
     mixers: tuple[str, ...] = ()
     latent: Latent | None = None
     kv_layers: tuple[int, ...] = ()
+    part_scales: Mapping[str, float] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -291,8 +302,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool | HeadNorm = False
     row_qk_norm: bool = False
-    in_norms: bool = True
-    out_norms: bool = False
+    in_norms: bool | tuple[bool, ...] = True
+    out_norms: bool | tuple[bool, ...] = False
     inner_norms: bool = False
     embedding_norm: bool = False
     norm_weight: bool = True
@@ -301,7 +312,9 @@ class ModelConfig:
     parallel: bool = False
     mlp_norm: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"] = "silu"
+    gate_scale: float = 1.0
     gated: bool = False
+    head_gates: bool = False
     rotated_dim: int | None = None
     first_position: int = 0
     query_growth: tuple[float, int] | None = None
@@ -359,7 +372,12 @@ class ModelConfig:
         if self.row_qk_norm and self.head_order:
             raise UnsupportedModelError("norms over all heads do not go with heads whose numbers change their places")
         whole_blocks = (self.sum_norms, self.parallel, self.row_qk_norm, self.residual_scale != 1)
-        if sum(whole_blocks) > 1 or (self.out_norms and any(whole_blocks[:2])):
+        layers = range(self.layers)
+        for name in ("mixers", "mlp", "in_norms", "out_norms"):
+            every = getattr(self, name)
+            if every and isinstance(every, tuple) and len(every) != self.layers:
+                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+        if sum(whole_blocks) > 1 or (any(map(self.out_norms_of, layers)) and any(whole_blocks[:2])):
             raise UnsupportedModelError(
                 "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
                 "out_norms either"
@@ -368,14 +386,16 @@ class ModelConfig:
             raise UnsupportedModelError("heads that are rotated the other way round must be rotated as a whole")
         if self.activation == "xielu" and {self.mlp_of(number) for number in range(self.layers)} - {"plain", "none"}:
             raise UnsupportedModelError("xielu is an activation of MLPs without a gate")
-        if not self.in_norms and not self.out_norms:
-            raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
         for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
             if every and len(every) != self.layers:
                 raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
         by_window = {plane.window: plane.sizes for plane in self.planes}
         if any(by_window[plane.window] != plane.sizes for plane in self.planes):
             raise UnsupportedModelError("layers with one sliding window have keys of different sizes")
+        if not all(self.in_norms_of(number) or self.out_norms_of(number) for number in layers):
+            raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
+        if any(len({*self.mixers_of(number)} - {ATTENTION}) > 1 for number in layers):
+            raise UnsupportedModelError("a layer may have one mixer with a state, and attention beside it")
         if not self.visited:
             raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
         if len(self.planes) != len(self.visited):
@@ -440,6 +460,14 @@ class ModelConfig:
     def mlp_of(self, number: int) -> str:
         """Return the kind of a layer's MLP."""
         return self.mlp if isinstance(self.mlp, str) else self.mlp[number]
+
+    def in_norms_of(self, number: int) -> bool:
+        """Return whether a layer has norms on what its parts read."""
+        return self.in_norms[number] if isinstance(self.in_norms, tuple) else self.in_norms
+
+    def out_norms_of(self, number: int) -> bool:
+        """Return whether a layer has norms on what its parts give."""
+        return self.out_norms[number] if isinstance(self.out_norms, tuple) else self.out_norms
 
     @property
     def has_states(self) -> bool:

@@ -27,7 +27,9 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError(
             f"the rope type {kind!r} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
         )
-    share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
+    share = 1.0  # of "proportional", whose frequencies are for whole heads
+    if kind != "proportional":
+        share = rope.number("partial_rotary_factor", None) or hf.number("partial_rotary_factor", 1.0)
     if share > 1:
         raise (rope if "partial_rotary_factor" in rope else hf).wrong("partial_rotary_factor", "at most 1")
     theta = rope.number("rope_theta", None) or hf.number("rope_theta", 10000.0)
@@ -83,6 +85,13 @@ def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, float]:
     return {}
 
 
+def _proportional_rope(hf: Settings, rope: Settings) -> dict[str, float]:
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise rope.wrong("partial_rotary_factor", "at most 1")
+    return {"share": share, "factor": rope.number("factor", 1.0)}
+
+
 def _trained_positions(hf: Settings, rope: Settings) -> int:
     """Returns how many positions the model was trained on, before its context was made longer."""
     key, most = "original_max_position_embeddings", MOST_POSITIONS
@@ -98,6 +107,7 @@ ROPE_KINDS: dict[str, Callable[[Settings, Settings], dict[str, Any]]] = {
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
     "longrope": _long_rope,
+    "proportional": _proportional_rope,
     "factors": lambda hf, rope: {"factors": rope.numbers("factors")},
 }
 

@@ -40,9 +40,15 @@ from .decoders import (  # fmt: skip
     starcoder2,
 )
 from .hybrids import (  # fmt: skip
+    bamba,
+    falcon_h1,
     granite4,
+    lara_mini,
     lfm2,
     lfm2_moe,
+    lfm3,
+    nemotron_h,
+    olmo_hybrid,
     qwen3_5,
     qwen3_5_moe,
     qwen3_5_moe_with_tower,
@@ -92,7 +98,19 @@ from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
 _GPTJ = ("GPTJ", "CodeGen")
-PARTLY_TURNED = ("Phi3", "PhiFor", "PhiModel", "Qwen3_5", "Glm", "Nemotron", "StableLm", "GPTNeoX", "Persimmon", *_GPTJ)
+PARTLY_TURNED = (
+    "Bamba",
+    "Phi3",
+    "PhiFor",
+    "PhiModel",
+    "Qwen3_5",
+    "Glm",
+    "Nemotron",
+    "StableLm",
+    "GPTNeoX",
+    "Persimmon",
+    *_GPTJ,
+)
 
 
 def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
@@ -401,6 +419,12 @@ MODEL_TYPES = {
     "codegen": "CodeGenForCausalLM",
     "gptj": "GPTJForCausalLM",
     "gpt_neo": "GPTNeoForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "lara_mini": "LaraMiniForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 # What architectures begin with here, by the model_type of checkpoints of transformers that name those of Llama.
 RUN_AS_LLAMA = {"exaone": "Exaone", "internlm3": "InternLM3", "iquestcoder": "IQuestCoder"}
@@ -411,12 +435,12 @@ LEFT_TO_OTHERS: dict[str, HFConfig] = {
 }
 # Families of which transformers has no classifiers.
 UNCLASSIFIED: tuple[Family, ...] = (
-    granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm,
+    granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
-    codegen, glm4_moe_lite, youtu,
+    codegen, glm4_moe_lite, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
 )  # fmt: skip
 # See `add_families`.
-_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM"}
+_OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
 _OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
@@ -493,26 +517,41 @@ for _causal, _other, _family in (
     ("CodeGenForCausalLM", "CodeGen", codegen),
     ("GPTJForCausalLM", "GPTJ", gptj),
     ("GPTNeoForCausalLM", "GPTNeo", gpt_neo),
+    ("Lfm3ForCausalLM", "Lfm3", lfm3),
+    ("LaraMiniForCausalLM", "LaraMini", lara_mini),
+    ("OlmoHybridForCausalLM", "OlmoHybrid", olmo_hybrid),
+    ("FalconH1ForCausalLM", "FalconH1", falcon_h1),
+    ("NemotronHForCausalLM", "NemotronH", nemotron_h),
+    ("BambaForCausalLM", "Bamba", bamba),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 
-_STATES = "its layers keep recurrent states that prefold does not compute; Qwen3.5, LFM2 and Granite 4 hybrids work"
+_NO_ATTENTION = "none of its layers has attention, and a model of states alone is not supported"
+_MAMBA = "its layers are Mamba-1, where each number of a state has a decay of its own; those of Mamba-2 work"
+_DELTA = "its delta nets decay each number of a key by itself (KDA); those with one decay for each head work"
+# By model_type, what the names of its architectures begin with, and why hybrids and models of states are refused.
 _WITH_STATES = {
-    "bamba": "Bamba",
-    "falcon_h1": "FalconH1",
-    "falcon_mamba": "FalconMamba",
-    "jamba": "Jamba",
-    "mamba": "Mamba",
-    "mamba2": "Mamba2",
-    "nemotron_h": "NemotronH",
-    "recurrent_gemma": "RecurrentGemma",
-    "rwkv": "Rwkv",
-    "xlstm": "xLSTM",
-    "zamba": "Zamba",
-    "zamba2": "Zamba2",
+    "bailing_hybrid": ("BailingHybrid", _DELTA),
+    "falcon_mamba": ("FalconMamba", _NO_ATTENTION),
+    "jamba": ("Jamba", _MAMBA),
+    "kimi_linear": ("KimiLinear", _DELTA),
+    "mamba": ("Mamba", _NO_ATTENTION),
+    "mamba2": ("Mamba2", _NO_ATTENTION),
+    "minimax": (
+        "MiniMax",
+        "most of its layers have lightning attention, a linear attention that prefold does not compute",
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        "most of its layers are gated linear recurrences (RG-LRU), not known to prefold",
+    ),
+    "rwkv": ("Rwkv", _NO_ATTENTION),
+    "xlstm": ("xLSTM", _NO_ATTENTION),
+    "zamba": ("Zamba", _MAMBA),
+    "zamba2": ("Zamba2", "its blocks of attention are shared by several layers, and read the embedding of a row too"),
 }
-MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, name in _WITH_STATES.items()}
-for _name in _WITH_STATES.values():
-    _REFUSED |= {f"{_name}{_end}": _STATES for _end in ("ForCausalLM", "ForSequenceClassification", "Model")}
+MODEL_TYPES |= {model_type: f"{name}ForCausalLM" for model_type, (name, _) in _WITH_STATES.items()}
+for _name, _reason in _WITH_STATES.values():
+    _REFUSED |= {f"{_name}{_end}": _reason for _end in ("ForCausalLM", "ForSequenceClassification", "Model")}

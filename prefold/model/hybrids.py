@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.settings import Settings
+from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import UnsupportedModelError
-from .builders import EXPERTS, MIXERS
-from .config import ATTENTION, STILL, ModelConfig
-from .decoders import HFConfig, decoder, granite
+from .builders import EXPERTS, MIXERS, NO_MLP
+from .config import ATTENTION, STILL, ModelConfig, Plane
+from .decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, read_rope, windows_of
 from .mixers import CONV, DELTA_NET, MAMBA
 from .mixtures import GRANITE, STACKS, W1_TO_W3, experts_of, mixture, qwen_mixture
 from .names import GRANITE4, Names
@@ -76,14 +76,14 @@ def lfm2(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{key} is {hf[key]}, and hidden_size {hidden}; both must be equal")
     for key in ("block_use_swiglu", "block_norm_eps", "block_use_xavier_init", "conv_use_xavier_init", "use_pos_enc"):
         hf.get(key)  # of the model that was trained; transformers does not read them
-    return _lfm2(hf, width)
+    return _lfm2(hf, width, _lfm2_types(hf))
 
 
 def lfm2_moe(hf: HFConfig) -> ModelConfig:
     """Returns the config of LFM2 with experts: LFM2, whose layers but the first ones have mixtures; their routers score
     by sigmoids. Source: modeling_lfm2_moe.py of transformers."""
     hf = Settings.of(hf)
-    config = _lfm2(hf, hf.size("intermediate_size", 7168))
+    config = _lfm2(hf, hf.size("intermediate_size", 7168), _lfm2_types(hf))
     dense = hf.size("num_dense_layers", 2, least=0)
     return mixture(
         config,
@@ -99,13 +99,64 @@ def lfm2_moe(hf: HFConfig) -> ModelConfig:
     )
 
 
-def _lfm2(hf: Settings, width: int) -> ModelConfig:
-    """Returns what the models of LFM2 have in common. width: of a gated MLP"""
-    layers = hf.size("num_hidden_layers")
-    full = hf.get("full_attn_idxs")
+LFM3 = replace(LFM2, parts={**LFM2.parts, "self_attn.gate_proj": ("self_attn.g_proj",)})
+LFM3_SANDWICH = replace(
+    LFM3,
+    parts={
+        **LFM3.parts,
+        "post_operator_norm": ("post_attention_layernorm",),
+        "ffn_norm": ("pre_feedforward_layernorm",),
+        "post_ffn_norm": ("post_feedforward_layernorm",),
+    },
+)
+
+
+def lfm3(hf: HFConfig) -> ModelConfig:
+    """Returns the config of LFM3: LFM2 with norms on what each part gives too, with a gate for each head of attention,
+    and with layers that have a sliding window, and positions of their own. Source: modeling_lfm3.py of transformers."""
+    hf = {"sliding_window": 256, "head_dim": 128, "pad_token_id": 124893} | Settings.of(hf)
     types = hf.texts("layer_types", None) or [
-        "full_attention" if full is None or number in full else CONV for number in range(layers)
+        FULL if number % 4 == 2 else CONV if number % 4 or not number else SLIDING for number in range(_layers(hf))
     ]
+    if not hf.settings("rope_parameters"):
+        far = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+        hf = hf | {"rope_parameters": {SLIDING: {"rope_theta": 1e4}, FULL: far}}
+    every, window = hf.settings("rope_parameters"), hf.size("sliding_window", None)
+    if SLIDING in types and window is None:
+        raise hf.wrong("sliding_window", "a number of positions, which layer_types asks for")
+    ropes = {kind: hf | {"rope_scaling": None, "rope_parameters": every.settings(kind)} for kind in (FULL, SLIDING)}
+    near = Plane(window, read_rope({"rope_theta": 1e6} | ropes[SLIDING]))
+    sandwich, bias = hf.flag("use_sandwich_norm", True), hf.flag("attention_bias")
+    return replace(
+        _lfm2(ropes[FULL], hf.size("intermediate_size"), types, taps=7),
+        planes=tuple(near if kind == SLIDING else Plane() for kind in types if kind in (FULL, SLIDING)),
+        out_norms=sandwich,
+        head_gates=hf.flag("use_attention_gate", True),
+        qkv_bias=bias,
+        o_bias=bias,
+        names=LFM3_SANDWICH if sandwich else LFM3,
+    )
+
+
+def _layers(hf: Settings) -> int:
+    layers: int = hf.size("num_hidden_layers", most=MOST_LAYERS)
+    return layers
+
+
+def _lfm2_types(hf: Settings) -> list[str]:
+    """Return the kind of each layer of LFM2."""
+    full = hf.get("full_attn_idxs")
+    types = [FULL if full is None or number in full else CONV for number in range(_layers(hf))]
+    return hf.texts("layer_types", None) or types
+
+
+def _lfm2(hf: Settings, width: int, types: Sequence[str], taps: int = 3) -> ModelConfig:
+    """Return what the models of LFM2 and 3 have in common.
+
+    width  of a gated MLP
+    types  of each layer
+    taps   of a convolution, if the config does not say
+    """
     settings = {
         "rms_norm_eps": hf.number("norm_eps", 1e-5, zero=True),
         "intermediate_size": width,
@@ -114,8 +165,8 @@ def _lfm2(hf: Settings, width: int) -> ModelConfig:
         "hidden_act": "silu",
     }
     config = decoder({"pad_token_id": 0} | hf | settings, qk_norm=True, names=LFM2)
-    mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
-    taps = hf.size("conv_L_cache", 3, least=2, most=64)
+    mixers = [ATTENTION if kind in (FULL, SLIDING) else kind for kind in types]
+    taps = hf.size("conv_L_cache", taps, least=2, most=64)
     return hybrid(config, mixers, sizes={"taps": taps, "bias": hf.flag("conv_bias")})
 
 
@@ -157,20 +208,107 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
         norm_offset=1.0,
         names=names,
     )
-    sizes = {
-        "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
-        "key_heads": hf.size("linear_num_key_heads", 16),
-        "value_heads": hf.size("linear_num_value_heads", 32),
-        "key_dim": hf.size("linear_key_head_dim", 128),
-        "value_dim": hf.size("linear_value_head_dim", 128),
-    }
-    if sizes["value_heads"] % sizes["key_heads"]:
-        raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {sizes['key_heads']}")
-    if config.activation != "silu":
-        raise UnsupportedModelError("the short convolution of Qwen3.5 is followed by silu; hidden_act is not")
-    mixers = [ATTENTION if kind == "full_attention" else kind for kind in types]
     config = replace(config, gated=True, rotated_dim=int(head_dim * partial))
-    return hybrid(config, mixers, sizes=sizes)
+    return _delta_hybrid(hf, config, types, (16, 32, 128, 128))
+
+
+def _delta_hybrid(
+    hf: Settings, config: ModelConfig, types: Sequence[str], defaults: tuple[int, int, int, int], **sizes: object
+) -> ModelConfig:
+    """Return a hybrid of gated delta nets.
+
+    defaults  heads of keys and of values, and the numbers of a key and of a value, if the config does not say
+    sizes     further ones
+    """
+    key_heads = hf.size("linear_num_key_heads", defaults[0])
+    value_heads = hf.size("linear_num_value_heads", defaults[1])
+    key_dim = hf.size("linear_key_head_dim", defaults[2] or int(0.75 * config.hidden / key_heads))
+    sizes |= {
+        "taps": hf.size("linear_conv_kernel_dim", 4, least=2, most=64),
+        "key_heads": key_heads,
+        "value_heads": value_heads,
+        "key_dim": key_dim,
+        "value_dim": hf.size("linear_value_head_dim", defaults[3] or 2 * key_dim),
+    }
+    if value_heads % key_heads:
+        raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
+    _check_silu(config)
+    return hybrid(config, [ATTENTION if kind == FULL else kind for kind in types], sizes=sizes)
+
+
+def _check_silu(config: ModelConfig) -> None:
+    if config.activation != "silu":
+        raise UnsupportedModelError("hidden_act is not silu, which follows the short convolutions of a mixer")
+
+
+LARA_MINI = Names(
+    parts={
+        "linear_attn.in_proj": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+        "linear_attn.out_norm": ("linear_attn.norm",),
+    },
+    stacks=STACKS,
+)
+
+
+def lara_mini(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Lara Mini: gated delta nets, attention with a sliding window, and attention to everything,
+    which rotates nothing; all with mixtures beside an MLP for all rows. Source: modeling_lara_mini.py of
+    transformers."""
+    hf = Settings.of(hf)
+    period = (DELTA_NET, SLIDING, DELTA_NET, FULL, SLIDING)
+    types = hf.texts("layer_types", None) or [period[number % 5] for number in range(_layers(hf))]
+    defaults = {"sliding_window": 512, "head_dim": 128, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    width = {"intermediate_size": hf.size("moe_intermediate_size", 512)}
+    windows = windows_of(defaults | hf, [SLIDING if kind == SLIDING else FULL for kind in types])
+    config = llama(defaults | hf | width, qk_norm=True, windows=windows)
+    planes = tuple(
+        plane if kind == SLIDING else Plane(rope=STILL) for plane, kind in zip(config.planes, types, strict=True)
+    )
+    config = mixture(
+        replace(config, planes=planes),
+        count=experts_of(hf, 128),
+        chosen=hf.size("num_experts_per_tok", 4),
+        shared=hf.size("shared_expert_intermediate_size", 512),
+        normalised=hf.flag("norm_topk_prob", True),
+        names=LARA_MINI,
+    )
+    types = [FULL if kind == SLIDING else kind for kind in types]
+    return _delta_hybrid(hf, config, types, (8, 16, 128, 128))
+
+
+OLMO_HYBRID = Names(
+    parts={
+        "attention_layer_norm": ("input_layernorm",),
+        "feedforward_layer_norm": ("post_attention_layernorm",),
+        **{f"linear_attn.{part}_proj": (f"linear_attn.in_proj_{part}",) for part in "qkvba"},
+        "linear_attn.g_proj": ("linear_attn.in_proj_z",),
+        "linear_attn.o_norm": ("linear_attn.norm",),
+        "linear_attn.o_proj": ("linear_attn.out_proj",),
+    },
+    joined={"linear_attn.conv1d.weight": tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")},
+)
+
+
+def olmo_hybrid(hf: HFConfig) -> ModelConfig:
+    """Returns the config of OLMo Hybrid: gated delta nets whose states may have negative eigenvalues, in layers with
+    norms before each part; and OLMo 2's attention, with norms after each part, which rotates nothing in the models that
+    are published. Source: modeling_olmo_hybrid.py of transformers."""
+    hf = Settings.of(hf)
+    types = hf.texts("layer_types", None) or [FULL if n % 4 == 3 else DELTA_NET for n in range(_layers(hf))]
+    types = types if FULL in types else [*types[:-1], FULL]
+    rope = hf.settings("rope_parameters")
+    is_still = any("rope_theta" in one and one["rope_theta"] is None for one in (hf, rope))
+    attends = tuple(kind == FULL for kind in types)
+    config = llama(
+        {"pad_token_id": 100277} | hf,
+        row_qk_norm=True,
+        in_norms=tuple(not one for one in attends),
+        out_norms=attends,
+        names=OLMO_HYBRID,
+    )
+    config = replace(config, rope=STILL) if is_still else config
+    heads, scale = config.heads, 2.0 if hf.flag("linear_allow_neg_eigval", True) else 1.0
+    return _delta_hybrid(hf, config, types, (heads, heads, 0, 0), in_parts="qkvzba", eps=1e-5, beta_scale=scale)
 
 
 def qwen3_5_moe(hf: HFConfig) -> ModelConfig:
@@ -238,18 +376,21 @@ def granite4(hf: HFConfig) -> ModelConfig:
         config = replace(granite(hf | {"intermediate_size": shared}), names=GRANITE4)
     if hf.text("position_embedding_type", None) != "rope":
         config = replace(config, rope=STILL)
-    hf.get("mamba_chunk_size")  # of transformers' kernels
     if set(mixers) == {ATTENTION}:
         for key in [*(key for key in hf if key.startswith("mamba_")), "time_step_limit"]:
             hf.get(key)  # of recurrent layers, of which there are none
         return config
-    heads, inner = hf.size("mamba_n_heads", 128), hf.size("mamba_expand", 2) * config.hidden
-    groups = hf.size("mamba_n_groups", 1)
+    return hybrid(config, mixers, sizes=_mamba_sizes(hf, config, hf.size("mamba_expand", 2) * config.hidden))
+
+
+def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, object]:
+    """Return the numbers of Mamba-2 by the keys of Granite 4, Bamba and Falcon-H1. inner: of all heads together"""
+    hf.get("mamba_chunk_size")  # of transformers' kernels
+    heads, groups = hf.size("mamba_n_heads", 128), hf.size("mamba_n_groups", 1)
     if hf.get("mamba_d_head", "auto") not in ("auto", inner / heads) or inner % heads or heads % groups:
         raise hf.wrong("mamba_n_heads", f"a multiple of mamba_n_groups that divides the width, {inner}")
-    if config.activation != "silu":
-        raise UnsupportedModelError("the short convolution of Granite 4 is followed by silu; hidden_act is not")
-    sizes = {
+    _check_silu(config)
+    return {
         "heads": heads,
         "dim": inner // heads,
         "groups": groups,
@@ -259,15 +400,204 @@ def granite4(hf: HFConfig) -> ModelConfig:
         "bias": hf.flag("mamba_proj_bias"),
         "limits": _limits(hf),
     }
-    return hybrid(config, mixers, sizes=sizes)
 
 
 def _limits(hf: Settings) -> tuple[float, ...]:
-    """Returns the least and the largest time step of Mamba-2."""
+    """Return the least and the largest time step of Mamba-2."""
     limits = hf.get("time_step_limit", [0.0, math.inf])
     limits = limits if isinstance(limits, list | tuple) else ()
-    # transformers writes infinity as an object.
-    numbers = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in limits]
-    if len(numbers) != 2 or not all(isinstance(limit, int | float) for limit in numbers):
+    if len(limits) != 2 or not all(isinstance(limit, int | float) for limit in limits):
         raise hf.wrong("time_step_limit", "two numbers")
-    return tuple(map(float, numbers))
+    return tuple(map(float, limits))
+
+
+BAMBA = Names(
+    parts={"final_layernorm": ("norm",), "pre_ff_layernorm": ("post_attention_layernorm",)}
+    | {f"feed_forward.{name}_proj": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")}
+)
+
+
+def bamba(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Bamba: Mamba-2, and a few layers of attention, which rotate half of each head. Source:
+    modeling_bamba.py of transformers."""
+    hf = Settings.of(hf)
+    full = hf.get("attn_layer_indices") or []
+    if not isinstance(full, list) or not all(isinstance(number, int) for number in full):
+        raise hf.wrong("attn_layer_indices", "a list of numbers of layers")
+    hf.get("attn_rotary_emb")  # transformers rotates half of each head, whatever it says
+    defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0, "num_key_value_heads": 8}
+    config = llama(defaults | hf | {"partial_rotary_factor": 0.5}, names=BAMBA)
+    inner = hf.size("mamba_expand", 2) * config.hidden
+    mixers = [ATTENTION if number in full else MAMBA for number in range(config.layers)]
+    return hybrid(config, mixers, sizes=_mamba_sizes(hf, config, inner))
+
+
+def falcon_h1(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Falcon-H1: Mamba-2 and attention beside each other in each layer, and factors on what most
+    linears read or give. Source: modeling_falcon_h1.py of transformers."""
+    hf = Settings.of(hf)
+    defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0, "num_key_value_heads": 8}
+    config = llama(defaults | hf, names=BAMBA)
+    names = ("attention_in", "attention_out", "ssm_in", "ssm_out", "key", "embedding", "lm_head")
+    scale = {name: float(hf.number(f"{name}_multiplier", 1.0)) for name in names}
+    if not hf.flag("mamba_use_mlp", True):
+        raise hf.wrong("mamba_use_mlp", "true; a layer has an MLP")
+    hf.get("time_step_floor")  # of random weights
+    of_mlp, of_ssm = (_factors(hf, key, count) for key, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)))
+    inner = hf.size("mamba_expand", 2) * config.hidden
+    inner = hf.size("mamba_d_ssm", inner if "mamba_d_ssm" in hf else 1024)  # null is not a missing key
+    norm = "first" if hf.flag("mamba_norm_before_gate", True) else "last"
+    sizes = _mamba_sizes(hf, config, inner) | {
+        "norm": norm if hf.flag("mamba_rms_norm") else "",
+        "out_bias": hf.flag("projectors_bias"),
+        "scales": tuple(scale["ssm_in"] * factor for factor in of_ssm),
+    }
+    for name, biased in (("attention_in", config.qkv_bias), ("ssm_in", sizes["bias"])):
+        if biased and scale[name] != 1:
+            raise UnsupportedModelError(f"{name}_multiplier is {scale[name]}, and the linears that read it have biases")
+    # A factor of what q and k read, or of k, is one of their products; a factor of what v reads is one of the result.
+    of_keys = scale["attention_in"] ** 2 * scale["key"]
+    parts = {MAMBA: scale["ssm_out"], ATTENTION: scale["attention_in"] * scale["attention_out"], "mlp": of_mlp[1]}
+    return hybrid(
+        config,
+        [f"{ATTENTION}+{MAMBA}"] * config.layers,
+        sizes=sizes,
+        part_scales=parts,
+        gate_scale=of_mlp[0],
+        query_scalar=config.head_dim / of_keys**2,
+        embedding_scale=scale["embedding"],
+        logit_scale=scale["lm_head"],
+    )
+
+
+def _factors(hf: Settings, key: str, count: int) -> Sequence[float]:
+    """Return a list of so many factors; where the config has none they are 1."""
+    factors: list[float] = hf.numbers(key, [1.0] * count)
+    if len(factors) != count:
+        raise hf.wrong(key, f"a list of {count} numbers")
+    return [float(factor) for factor in factors]
+
+
+_OF_MAMBA = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
+NEMOTRON_H = Names(
+    parts={
+        "embeddings": ("embed_tokens",),
+        "norm_f": ("norm",),
+        "norm": ("input_layernorm",),
+        **{f"mixer.{name}": (f"mamba.{name}",) for name in _OF_MAMBA},
+        **{f"mixer.{name}_proj": (f"self_attn.{name}_proj",) for name in "qkvo"},
+        **{f"mixer.{name}_proj": (f"mlp.{name}_proj",) for name in ("up", "down")},
+        "mixer.gate": ("mlp.gate",),
+        "mixer.gate.e_score_correction_bias": ("mlp.gate.correction",),
+        **{f"mixer.experts.{{}}.{name}_proj": (f"mlp.experts.{{}}.{name}_proj",) for name in ("up", "down")},
+        **{f"mixer.shared_experts.{name}_proj": (f"mlp.shared_expert.{name}_proj",) for name in ("up", "down")},
+        "mixer.fc1_latent_proj": ("mlp.latent_in",),
+        "mixer.fc2_latent_proj": ("mlp.latent_out",),
+    },
+    stacks={f"mixer.experts.{name}_proj": (f"mlp.experts.{{}}.{name}_proj.weight",) for name in ("up", "down")},
+    before=r"backbone\.",
+    other_names=r"mtp\.",
+)
+# What early files call the keys of Nemotron-H, and the kinds of its layers.
+_NEMOTRON_KEYS = {
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+    "time_step_min": "mamba_dt_min",
+    "use_conv_bias": "mamba_conv_bias",
+}
+# What transformers does not read, or reads to make random weights, and what is of layers that predict several tokens.
+# States are float32 here.
+_NEMOTRON_UNREAD = (
+    "time_step_limit",
+    "mamba_dt_limit",
+    "chunk_size",
+    "mamba_chunk_size",
+    "mamba_ssm_cache_dtype",
+    "n_shared_experts",
+    "moe_shared_expert_overlap",
+    "mtp_layers_block_type",
+    "mtp_hybrid_override_pattern",
+    "num_nextn_predict_layers",
+    "rescale_prenorm_residual",
+    "time_step_floor",
+    "mamba_dt_init_floor",
+    "mamba_dt_max",
+    "mamba_expand",
+    "norm_eps",  # layer_norm_epsilon is what counts
+    "attention_head_dim",  # head_dim is
+)
+_NEMOTRON_KINDS = {"M": DELTA_NET, "E": "moe", "*": FULL, "-": "mlp", "mamba": DELTA_NET, ATTENTION: FULL}
+_NEMOTRON_LAYERS = {
+    DELTA_NET: (MAMBA, NO_MLP),
+    FULL: (ATTENTION, NO_MLP),
+    "mlp": ("none", "plain"),
+    "moe": ("none", EXPERTS),
+}
+
+
+def nemotron_h(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Nemotron-H and Nemotron 3: layers of one part each, Mamba-2, attention that rotates
+    nothing, an MLP without a gate, or a mixture of such. Source: modeling_nemotron_h.py of transformers."""
+    hf = Settings.of(hf)
+    hf = hf | {key: hf[old] for key, old in _NEMOTRON_KEYS.items() if old in hf}
+    layers = [_NEMOTRON_LAYERS[kind] for kind in _nemotron_kinds(hf)]
+    defaults = {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504, "pad_token_id": 0}
+    defaults |= {"max_position_embeddings": 4096, "num_attention_heads": 32}
+    settings = {
+        "num_hidden_layers": len(layers),
+        "rms_norm_eps": hf.number("layer_norm_epsilon", 1e-5, zero=True),
+        "hidden_act": hf.text("mlp_hidden_act", "relu2"),
+    }
+    config = decoder(defaults | hf | settings, rotary=False, mlp_bias=hf.flag("mlp_bias"), names=NEMOTRON_H)
+    config = replace(config, rope=STILL)
+    if hf.text("mamba_hidden_act", "silu") != "silu":
+        raise hf.wrong("mamba_hidden_act", "silu, the only one that there is code for")
+    for key in _NEMOTRON_UNREAD:
+        hf.get(key)
+    sizes = {
+        "heads": hf.size("mamba_num_heads", 128),
+        "dim": hf.size("mamba_head_dim", 64),
+        "groups": hf.size("n_groups", 8),
+        "state": hf.size("ssm_state_size", 128),
+        "taps": hf.size("conv_kernel", 4, least=2, most=64),
+        "conv_bias": hf.flag("use_conv_bias", True),
+        "bias": hf.flag("use_bias"),
+        "limits": (float(hf.number("time_step_min", 0.001, zero=True)), math.inf),
+    }
+    if sizes["heads"] % sizes["groups"]:
+        raise hf.wrong("mamba_num_heads", f"a multiple of n_groups, {sizes['groups']}")
+    mlps = tuple(mlp for _, mlp in layers)
+    config = _nemotron_mixture(hf, config, mlps)
+    return hybrid(config, [mixer for mixer, _ in layers], sizes=sizes, mlp=mlps)
+
+
+def _nemotron_kinds(hf: Settings) -> list[str]:
+    """Return the kind of each layer, by any of the keys that say it."""
+    kinds = hf.texts("layers_block_type", None) or hf.texts("layer_types", None)
+    pattern = hf.text("hybrid_override_pattern", None)
+    kinds = kinds or list(pattern or ()) or [DELTA_NET, "moe", FULL, "mlp"]
+    named = [_NEMOTRON_KINDS.get(kind, kind) for kind in kinds]
+    if unknown := {*named} - _NEMOTRON_LAYERS.keys():
+        raise UnsupportedModelError(f"layers of the kind {min(unknown)!r} are not known to Nemotron-H")
+    return named
+
+
+def _nemotron_mixture(hf: Settings, config: ModelConfig, mlps: Sequence[str]) -> ModelConfig:
+    """Return the config with the experts that the keys of Nemotron-H name; without, if no layer has any."""
+    with_experts = mixture(
+        config,
+        count=hf.size("n_routed_experts", 8),
+        chosen=hf.size("num_experts_per_tok", 2),
+        width=hf.size("moe_intermediate_size", 7688),
+        shared=hf.size("moe_shared_expert_intermediate_size", 7688),
+        latent=hf.size("moe_latent_size", 0),
+        gated=False,
+        score="sigmoid",
+        corrected=True,
+        normalised=hf.flag("norm_topk_prob", True),
+        scale=float(hf.number("routed_scaling_factor", 1.0)),
+        groups=hf.size("n_group", 1),
+        chosen_groups=hf.size("topk_group", 1),
+        mlp_bias=config.mlp_bias,
+    )
+    return with_experts if EXPERTS in mlps else config

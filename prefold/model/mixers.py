@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from .builders import LayerBuilder, MixerKind, Module, add_mixer
 from .config import ModelConfig, StateShape
-from .program import Buffer, GatedDelta, Mamba2, Operation, Pick, ShortConv, Weight, X
+from .program import Buffer, GatedDelta, Mamba2, Operation, ShortConv, Weight
 
 # Buffers: what a mixer's first linear gives, and what the mixer gives.
 MIXED, MIXER_OUT = "mixed", "mixer_out"
@@ -31,6 +31,7 @@ def _mixer(
     config = builder.config
     last = [(after, config.hidden)]
     biased = bool(config.sizes.get("bias"))
+    out_biased = config.sizes.get("out_bias", biased)
 
     def weight(name: str, rows: int, *inputs: int) -> Weight:
         return Weight(((builder.prefix + name, rows),), inputs)
@@ -39,9 +40,9 @@ def _mixer(
     operation = make(weight)
     builder.add(operation)
     if builder.is_last:
-        builder.add(Pick((X,)))
+        builder.pick()
     assert operation.fills is not None
-    builder.linear("out_proj", last, MIXER_OUT, builder.mixed, operation.fills[1], biased=last if biased else ())
+    builder.linear("out_proj", last, MIXER_OUT, builder.mixed, operation.fills[1], biased=last if out_biased else ())
 
 
 def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
@@ -87,8 +88,9 @@ def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
             dt_bias=weight(f"{prefix}dt_bias", heads),
             a_log=weight(f"{prefix}A_log", heads),
             norm=weight(f"{prefix}norm.weight", sizes["value_dim"]),
-            eps=config.norm_eps,
+            eps=sizes.get("eps", config.norm_eps),
             picked=builder.is_last,
+            beta_scale=sizes.get("beta_scale", 1.0),
         ),
     )
 
@@ -97,6 +99,7 @@ def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
     config = builder.config
     sizes, prefix, heads = config.sizes, "mamba.", config.sizes["heads"]
     channels = _mamba_states(config)[0].shape[1]
+    norm = sizes.get("norm", "last")  # "first": before the gate; "": none
     _mixer(
         builder,
         h,
@@ -116,9 +119,11 @@ def _build_mamba(builder: LayerBuilder, h: Buffer) -> None:
             dt_bias=weight(f"{prefix}dt_bias", heads),
             a_log=weight(f"{prefix}A_log", heads),
             d=weight(f"{prefix}D", heads),
-            norm=weight(f"{prefix}norm.weight", heads * sizes["dim"]),
+            norm=weight(f"{prefix}norm.weight", heads * sizes["dim"]) if norm else None,
             eps=config.norm_eps,
             picked=builder.is_last,
+            norm_first=norm == "first",
+            scales=sizes.get("scales", (1.0,) * 5),
         ),
     )
 

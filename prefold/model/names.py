@@ -24,6 +24,8 @@ class Names:
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
     in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
                  its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
+    joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
+                 the name here, and theirs
     transposed   whether weights of the layers' linears are [inputs, outputs]
     interleaved  whether the two halves of each head of q and k, which are rotated against each other, are stored
                  number by number in turn
@@ -40,6 +42,7 @@ class Names:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
     in_turn: bool = False
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     interleaved: bool = False
     swapped: bool = False

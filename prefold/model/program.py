@@ -67,7 +67,8 @@ class Operation:
     @property
     def buffers(self) -> list[Buffer]:
         """Return the buffers that it reads or writes."""
-        return [getattr(self, name) for name in ("source", "beside", "by", "out") if hasattr(self, name)]
+        names = (getattr(self, name, None) for name in ("source", "beside", "by", "out"))
+        return [name for name in names if name is not None]
 
     @property
     def named_weights(self) -> list[tuple[str, Weight]]:
@@ -159,7 +160,7 @@ class Linear(Operation):
     layer, name  how adapters know it; "": they do not
     bias         of the first outputs; None: there is none
     activation   of the result: "silu", "gelu_tanh", "gelu", "relu" or "relu2", the square of "relu"; "": none
-    gated        the first half of the outputs is gate, the other one up: out = activation(gate) * up
+    gated        the first half of the outputs is gate, the other one up: out = activation(gate_scale * gate) * up
     summed       each rank has some of the inputs: the result is the sum over all ranks
     """
 
@@ -172,6 +173,7 @@ class Linear(Operation):
     activation: str = ""
     gated: bool = False
     summed: bool = False
+    gate_scale: float = 1.0
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -186,17 +188,19 @@ class Linear(Operation):
 class Experts(Operation):
     """out = the weighted sum of what the `chosen` experts with the largest scores give for a row of `source`.
 
-    An expert is a gated MLP. The logits, in float32, are source times the router plus its bias; the scores are their
-    softmax, or the sigmoid of each. The weight of a chosen expert is `scale` times its score, divided by the sum of the
+    An expert is an MLP. The logits, in float32, are `by` times the router plus its bias; the scores are their softmax,
+    or the sigmoid of each. The weight of a chosen expert is `scale` times its score, divided by the sum of the
     chosen experts' scores if `normalised`.
 
     correction     float32 [experts], added to the scores that choose, and not to the weights (DeepSeek-V3)
     groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose
                    `group_best` largest corrected scores have the largest sum (DeepSeek-V2, DeepSeek-V3)
     router         [experts, hidden]
-    gate_up        [experts * 2 * width, hidden]: of each expert gate, then up
-    down           [experts * hidden, width]
-    activation     "silu", "gelu_tanh" or "clamped" (gpt-oss)
+    gate_up        [experts * 2 * width, inputs]: of each expert gate, then up; or [experts * width, inputs]: up
+    down           [experts * inputs, width]
+    gated          whether an expert is activation(gate) * up, and down; else it is activation(up), and down
+    by             the buffer that the router reads; None: source
+    activation     "silu", "gelu_tanh", "clamped" (gpt-oss) or "relu2"
     summed         each rank has some columns of every expert: the result is the sum over all ranks
     """
 
@@ -219,6 +223,12 @@ class Experts(Operation):
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None
     summed: bool = False
+    gated: bool = True
+    by: Buffer | None = None
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.down.rows // self.experts
 
     @property
     def row_weights(self) -> int:
@@ -375,7 +385,10 @@ class ShortConv(Operation):
 @dataclass(frozen=True, slots=True)
 class GatedDelta(Operation):
     """out = a gated delta net along the sequence (Yang et al. 2024), of `source`, which has q, k and v of its heads, z,
-    b and a side by side. taps, picked: as of ShortConv."""
+    b and a side by side. taps, picked: as of ShortConv.
+
+    beta_scale  of the sigmoids of b; above 1 a state may have negative eigenvalues (Grazzi et al. 2024)
+    """
 
     layer: int
     source: Buffer
@@ -390,6 +403,7 @@ class GatedDelta(Operation):
     norm: Weight
     eps: float
     picked: bool = False
+    beta_scale: float = 1.0
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -401,7 +415,10 @@ class Mamba2(Operation):
     """out = a Mamba-2 along the sequence (Dao and Gu 2024), of `source`, which has a gate, then x, b and c, and a time
     step for each head side by side.
 
-    groups  of heads that share b and c; limits: of the time steps. taps, picked: as of ShortConv
+    groups      of heads that share b and c; limits: of the time steps. taps, picked: as of ShortConv
+    norm        of the result times silu(gate), a norm for each group; None: there is none
+    norm_first  the norm is of the result, before it is multiplied with silu(gate)
+    scales      what the gate, x, b, c and the time steps are multiplied with
     """
 
     layer: int
@@ -417,9 +434,17 @@ class Mamba2(Operation):
     dt_bias: Weight
     a_log: Weight
     d: Weight
-    norm: Weight
+    norm: Weight | None
     eps: float
     picked: bool = False
+    norm_first: bool = False
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @property
+    def section_scales(self) -> list[tuple[float, int]]:
+        """Return the factors of the channels of the convolution, those of x, b and c, each with how many these are."""
+        keys = self.groups * self.state
+        return list(zip(self.scales[1:4], (self.heads * self.dim, keys, keys), strict=True))
 
     @property
     def fills(self) -> tuple[Buffer, int]:

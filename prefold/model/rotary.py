@@ -77,6 +77,13 @@ def longrope(powers: Floats, theta: float, settings: Mapping[str, Any]) -> tuple
     return 1 / (np.array(settings["factors"], np.float32) * powers), settings["attention_factor"]
 
 
+def proportional(powers: Floats, theta: float, settings: Mapping[str, float]) -> tuple[Floats, float]:
+    """Return the frequencies of whole heads, of which the last ones, those of a share of a head, are 0 (Gemma 4)."""
+    inv = 1 / powers
+    inv[int(settings["share"] * 2 * len(powers) // 2) :] = 0
+    return inv / np.float32(settings["factor"]), 1.0
+
+
 KINDS: dict[str, Callable[[Floats, float, Mapping[str, Any]], tuple[Floats, float]]] = {
     "default": lambda powers, theta, settings: (1 / powers, 1.0),
     # Frequencies of 0: all cosines are 1 and all sines 0, so that nothing is turned.
@@ -90,6 +97,7 @@ KINDS: dict[str, Callable[[Floats, float, Mapping[str, Any]], tuple[Floats, floa
     "llama3": llama3,
     "yarn": yarn,
     "longrope": longrope,
+    "proportional": proportional,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -90,6 +90,7 @@ class TensorPlace:
     order        of the numbers of each head, as of `head_order`; None: as they are stored
     matrix       which matrix of a stack it is in; None: it is in no stack
     scales       the file and the name of the scales of a stack of MXFP4; None: it is none
+    below        further stored tensors, which lie below this one
     """
 
     file: SafetensorsFile
@@ -100,9 +101,13 @@ class TensorPlace:
     order: Sequence[int] | None = None
     matrix: int | None = None
     scales: tuple[SafetensorsFile, str] | None = None
+    below: tuple[TensorPlace, ...] = ()
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
         """Return a part of the tensor; no more of the file is read. Parts of heads with an order are whole heads."""
+        if self.below:
+            every = [replace(self, below=()), *self.below]
+            return np.concatenate([one.read(()) for one in every])[part]
         values = self.file.array(self.name)
         if self.matrix is not None:
             values = values[self.matrix]
@@ -212,6 +217,18 @@ class SafetensorsSource:
                 for name, size, rows, order in zip(own_names, sizes, every, orders, strict=True):
                     self._places[name] = TensorPlace(file, stored, rows, transposed, flat, order)
                     self.shapes[name] = (size, *shape[1:])
+        for name, parts in names.joined.items():
+            self._join(name, parts)
+
+    def _join(self, name: str, parts: Sequence[str]) -> None:
+        """Make one tensor of several ones, in each layer that has them. name, parts: as of `Names.joined`"""
+        for first in [stored for stored in self._places if stored.endswith(f".{parts[0]}")]:
+            layer = first.removesuffix(parts[0])
+            every = [layer + part for part in parts if layer + part in self._places]
+            shapes = [self.shapes.pop(one) for one in every]
+            top, *below = [self._places.pop(one) for one in every]
+            self._places[layer + name] = replace(top, below=tuple(below))
+            self.shapes[layer + name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @staticmethod
     def _is_flat(own_names: Sequence[str], shape: Sequence[int]) -> bool:

@@ -135,7 +135,7 @@ def test_gate_and_up_and_experts(width, words, experts, case, threads):
             assert same_bits(unpacked(found, target, len(expected), inputs), expected)
             assert np.array_equal(loaded.pack_words(np.split(matrix, 2), dtype=target, gated=True), found)
         down = weight.swapaxes(1, 2)  # [experts, hidden, 2 * width]
-        for matrix, found in zip(down, loaded.pack_experts(down, dtype=target, gated=False), strict=True):
+        for matrix, found in zip(down, loaded.pack_experts(down, dtype=target, filled=True), strict=True):
             assert found.shape[1] * 4 == -(-2 * width // LANES) * LANES * target.itemsize
             assert same_bits(
                 unpacked(found, target, inputs, 2 * width), converted(np.ascontiguousarray(matrix), target)

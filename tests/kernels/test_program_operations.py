@@ -151,13 +151,13 @@ def test_random_layers_of_mixers_and_experts(folded, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(10))
 def test_experts_are_those_of_the_call_and_of_numpy(dtype, seed):
     rng, machine = np.random.default_rng(seed), Machine(dtype)
     hidden, rows = 2 * int(rng.integers(8, 60)), int(rng.integers(1, 40))
     experts, x = random_experts(rng, machine, hidden), normal(rng, rows, hidden, dtype=dtype)
     source, out = machine.buffer(x), machine.buffer(rows, hidden)
-    machine.add(Kind.EXPERTS, source=source, out=out, **experts.fields)
+    machine.add(Kind.EXPERTS, source=source, beside=source, out=out, **experts.fields)
     machine.run(rows, 3)
     found = machine.buffers[out].copy()
     check(found, experts.oracle(x.astype(np.float64)), 1e-5 if dtype == FLOAT32 else 2e-2)
@@ -286,6 +286,46 @@ def test_xielu(dtype):
         wanted = (np.where(wide > 0, p * wide**2, below) + beta * wide).astype(np.float32)
     bound = {"rtol": 2e-6, "atol": 3e-7} if dtype == FLOAT32 else {"rtol": 2.0**-8, "atol": 3e-7}
     np.testing.assert_allclose(machine.buffers[source].astype(np.float32), wanted, **bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_router_reads_other_rows_than_experts(dtype):
+    rng, machine, hidden, rows = np.random.default_rng(0), Machine(dtype), 24, 15
+    experts, x = random_experts(rng, machine, hidden), normal(rng, rows, hidden, dtype=dtype)
+    read, router = normal(rng, rows, 38, dtype=dtype), normal(rng, len(experts.router), 38, dtype=dtype)
+    read[:, -hidden:], router[:, :-hidden], router[:, -hidden:] = x, 0, experts.router
+    source, beside, out = machine.buffer(x), machine.buffer(read), machine.buffer(rows, hidden)
+    machine.add(Kind.EXPERTS, source=source, beside=beside, out=out, **experts.fields | {"weight": pack(router)})
+    machine.run(rows, 2)
+    check(machine.buffers[out], experts.oracle(x.astype(np.float64)), 1e-5 if dtype == FLOAT32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.6])
+def test_gates_are_scaled_before_the_activation(dtype, scale):
+    rng, machine, hidden, width, rows = np.random.default_rng(0), Machine(dtype), 24, 40, 15
+    x, gate, up = (normal(rng, *shape, dtype=dtype) for shape in ((rows, hidden), (width, hidden), (width, hidden)))
+    weight = pack(gate_in_turn(gate, up))
+    source, out = machine.buffer(x), machine.buffer(rows, 48)
+    machine.add(Kind.GATED, source=source, out=out, weight=weight, activation=Activation.SILU, eps=scale)
+    machine.run(rows, 2)
+    x, gate, up = (array.astype(np.float64) for array in (x, gate, up))
+    wanted = gated(Activation.SILU, scale * (x @ gate.T), x @ up.T)
+    check(machine.buffers[out][:, :width], wanted, 1e-6 if dtype == FLOAT32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_square_of_what_is_above_0(dtype):
+    rng, machine, rows = np.random.default_rng(0), Machine(dtype), 9
+    x, weight = normal(rng, rows, 24, dtype=dtype), normal(rng, 40, 24, dtype=dtype)
+    x[3] = np.nan
+    source, out = machine.buffer(x), machine.buffer(rows, 40)
+    machine.linear(source, out, weight, activation=Activation.RELU2)
+    machine.run(rows, 2)
+    found, others = machine.buffers[out].astype(np.float64), np.arange(rows) != 3
+    wanted = np.maximum(x.astype(np.float64) @ weight.astype(np.float64).T, 0) ** 2
+    check(found[others], wanted[others], 1e-6 if dtype == FLOAT32 else 1e-2)
+    assert np.isnan(found[3]).all() and (found[others] == 0).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -463,7 +503,7 @@ def test_experts_and_sums_are_added_up_over_ranks(dtype):
         machine.buffers.clear()
         mixture = random_experts(np.random.default_rng(machines.index(machine)), machine, hidden)
         source, out = machine.buffer(x), machine.buffer(rows, hidden)
-        machine.add(Kind.EXPERTS, source=source, out=out, summed=summed, **mixture.fields)
+        machine.add(Kind.EXPERTS, source=source, beside=source, out=out, summed=summed, **mixture.fields)
         machine.add(Kind.ADD, source=source, beside=out, eps=1, summed=summed)
         if not summed:
             machine.run(rows)

@@ -3,6 +3,8 @@ transformers gives of each prompt by itself, PyTorch's executor gives the same, 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tiny import reference
 
 from prefold import LLM, InputError
 from prefold.engine.cache import CacheOptions
+from prefold.features.hybrid.steps import StateFacts
 from prefold.spec.requests import Readout
 
 TOLERANCE = 1e-4
@@ -65,6 +68,28 @@ def test_rows_computed_are_the_unique_tokens(case):
     assert llm.stats.rows_computed - before == len(
         {tuple(tokens[: end + 1]) for tokens in asked for end in range(len(tokens))}
     )
+
+
+def test_states_of_one_path_are_held(case):
+    """Those of its branch points, the one at the cut, and the one at the end of the window before."""
+    llm, asked, *_ = case
+    if not llm.config.has_states:
+        return
+    size = llm.engine.worker.facts.of(StateFacts).state_bytes
+    shapes = [part.shape for number in range(llm.config.layers) for part in llm.config.states(number)]
+    assert size == 4 * sum(map(math.prod, shapes))
+    llm.engine.reset_stats()
+    run(llm, [as_request(tokens) for tokens in asked], Readout("last"), sharing="full", rows=7)
+    assert 0 < llm.engine.stats.state_bytes_peak <= (most_branches(asked) + 2) * size
+
+
+def most_branches(asked: list[list[int]]) -> int:
+    """The most places on the path of a prompt where prompts part, or where one ends."""
+    after = dict[tuple[int, ...], set[int]]()
+    for tokens in asked:
+        for end in range(len(tokens) + 1):
+            after.setdefault(tuple(tokens[:end]), set()).add(tokens[end] if end < len(tokens) else -1)
+    return max(sum(len(after[tuple(tokens[:end])]) > 1 for end in range(len(tokens))) for tokens in asked)
 
 
 def test_generation_with_preemption_and_a_cache(case):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from configs import configs
 from dense import dense_attention
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from routing import route
 
 from prefold.model import ModelConfig, Plane, RopeConfig
+from prefold.model.builders import widths_of
 from prefold.model.mixtures import mixture
 from prefold.model.program import (
     Add,
@@ -42,10 +44,10 @@ ROWS = 9
 ACTIVATIONS = {
     "": lambda x: x,
     "silu": lambda x: x / (1 + np.exp(-x)),
+    "relu2": lambda x: np.maximum(x, 0) ** 2,
     "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
     "relu": lambda x: np.maximum(x, 0),
-    "relu2": lambda x: np.maximum(x, 0) ** 2,
 }
 
 
@@ -119,7 +121,7 @@ class Dense:
             out[:, : op.bias.rows] += self.weight(op.bias)
         if op.gated:
             gate, up = np.split(out, 2, 1)
-            out = ACTIVATIONS[op.activation](gate) * up
+            out = ACTIVATIONS[op.activation](op.gate_scale * gate) * up
         else:
             out = ACTIVATIONS[op.activation](out)
         self.buffers[op.out] = out
@@ -174,7 +176,7 @@ class Dense:
             np.zeros((count, 1)) if weight is None else self.weight(weight).reshape(count, -1)
             for weight in (op.gate_up_bias, op.down_bias)
         ]
-        logits = h @ self.weight(op.router).T + self.weight(op.router_bias)
+        logits = self.buffers[op.by or op.source] @ self.weight(op.router).T + self.weight(op.router_bias)
         out = np.zeros((len(h), op.down.rows // count))
         for row, x in enumerate(h):
             chosen, shares = route(
@@ -183,7 +185,8 @@ class Dense:
                 chosen_groups=op.chosen_groups, group_best=op.group_best,
             )  # fmt: skip
             for expert in chosen:
-                gate, up = np.split(matrices[0][expert] @ x + biases[0][expert], 2)
+                first = matrices[0][expert] @ x + biases[0][expert]
+                gate, up = np.split(first, 2) if op.gated else (first, 1.0)
                 if op.activation == "clamped":
                     gate = np.minimum(gate, 7)
                     inner = gate / (1 + np.exp(-1.702 * gate)) * (1 + np.clip(up, -7, 7))
@@ -245,6 +248,14 @@ def test_buffers_are_free_when_no_operation_reads_them_any_more():
         Add("x", "a"),
     ]
     assert dead_buffers(operations) == [(), ("a",), ("b",), (), ("a",)]
+
+
+def test_a_buffer_has_rows_of_one_width():
+    config = ModelConfig(30, 6, 1, 1, 1, 2, 5, 1e-3, RopeConfig(), 20, (Plane(),))
+    wide, narrow = (Linear("x", "wide", Weight((("w", rows),), (6,))) for rows in (8, 5))
+    assert widths_of(config, [[wide], [wide]])["wide"] == 8
+    with pytest.raises(ValueError, match="'wide' has rows of 8 numbers, and of 5"):
+        widths_of(config, [[wide], [narrow]])
 
 
 def test_gates_that_begin_anywhere():

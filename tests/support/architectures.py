@@ -49,6 +49,36 @@ MAMBA2: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 6, "mamba_n_groups": 2,
     "mamba_d_state": 10, "shared_intermediate_size": 26, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
 }  # fmt: skip
+LFM3: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "conv", "full_attention"], "head_dim": 10,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "factor": 2.0},
+    },
+}  # fmt: skip
+OLMO_HYBRID: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6, "linear_value_head_dim": 10, "rope_parameters": {"rope_theta": None},
+}  # fmt: skip
+OLMO_HYBRID |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 42, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_rms_norm": True,
+    "mlp_multipliers": [1.7, 0.6], "ssm_multipliers": [0.9, 1.3, 0.7, 1.2, 1.5], "lm_head_multiplier": 0.4,
+    "embedding_multiplier": 2.5, "key_multiplier": 0.6, "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8,
+    "time_step_limit": [0.05, 1.5],
+}  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 7, "n_groups": 2, "ssm_state_size": 10,
+    "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 26, "routed_scaling_factor": 1.5, "time_step_min": 0.3,
+    "sliding_window": None,
+}  # fmt: skip
+BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "head_dim": 12,
+    "num_key_value_heads": 2, "time_step_limit": [0.05, 1.0],
+}  # fmt: skip
 
 # By model_type, the settings of families of prefold's own without which the architecture would look like another; and
 # variants, which have more words behind the model_type. tests/model/test_family_programs.py compares each with
@@ -113,9 +143,15 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
     "stablelm parallel": {"use_parallel_residual": True, "partial_rotary_factor": 0.5},
     "vaultgemma": WINDOWS | {"head_dim": 8},
+    "bamba": BAMBA,
+    "falcon_h1": FALCON_H1,
     "granitemoehybrid": MAMBA2,
+    "lara_mini": DELTA | {"layer_types": ["linear_attention", "full_attention", "sliding_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "minicpm3": LATENT | {"q_lora_rank": None},
+    "lfm3": LFM3,
+    "nemotron_h": NEMOTRON_H,
+    "olmo_hybrid": OLMO_HYBRID,
     "qwen3_5_moe_text": DELTA,
     "qwen3_next": DELTA | {"mlp_only_layers": [2]},
     "youtu": LATENT,

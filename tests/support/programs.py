@@ -113,6 +113,8 @@ def gelu_tanh(x: np.ndarray) -> np.ndarray:
 
 
 def gated(kind: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if kind == Activation.RELU2:
+        return np.maximum(gate, 0) ** 2 * up
     if kind == Activation.CLAMPED:
         gate = np.minimum(gate, 7)
         return gate * sigmoid(1.702 * gate) * (1 + up.clip(-7, 7))
@@ -291,7 +293,7 @@ def short_conv(rng: np.random.Generator, machine: Machine, states: int, channels
 def gated_delta(
     rng: np.random.Generator, machine: Machine, states: int, key_heads: int, shared: int, key_dim: int, value_dim: int
 ) -> Mixer:
-    heads, kept = key_heads * shared, int(rng.integers(1, 4))
+    heads, kept, beta_scale = key_heads * shared, int(rng.integers(1, 4)), float(rng.choice([1.0, 2.0]))
     keys, values = key_heads * key_dim, heads * value_dim
     channels = 2 * keys + values
     taps, norm = normal(rng, kept + 1, channels, scale=0.5), normal(rng, value_dim)
@@ -303,7 +305,7 @@ def gated_delta(
     call = DeltaCall(
         ConvCall(**machine.fields(taps=taps, channels=channels, kept=kept)),
         **machine.fields(rates=rates, dt_bias=dt_bias, norm=norm), heads=heads, key_heads=key_heads, key_dim=key_dim,
-        value_dim=value_dim, eps=1e-5,
+        value_dim=value_dim, eps=1e-5, beta_scale=beta_scale,
     )  # fmt: skip
 
     def oracle(state, row):
@@ -313,7 +315,7 @@ def gated_delta(
             np.split(silu(y), [keys, 2 * keys]), (key_dim, key_dim, value_dim), strict=True))  # fmt: skip
         q, k = (np.repeat(u / np.sqrt((u * u).sum(-1, keepdims=True) + 1e-6), shared, 0) for u in (q, k))
         s = np.exp(rates * np.log1p(np.exp(a + dt_bias)))[:, None, None] * state[1]
-        added = sigmoid(b)[:, None] * (v - np.einsum("hk,hkv->hv", k, s))
+        added = beta_scale * sigmoid(b)[:, None] * (v - np.einsum("hk,hkv->hv", k, s))
         s = s + k[:, :, None] * added[:, None]
         o = rms_norm(np.einsum("hk,hkv->hv", q, s) / np.sqrt(key_dim), norm, 1e-5)
         return (o * silu(z.reshape(o.shape))).ravel(), (left, s)
@@ -330,7 +332,8 @@ def mamba2(
     least, most = (0.0, np.inf) if rng.integers(2) else (0.4, 1.2)
     taps, bias = normal(rng, kept + 1, channels, scale=0.5), normal(rng, channels) if rng.integers(2) else None
     rates, dt_bias, skips = -np.exp(normal(rng, heads)), normal(rng, heads), normal(rng, heads)
-    norm = normal(rng, values)
+    norm, norm_first = normal(rng, values) if rng.integers(3) else None, bool(rng.integers(2))
+    gate_scale, step_scale = rng.choice([1.0, 0.7, 1.4], 2).tolist()
     tables = [
         normal(rng, states, kept, channels, dtype=machine.dtype),
         normal(rng, states, heads, key_dim, value_dim),
@@ -338,7 +341,8 @@ def mamba2(
     call = MambaCall(
         ConvCall(**machine.fields(taps=taps, bias=bias, channels=channels, kept=kept)),
         **machine.fields(rates=rates, dt_bias=dt_bias, skips=skips, norm=norm), heads=heads, groups=groups,
-        key_dim=key_dim, value_dim=value_dim, eps=1e-5, least=least, most=most,
+        key_dim=key_dim, value_dim=value_dim, eps=1e-5, least=least, most=most, norm_first=norm_first,
+        gate_scale=gate_scale, step_scale=step_scale,
     )  # fmt: skip
 
     def oracle(state, row):
@@ -347,11 +351,14 @@ def mamba2(
         x, b, c = np.split(silu(y), np.cumsum([values, keys]))
         x = x.reshape(heads, value_dim)
         b, c = (np.repeat(part.reshape(groups, key_dim), shared, 0) for part in (b, c))
-        t = np.log1p(np.exp(dt + dt_bias)).clip(least, most)
+        t = np.log1p(np.exp(step_scale * dt + dt_bias)).clip(least, most)
         s = np.exp(rates * t)[:, None, None] * state[1] + b[:, :, None] * (t[:, None] * x)[:, None]
         y = np.einsum("hk,hkv->hv", c, s) + skips[:, None] * x
-        inside = (y.ravel() * silu(gate)).reshape(groups, -1)
-        return rms_norm(inside, norm.reshape(groups, -1), 1e-5).ravel(), (left, s)
+        by, out = silu(gate_scale * gate), y.ravel()
+        out = out if norm_first else out * by
+        if norm is not None:
+            out = rms_norm(out.reshape(groups, -1), norm.reshape(groups, -1), 1e-5).ravel()
+        return out * by if norm_first else out, (left, s)
 
     return Mixer(Kind.MAMBA2, call, values + channels + heads, values, kept, tables, oracle)
 
@@ -368,25 +375,29 @@ def random_mixer(rng: np.random.Generator, machine: Machine, states: int) -> Mix
 class Experts:
     """A mixture of experts with random weights.
 
-    call, fields  of the operation; bias: of the router; oracle: of rows, in float64
+    call, fields  of the operation; router, bias: of the router; oracle: of rows, in float64
     """
 
     call: ExpertsCall
     fields: dict
+    router: np.ndarray
     bias: np.ndarray | None
     oracle: Callable[[np.ndarray], np.ndarray]
 
 
 def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> Experts:
-    count, width, kind = int(rng.integers(2, 9)), int(rng.integers(1, 40)), Activation(int(rng.integers(1, 4)))
+    count, width, kind = int(rng.integers(2, 9)), int(rng.integers(1, 80)), Activation(int(rng.integers(1, 5)))
+    plain = bool(rng.integers(2)) and kind != Activation.CLAMPED
     chosen, normalised, biased = int(rng.integers(1, count + 1)), bool(rng.integers(2)), bool(rng.integers(2))
     dtype, scale = machine.dtype, hidden**-0.5
     router = normal(rng, count, hidden, scale=2 * scale, dtype=dtype)
     gate, up = (normal(rng, count, width, hidden, scale=scale, dtype=dtype) for _ in range(2))
     down = normal(rng, count, hidden, width, scale=width**-0.5, dtype=dtype)
-    biases = [normal(rng, *shape, dtype=dtype) for shape in ((count,), (count, 2 * width), (count, hidden))]
+    inner = width if plain else 2 * width
+    biases = [normal(rng, *shape, dtype=dtype) for shape in ((count,), (count, inner), (count, hidden))]
     fill = -width % LANES
-    packed = [np.stack([pack(gate_in_turn(*pair)) for pair in zip(gate, up, strict=True)]),
+    firsts = gate if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
+    packed = [np.stack([pack(matrix) for matrix in firsts]),
               np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])]  # fmt: skip
     given = {"gate_up": packed[0], "down": packed[1]}
     if biased:
@@ -403,24 +414,27 @@ def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> E
     call = ExpertsCall(
         **machine.fields(**given), experts=count, chosen=chosen, width=width + fill, bias_width=width,
         normalised=normalised, is_sigmoid=options["sigmoid"], scale=options["scale"], groups=groups,
-        chosen_groups=options["chosen_groups"], group_best=options["group_best"],
+        chosen_groups=options["chosen_groups"], group_best=options["group_best"], is_plain=plain,
     )  # fmt: skip
     fields = machine.fields(weight=pack(router), bias=biases[0] if biased else None, activation=kind, call=call)
 
     def oracle(x):
-        parts = (router, gate, up, down, biases[0], biases[1].reshape(count, 2, width), biases[2])
+        parts = (router, gate, up, down, biases[0], biases[1].reshape(count, -1, width), biases[2])
         wide = [part.astype(np.float64) for part in parts]
         logits = x @ wide[0].T + biased * wide[4]
         out = np.zeros_like(x)
         for row, of_row in enumerate(logits):
             best, weights = route(of_row, chosen, **options)
             for expert, share in zip(best, weights[best], strict=True):
-                halves = [wide[1 + half][expert] @ x[row] + biased * wide[5][expert, half] for half in range(2)]
-                inside = gated(kind, *halves)
+                halves = [
+                    wide[1 + half][expert] @ x[row] + biased * wide[5][expert, half]
+                    for half in range(1 if plain else 2)
+                ]
+                inside = gated(kind, *halves) if len(halves) > 1 else gated(kind, halves[0], np.ones(width))
                 out[row] += share * (wide[3][expert] @ inside + biased * wide[6][expert])
         return out
 
-    return Experts(call, fields, biases[0] if biased else None, oracle)
+    return Experts(call, fields, router, biases[0] if biased else None, oracle)
 
 
 def random_layers(rng: np.random.Generator, machine: Machine, runs: Runs, reads: np.ndarray | None) -> RandomLayers:
@@ -451,7 +465,7 @@ def random_layers(rng: np.random.Generator, machine: Machine, runs: Runs, reads:
         machine.linear(outer, delta, matrices[1])
         machine.add(Kind.ADD, source=x, beside=delta, eps=1)
         machine.add(Kind.NORM, weight=norms[1], **norm)
-        machine.add(Kind.EXPERTS, source=h, out=delta, **experts.fields)
+        machine.add(Kind.EXPERTS, source=h, beside=h, out=delta, **experts.fields)
         machine.linear(h, gate, matrices[2])
         machine.add(Kind.GATE, source=delta, beside=gate, heads=1, dim=hidden, columns=1)
         machine.add(Kind.ADD, source=x, beside=delta, eps=1)

@@ -1,7 +1,8 @@
 """The operations of layers whose state runs along the sequence, in place of attention, by tensors.
 
 Gated DeltaNet computes the gated delta rule in chunks (Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with
-Delta Rule"). Mamba-2 is the recurrent layer of Granite 4 (Dao and Gu 2024, "Transformers are SSMs").
+Delta Rule"). Mamba-2 is the recurrent layer of Granite 4, Nemotron-H and Falcon-H1 (Dao and Gu 2024, "Transformers are
+SSMs").
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
     keys, values = operation.key_heads * operation.key_dim, heads * dim
     qkv, z, b, a = x.split([2 * keys + values, values, heads, heads], -1)
     qkv = F.silu(states.conv(0, qkv, weights.taps[:, 0]))
-    beta = b.sigmoid().float()
+    beta = operation.beta_scale * b.sigmoid().float()
     decay = -weights.a_log.float().exp() * F.softplus(a.float() + weights.dt_bias)
     qkv, beta, decay = carry.unfold(qkv), carry.unfold(beta), carry.unfold(decay)
     q, k, v = qkv.split([keys, keys, values], -1)
@@ -142,11 +143,16 @@ def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
     h, states = rows.get(operation.source), states_of(rows, operation.layer)
     read, carry, heads = rows.read if operation.picked else None, states.carry, operation.heads
     inner, channels, groups = heads * operation.dim, len(weights.taps), operation.groups
+    scales, sizes = zip(*operation.section_scales, strict=True)
     gate, xbc, dt = h.split([inner, channels, heads], -1)
-    xbc = F.silu(states.conv(0, xbc, weights.taps[:, 0], weights.conv_bias))
-    step = F.softplus(dt.float() + weights.dt_bias.float()).clamp(*operation.limits)
+    taps = weights.taps[:, 0]
+    if operation.scales != (1.0,) * 5:  # a factor of what is convolved is one of the taps
+        taps = torch.cat([scale * part for part, scale in zip(taps.split(sizes), scales, strict=True)])
+    xbc = F.silu(states.conv(0, xbc, taps, weights.conv_bias))
+    gate_scale, step_scale = operation.scales[0], operation.scales[-1]
+    step = F.softplus(step_scale * dt.float() + weights.dt_bias.float()).clamp(*operation.limits)
     # x of rows that prompts share lies at each of them from here on, where a step is folded.
-    parts = carry.unfold(xbc).float().split([inner, *[(channels - inner) // 2] * 2], -1)
+    parts = carry.unfold(xbc).float().split(sizes, -1)
     x, b, c = (part.unflatten(-1, (number, -1)) for part, number in zip(parts, (heads, groups, groups), strict=True))
     step = carry.unfold(step)
     decay = -weights.a_log.float().exp() * step
@@ -160,9 +166,13 @@ def mamba2(operation: Mamba2, weights: Weights, rows: Rows) -> None:
     y = y + (carry.fold(x) * weights.d.float()[:, None]).flatten(1)
     if read is not None:
         y, gate = y[read], gate[read]
-    y = (y.to(h.dtype).float() * F.silu(gate.float())).unflatten(-1, (groups, -1))
-    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + operation.eps)).flatten(1)
-    rows.put(operation.out, weights.norm * y.to(h.dtype))
+    y, gate = y.to(h.dtype).float(), F.silu(gate_scale * gate.float())
+    y = y if operation.norm_first else y * gate
+    if weights.norm is not None:
+        y = y.unflatten(-1, (groups, -1))
+        y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + operation.eps)).flatten(1)
+        y = weights.norm * y.to(h.dtype)
+    rows.put(operation.out, (y * gate if operation.norm_first else y).to(h.dtype))
 
 
 def state_space(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, step: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -240,18 +240,20 @@ class Experts {
     }
   }
 
-  // inner [pairs as sorted, width] = activation(gate) * up.
+  // inner [pairs as sorted, width] = activation(gate) * up, or activation(up) of experts without a gate.
   template <class Activation>
   void multiply_gate_up(const Sorted& sorted, Element* inner) {
     constexpr bool kExact = std::is_same_v<Element, float>;
     const auto* x = static_cast<const Element*>(call_.x);
-    const int64_t panels = 2 * call_.width / kPanel, steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
+    const int64_t outputs = call_.is_plain ? call_.width : 2 * call_.width, panels = (outputs + kPanel - 1) / kPanel;
+    const int64_t steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const Product product = rows_of(piece.stop - piece.first, call_.hidden, call_.gate_up, call_.experts * panels,
                                       false, [&](int64_t i) {
                                         return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row;
                                       });
       multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+        if (call_.is_plain) return put_plain<Activation>(piece.expert, row, column, count, tile, inner);
         Floats of_gate = zeros(), of_up = zeros();
         if (call_.gate_up_bias) {
           const int64_t width = call_.bias_width, left = width - column / 2;
@@ -264,6 +266,22 @@ class Experts {
         }
       });
     });
+  }
+
+  // Stores activation(up + bias) for some rows of a panel. The last panel may have more columns than `inner`.
+  template <class Activation>
+  void put_plain(int64_t expert, int64_t row, int64_t column, int64_t count, const float* tile, Element* inner) const {
+    constexpr bool kExact = std::is_same_v<Element, float>;
+    const int64_t width = std::min<int64_t>(kPanel, call_.width - column), left = call_.bias_width - column;
+    const auto* bias = static_cast<const Element*>(call_.gate_up_bias);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Floats added = zeros();
+      if (bias && left > i) added = load_some(bias + expert * call_.bias_width + column + i, left - i);
+      for (int64_t r = 0; r < count; ++r) {
+        const Floats inside = gated<Activation, kExact>(load(tile + r * kPanel + i) + added, Floats(1.0f));
+        store(inner + (row + r) * inner_row_ + column + i, inside);
+      }
+    }
   }
 
   // results [pairs row by row, hidden] = the product of inner and down.
@@ -339,5 +357,7 @@ PREFOLD_EXPORT_EXPERTS(gelu_tanh_float32, FloatWords, GeluTanh)
 PREFOLD_EXPORT_EXPERTS(gelu_tanh_bfloat16, Bf16Words, GeluTanh)
 PREFOLD_EXPORT_EXPERTS(clamped_float32, FloatWords, Clamped)
 PREFOLD_EXPORT_EXPERTS(clamped_bfloat16, Bf16Words, Clamped)
+PREFOLD_EXPORT_EXPERTS(relu2_float32, FloatWords, Relu2)
+PREFOLD_EXPORT_EXPERTS(relu2_bfloat16, Bf16Words, Relu2)
 
 }  // namespace prefold

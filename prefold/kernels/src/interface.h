@@ -193,13 +193,14 @@ struct RowLow {
   const float* low;        // [ranks]
 };
 
-// kClamped: of experts alone. kGelu, kRelu, kRelu2: not of experts.
+// kClamped: of experts alone. kGelu, kRelu: not of experts.
 enum Activation : int32_t { kLinearly, kSilu, kGeluTanh, kClamped, kGelu, kRelu, kRelu2 };
 
 // What a product does to its sums before it stores them.
 struct Epilogue {
   const RowLow* adapted;  // [rows]; null: no row has an adapter
   int32_t activation;     // of the results of a Linear; a GatedLinear has its own
+  float gate_scale;       // of a GatedLinear: the gates are multiplied with it before the activation
 };
 
 // Returns 1 if products of float32 or bfloat16 rows are as fast here as the processor's vectors allow, else 0.
@@ -361,9 +362,9 @@ extern "C" Greedy<Bf16> prefold_greedy_bfloat16;
 struct ExpertsCall {
   const void* x;             // [rows, hidden]
   const void* logits;        // float32 [rows, experts]
-  const void *gate_up;       // the packed matrices, one behind the other, columns as for GatedLinear
+  const void *gate_up;       // the packed matrices, one behind the other, columns as for GatedLinear; or those of up alone
   const void* down;          // likewise
-  const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up, of the dtype of x; null: none
+  const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up (or of up alone), of the dtype of x; null: none
   const void* down_bias;     // [experts, hidden], of the dtype of x; null: none
   const float* correction;   // [experts], added to the scores that choose experts; null: none
   void* out;                 // [rows, hidden]
@@ -375,6 +376,7 @@ struct ExpertsCall {
   int64_t groups, chosen_groups, group_best;
   float scale;                    // of the weights
   int32_t is_sigmoid;             // scores are sigmoids of the logits, not their softmax
+  int32_t is_plain;               // experts have no gate: activation(up)
   int32_t normalised, threads;
 };
 extern "C" int32_t prefold_experts_silu_float32(const ExpertsCall* call);
@@ -383,6 +385,8 @@ extern "C" int32_t prefold_experts_gelu_tanh_float32(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_gelu_tanh_bfloat16(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_clamped_float32(const ExpertsCall* call);
 extern "C" int32_t prefold_experts_clamped_bfloat16(const ExpertsCall* call);
+extern "C" int32_t prefold_experts_relu2_float32(const ExpertsCall* call);
+extern "C" int32_t prefold_experts_relu2_bfloat16(const ExpertsCall* call);
 
 // The matrices of kAttendLatent, packed head by head, `*_words` words apart.
 struct LatentCall {
@@ -440,25 +444,26 @@ struct DeltaCall {
   float* between;       // [num_between, ...]: likewise, for states that only later runs start from
   const float *rates, *dt_bias, *norm;  // [heads]: -exp(a_log); [heads]; [value_dim]
   int64_t picked, heads, key_heads, key_dim, value_dim;
-  float eps;
+  float eps, beta_scale;  // beta_scale: of the sigmoids of b
   int32_t threads;
 };
 extern "C" int32_t prefold_delta_net_float32(const DeltaCall* call);
 extern "C" int32_t prefold_delta_net_bfloat16(const DeltaCall* call);
 
 // Mamba-2. A row of x has the gate, x, b, c and dt side by side; the convolution covers x, b and c. The heads of a group
-// share b and c [key_dim] and the norm. With t = softplus(dt + dt_bias), within least and most:
-// S = exp(rates t) S + t b x^T; out = the RMS norm of (c^T S + skips x) silu(gate).
+// share b and c [key_dim] and the norm. With t = softplus(step_scale dt + dt_bias), within least and most:
+// S = exp(rates t) S + t b x^T; y = c^T S + skips x; out = the RMS norm of y silu(gate_scale gate), or, if `norm_first`,
+// the RMS norm of y, times silu(gate_scale gate).
 struct MambaCall {
   ConvCall conv;
   RunLists runs;
   void* out;            // out, pick, states and between as in DeltaCall
   const int64_t* pick;
   float *states, *between;
-  const float *rates, *dt_bias, *skips, *norm;  // [heads] each; norm [heads * value_dim]
+  const float *rates, *dt_bias, *skips, *norm;  // [heads] each; norm [heads * value_dim], or null: there is no norm
   int64_t picked, heads, groups, key_dim, value_dim;
-  float eps, least, most;
-  int32_t threads;
+  float eps, least, most, gate_scale, step_scale;
+  int32_t norm_first, threads;
 };
 extern "C" int32_t prefold_mamba2_float32(const MambaCall* call);
 extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
@@ -471,7 +476,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //           LayerNorm, otherwise an RMS norm. If `summed`, of `heads` numbers that all ranks have together; each of
 //           this rank's is on `kv_heads` ranks, and nothing is added
 // kLinear   out = source times the matrix, plus bias, activated
-// kGated    out = activation(gate) * up of source
+// kGated    out = activation(eps * gate) * up of source
 // kRope     rotate the first ProgramCall.dim numbers of `heads` heads of `dim` from `at` on by table `plane` (-1: none);
 //           weight (null: none), eps, wide: a norm of the whole head before
 // kAttend   out = attention of the queries in `source` from `at` on, over `beside`: keys from `keys` on, then values of
@@ -486,7 +491,8 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kAdd      source += eps * beside
 // kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has
 //           `columns` gates: one for each number, or one for all.
-// kExperts  out = the mixture of experts `call` of source; the router's matrix and bias are the operation's
+// kExperts  out = the mixture of experts `call` of source; the router's matrix and bias are the operation's, and it reads
+//           `beside`
 // kShortConv, kGatedDelta, kMamba2
 //           out = the mixer `call` of all rows of `source`, with the states `plane`. Rows that are not read get no
 //           result if `beside`, or after a kPick for all that follows.

@@ -156,7 +156,7 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
   });
 }
 
-// out [rows, width] = activation(gate) * up, where a panel's columns are sixteen of the gate and the same of up.
+// out [rows, width] = activation(gate_scale gate) * up, where a panel's columns are sixteen of the gate and the same of up.
 template <class Format, class Activation>
 int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
                      const BlockPanel* blocks, const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
@@ -164,13 +164,14 @@ int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uin
   static_assert(kPanel == 2 * kLanes);
   constexpr bool kExact = std::is_same_v<typename Format::Element, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
+  const float scale = epilogue ? epilogue->gate_scale : 1.0f;
   return product<Format>(x, x_row, packed, blocks, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
                                                                             int64_t, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       Floats g = load(tile), u = load(tile + kLanes);
       if (bias) g += load_some(bias + column, kLanes), u += load_some(bias + column + kLanes, kLanes);
-      store_some(out + (row + r) * width + column / 2, gated<Activation, kExact>(g, u), kLanes);
+      store_some(out + (row + r) * width + column / 2, gated<Activation, kExact>(g * Floats(scale), u), kLanes);
     }
   });
 }

@@ -115,7 +115,7 @@ struct Pass {
     const E* in = buffer(op.source);
     const bool is_given = op.summed && rows * columns * static_cast<int64_t>(sizeof(E)) <= call.ranks->part;
     E* out = is_given ? Ranks{*call.ranks}.part_of<E>(call.ranks->rank) : buffer(op.out);
-    const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation};
+    const Epilogue epilogue{call.numbers ? call.adapted : nullptr, op.activation, op.eps};
     if (call.numbers) {
       if (const int32_t failed = lower(op)) return failed;
     }
@@ -294,10 +294,10 @@ struct Pass {
     auto experts = *static_cast<const ExpertsCall*>(op.call);
     static thread_local Workspace workspace;
     auto* logits = static_cast<float*>(workspace.reserve(rows * experts.experts * sizeof(float)));
-    const int64_t k = call.widths[op.source];
+    const int64_t k = call.widths[op.source], router_k = call.widths[op.beside];
     if (const int32_t failed = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32)(
-            buffer(op.source), k, static_cast<const uint32_t*>(op.weight), op.blocks, static_cast<const E*>(op.bias),
-            logits, rows, experts.experts, k, call.threads, nullptr)) {
+            buffer(op.beside), router_k, static_cast<const uint32_t*>(op.weight), op.blocks, static_cast<const E*>(op.bias),
+            logits, rows, experts.experts, router_k, call.threads, nullptr)) {
       return failed;
     }
     experts.x = buffer(op.source), experts.x_row = experts.hidden = k, experts.logits = logits;
@@ -307,6 +307,8 @@ struct Pass {
       function = pick_of<E>(prefold_experts_gelu_tanh_float32, prefold_experts_gelu_tanh_bfloat16);
     } else if (op.activation == kClamped) {
       function = pick_of<E>(prefold_experts_clamped_float32, prefold_experts_clamped_bfloat16);
+    } else if (op.activation == kRelu2) {
+      function = pick_of<E>(prefold_experts_relu2_float32, prefold_experts_relu2_bfloat16);
     }
     const int32_t failed = function(&experts);
     if (failed || !op.summed) return failed;

@@ -217,7 +217,7 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
     const E *b = x + channels_ + call_.heads * call_.value_dim, *a = b + call_.heads;
     for (int64_t h = 0; h < call_.heads; ++h) {
       decays[h] = std::exp(call_.rates[h] * this->softplus(number_at(a + h) + call_.dt_bias[h]));
-      betas[h] = 1.0f / (1.0f + std::exp(-number_at(b + h)));
+      betas[h] = call_.beta_scale / (1.0f + std::exp(-number_at(b + h)));
     }
   }
 
@@ -354,7 +354,7 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
     const E* dt = x + values_ + channels_;
     float *decays = to + channels_, *steps = decays + call_.heads;
     for (int64_t h = 0; h < call_.heads; ++h) {
-      const float t = this->softplus(number_at(dt + h) + call_.dt_bias[h]);
+      const float t = this->softplus(number_at(dt + h) * call_.step_scale + call_.dt_bias[h]);
       steps[h] = t < call_.least ? call_.least : t > call_.most ? call_.most : t;  // NaN stays NaN
       decays[h] = std::exp(call_.rates[h] * steps[h]);
     }
@@ -424,21 +424,26 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
     }
   }
 
-  // The RMS norm of each group's y silu(gate).
+  // y silu(gate), and the RMS norm of each group: of the product, or of y before it, or none.
   void finish(const E* x, float* y, E* out) {
     const int64_t size = values_ / call_.groups;
+    const auto gate = [&](int64_t d, int64_t count, const Floats& value) __attribute__((always_inline)) {
+      return gated<Silu, true>(load_some(x + d, count) * Floats(call_.gate_scale), value);
+    };
     for (int64_t at = 0; at < values_; at += size) {
       Floats squares = zeros();
       for (int64_t d = at; d < at + size; d += kLanes) {
         const int64_t count = at + size - d;
-        const Floats inside = gated<Silu, true>(load_some(x + d, count), load_some(y + d, count));
+        const Floats value = load_some(y + d, count), inside = call_.norm_first ? value : gate(d, count, value);
         store_some(y + d, inside, count);
         squares += inside * inside;
       }
-      const Floats by(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + call_.eps));
+      const Floats by(call_.norm ? 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(size) + call_.eps) : 1.0f);
       for (int64_t d = at; d < at + size; d += kLanes) {
         const int64_t count = at + size - d;
-        store_some(out + d, load_some(y + d, count) * by * load_some(call_.norm + d, count), count);
+        Floats normed = load_some(y + d, count) * by;
+        if (call_.norm) normed *= load_some(call_.norm + d, count);
+        store_some(out + d, call_.norm_first ? gate(d, count, normed) : normed, count);
       }
     }
   }

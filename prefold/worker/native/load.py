@@ -77,7 +77,8 @@ def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
 def _has_whole_words(program: Program) -> bool:
     """Return whether each product reads an even count of numbers of a row. What a gate leaves is filled up."""
     filled = {one.out for one in program.operations if isinstance(one, Linear) and one.gated}
-    products = [one.router for one in program.operations if isinstance(one, Experts)]
+    experts = [one for one in program.operations if isinstance(one, Experts)]
+    products = [weight for one in experts for weight in (one.router, one.gate_up)]
     products += [one.weight for one in program.operations if isinstance(one, Linear) and one.source not in filled]
     return all(weight.inputs[0] % 2 == 0 for weight in products)
 
@@ -283,9 +284,13 @@ class _Loader:
             elif isinstance(operation, AttendLatent):
                 memory.latents[operation.up] = self._latent(operation)
             elif isinstance(operation, Experts):
-                for weight, gated in ((operation.gate_up, True), (operation.down, False)):
+                for weight, gated, filled in (
+                    (operation.gate_up, operation.gated, False),
+                    (operation.down, False, True),
+                ):
                     stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    memory.stacks[weight] = self._model.kernels.pack_experts(stack, self._pool, gated=gated)
+                    packed = self._model.kernels.pack_experts(stack, self._pool, gated=gated, filled=filled)
+                    memory.stacks[weight] = packed
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
             self._load(operation.weights)
 

@@ -258,7 +258,8 @@ class Compiler:
         self.add(
             Kind.GATED if linear.gated else Kind.LINEAR, source=self.number[linear.source],
             out=self.number[linear.out], weight=words, blocks=blocks, bias=self.bias(linear),
-            activation=ACTIVATIONS[linear.activation], linear=len(self.linears), summed=self.is_split and linear.summed,
+            activation=ACTIVATIONS[linear.activation], eps=linear.gate_scale, linear=len(self.linears),
+            summed=self.is_split and linear.summed,
         )  # fmt: skip
         self.linears.append(linear)
 
@@ -360,13 +361,14 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
         correction=bias(experts.correction), groups=experts.groups, chosen_groups=experts.chosen_groups,
         group_best=experts.group_best,
-        scale=experts.scale, is_sigmoid=experts.score == "sigmoid",
+        scale=experts.scale, is_sigmoid=experts.score == "sigmoid", is_plain=not experts.gated,
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
     compiler.add(
         Kind.EXPERTS, source=compiler.number[experts.source], out=compiler.number[experts.out], weight=words,
         blocks=blocks, bias=bias(experts.router_bias), activation=ACTIVATIONS[experts.activation],
         summed=compiler.is_split and experts.summed, call=compiler.structure(call),
+        beside=compiler.number[experts.by or experts.source],
     )  # fmt: skip
 
 
@@ -378,9 +380,9 @@ def _mixer(compiler: Compiler, kind: Kind, mixer: ShortConv | GatedDelta | Mamba
     compiler.states.append(mixer)
 
 
-def _conv(compiler: Compiler, taps: Weight, bias: Weight | None) -> ConvCall:
-    """Return the constant part of a convolution: taps float32 [taps, channels]."""
-    of_channels = compiler.floats(taps)[:, 0]
+def _conv(compiler: Compiler, taps: Weight, bias: Weight | None, scales: np.ndarray | float = 1.0) -> ConvCall:
+    """Return the constant part of a convolution: taps float32 [taps, channels]. scales: of channels, [channels, 1]"""
+    of_channels = compiler.floats(taps)[:, 0] * np.float32(scales)
     channels, count = of_channels.shape
     return ConvCall(
         taps=compiler.address(np.ascontiguousarray(of_channels.T)), channels=channels, kept=count - 1,
@@ -397,17 +399,21 @@ def _gated_delta(compiler: Compiler, mixer: GatedDelta) -> None:
         _conv(compiler, mixer.taps, None), rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
         dt_bias=compiler.address(compiler.floats(mixer.dt_bias)), norm=compiler.address(compiler.floats(mixer.norm)),
         heads=mixer.heads, key_heads=mixer.key_heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim, eps=mixer.eps,
+        beta_scale=mixer.beta_scale,
     )  # fmt: skip
     _mixer(compiler, Kind.GATED_DELTA, mixer, call)
 
 
 def _mamba2(compiler: Compiler, mixer: Mamba2) -> None:
     least, most = mixer.limits
+    scales, sizes = zip(*mixer.section_scales, strict=True)
+    conv = _conv(compiler, mixer.taps, mixer.conv_bias, np.repeat(scales, sizes)[:, None])
+    norm = None if mixer.norm is None else compiler.address(compiler.floats(mixer.norm))
     call = MambaCall(
-        _conv(compiler, mixer.taps, mixer.conv_bias), rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
+        conv, rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
         dt_bias=compiler.address(compiler.floats(mixer.dt_bias)), skips=compiler.address(compiler.floats(mixer.d)),
-        norm=compiler.address(compiler.floats(mixer.norm)), heads=mixer.heads, groups=mixer.groups,
-        key_dim=mixer.state, value_dim=mixer.dim, eps=mixer.eps, least=least, most=most,
+        norm=norm, heads=mixer.heads, groups=mixer.groups, key_dim=mixer.state, value_dim=mixer.dim, eps=mixer.eps,
+        least=least, most=most, norm_first=mixer.norm_first, gate_scale=mixer.scales[0], step_scale=mixer.scales[4],
     )  # fmt: skip
     _mixer(compiler, Kind.MAMBA2, mixer, call)
 

@@ -13,7 +13,7 @@ from ...model.program import Experts
 from .device import TRITON_DTYPES, runs_triton
 from .layers import Linear
 from .operations import Execution, Place, Rows
-from .ops import Ops, wide
+from .ops import ACTIVATIONS, Ops, wide
 from .products import wide_product
 
 # Rows of matrices that lie so many bytes apart can be multiplied by groups on a GPU.
@@ -26,7 +26,7 @@ class ExpertLinear(Linear):
     """An ExpertLinear has the weights of one linear of each expert, one below the other: [experts * outputs, inputs],
     and perhaps biases.
 
-    gated: the linear is gate and up
+    gated: the linear is gate and up side by side
     """
 
     def __init__(
@@ -64,22 +64,24 @@ class ExpertWeights(nn.Module):
         super().__init__()
         hidden, experts = operation.router.inputs[0], operation.experts
         options: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
-        width = operation.down.inputs[0]
+        (width,), (inputs,) = operation.down.inputs, operation.gate_up.inputs
         self.router = Linear(hidden, experts, bias=operation.router_bias is not None, **options)
         biased = operation.gate_up_bias is not None
-        self.gate_up = ExpertLinear(experts, hidden, 2 * width, gated=True, bias=biased, **options)
+        outputs = 2 * width if operation.gated else width
+        self.gate_up = ExpertLinear(experts, inputs, outputs, gated=operation.gated, bias=biased, **options)
         # The biases of what is summed over ranks are added once.
         biased = operation.down_bias is not None and place.ranks.rank == 0
-        self.down = ExpertLinear(experts, width, hidden, gated=False, bias=biased, **options)
+        self.down = ExpertLinear(experts, width, inputs, gated=False, bias=biased, **options)
         self.correction = None if operation.correction is None else place.empty(operation.correction)
 
 
 def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
     """Take each row through the experts to which the router gives the largest logits."""
     h = rows.get(operation.source)
+    read = h if operation.by is None else rows.get(operation.by)
     # In float32: rounded logits tie.
     router, weight = weights.router.product, weights.router.weight
-    logits = router.wide(h) if router is not None else wide_product(h, weight)
+    logits = router.wide(read) if router is not None else wide_product(read, weight)
     if weights.router.bias is not None:
         logits = logits + weights.router.bias
     out = through_experts(operation, weights, h, logits, rows.ops)
@@ -119,8 +121,7 @@ def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logit
     gate_up = grouped(h[pairs // chosen], weights.gate_up.matrices(), ends)
     if weights.gate_up.biases is not None:
         gate_up = gate_up + weights.gate_up.biases[experts]
-    is_clamped = operation.activation == "clamped"
-    inner = clamped(gate_up) if is_clamped else ops.gate(gate_up, operation.activation)
+    inner = activated(operation, gate_up, ops)
     results = grouped(inner, weights.down.matrices(), ends)
     if weights.down.biases is not None:
         results = results + weights.down.biases[experts]
@@ -134,6 +135,13 @@ NAMES = {
     for suffix in ("", "_bias")
 }
 EXECUTION = Execution(experts, ExpertWeights, NAMES)
+
+
+def activated(operation: Experts, gate_up: Tensor, ops: Ops) -> Tensor:
+    """Return what an expert goes on with, [rows, width]."""
+    if operation.activation == "clamped":
+        return clamped(gate_up)
+    return ops.gate(gate_up, operation.activation) if operation.gated else ACTIVATIONS[operation.activation](gate_up)
 
 
 def clamped(gate_up: Tensor) -> Tensor:

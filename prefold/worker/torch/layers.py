@@ -96,10 +96,18 @@ class ActivatedLinear(Linear):
     parts = 1  # linears of `width` outputs each, side by side
 
     def __init__(
-        self, inputs: int, width: int, *, activation: str, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        inputs: int,
+        width: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        gate_scale: float = 1.0,
     ):
         super().__init__(inputs, self.parts * width, bias=bias, dtype=dtype, device=device)
-        self.activation = activation
+        self.activation, self.gate_scale = activation, gate_scale
 
     def activate(self, up: Tensor, ops: Ops) -> Tensor:
         """Returns activation(up), shaped as up [rows, width]."""
@@ -117,12 +125,15 @@ class GatedLinear(ActivatedLinear):
     parts = 2
 
     def activate(self, gate_up: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
+        """Returns activation(gate_scale * gate) * up of gate_up [rows, 2 * width]: [rows, width]."""
+        if self.gate_scale != 1:
+            gate, up = gate_up.chunk(2, -1)
+            gate_up = torch.cat((self.gate_scale * gate, up), -1)
         return ops.gate(gate_up, self.activation)
 
     def activated(self, x: Tensor, ops: Ops) -> Tensor:
-        """Returns activation(gate) * up of x [rows, inputs]: [rows, width]."""
-        if self.product is not None:
+        """Returns activation(gate_scale * gate) * up of x [rows, inputs]: [rows, width]."""
+        if self.product is not None and self.gate_scale == 1:
             out = self.product.gated(x, self.bias, self.activation)
             if out is not None:
                 return out

@@ -235,7 +235,8 @@ def hold_linear(operation: Linear, place: Place) -> layers.Linear:
         return layers.Linear(inputs, weight.rows, bias=biased, **options)
     kind = layers.GatedLinear if operation.gated else layers.ActivatedLinear
     width = weight.rows // kind.parts
-    return kind(inputs, width, activation=operation.activation, bias=bool(biased), **options)
+    options |= {"activation": operation.activation, "gate_scale": operation.gate_scale}
+    return kind(inputs, width, bias=bool(biased), **options)
 
 
 def rope(operation: Rope, weights: Weights, rows: Rows) -> None:

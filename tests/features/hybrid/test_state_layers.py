@@ -27,6 +27,12 @@ GRANITE = {
 }  # fmt: skip
 
 
+FALCON = {
+    "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 66, "mamba_n_heads": 6, "mamba_n_groups": 2,
+    "mamba_d_state": 7, "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 1.5], "ssm_in_multiplier": 0.9,
+}  # fmt: skip
+
+
 def delta(key_heads: int, heads: int, key_dim: int, value_dim: int) -> dict:
     return QWEN | {
         "linear_num_key_heads": key_heads,
@@ -47,9 +53,12 @@ MIXERS = {
     "delta, small": delta(2, 4, 6, 10),
     "delta, 128": delta(2, 2, 128, 128),
     "delta, odd": delta(1, 3, 33, 150),
+    "delta, negative eigenvalues": delta(2, 4, 6, 10) | {"architectures": ["OlmoHybridForCausalLM"]},
     "mamba, small": mamba(6, 2, 10, 7),
     "mamba, 64": mamba(4, 1, 64, 128, mamba_conv_bias=False),
     "mamba, odd": mamba(2, 2, 75, 33, time_step_limit=[0.3, 1.5]),
+    "mamba, no norm": FALCON,
+    "mamba, the norm first": FALCON | {"mamba_rms_norm": True},
 }
 
 
@@ -61,7 +70,8 @@ def mixer_of(settings: dict, dtype: torch.dtype) -> Layer:
     assert config.has_states
     builder = LayerBuilder(config, 0)
     builder.is_last = True
-    MIXER_KINDS[config.mixers[0]].build(builder, X)
+    (name,) = (one for one in config.mixers_of(0) if one != "attention")
+    MIXER_KINDS[name].build(builder, X)
     mixer = Layer(builder.operations, Place(dtype, CPU, ALONE)).requires_grad_(False)
     mixer.config = config
     generator = torch.Generator().manual_seed(0)
