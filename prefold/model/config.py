@@ -552,9 +552,9 @@ class ModelConfig:
     def row_order(self, name: str) -> tuple[int, ...] | None:
         """Return the order of the rows of a tensor in each of its heads, as of `head_order`; None: as they are stored.
         name: of the tensor here, such as "layers.0.self_attn.q_proj.weight"."""
-        module = name.rsplit(".", 2)[-2] if name.count(".") else name
         if self.latent is None:
-            return self.head_order if module in ("q_proj", "k_proj", "q_norm", "k_norm") else None
+            return self.head_order if re.search(r"\.[qk]_(proj|norm)\.", name) else None
+        module = name.split(".")[-2]
         tail = head_order(self.latent.tail, self.latent.tail, self.names.interleaved)
         before = {"q_proj": self.latent.dim, "q_b_proj": self.latent.dim, "kv_a_proj_with_mqa": self.latent.rank}
         if tail is None or module not in before:

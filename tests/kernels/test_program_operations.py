@@ -205,7 +205,8 @@ def test_activations(kind, dtype):
         outs = [machine.buffer(rows, width) for _ in range(2)]
         machine.linear(source, outs[0], one.astype(dtype), activation=kind)
         halves = np.split(np.eye(2 * width, dtype=np.float32).astype(dtype), 2)
-        machine.add(Kind.GATED, source=beside, out=outs[1], weight=pack(gate_in_turn(*halves)), activation=kind)
+        matrix = pack(gate_in_turn(*halves))
+        machine.add(Kind.GATED, source=beside, out=outs[1], weight=matrix, activation=kind, eps=1)
         machine.run(rows, 3)
         return [machine.buffers[out] for out in outs]
 
@@ -379,7 +380,8 @@ def test_heads_that_lie_apart_are_rotated_in_part_behind_a_norm(dtype, wide, tur
         given = {"source": buffer, "at": at, "heads": heads, "dim": dim, "stride": stride, "eps": eps}
         machine.add(Kind.ROPE, **given | {"plane": plane} | fields)
         machine.run(
-            rows, 2, positions=positions, tables=addresses, num_tables=bool(turned), dim=turned,
+            rows, 2, positions=positions, tables=addresses, num_tables=bool(turned),
+            dims=np.array([turned], np.int64),
             angles=np.empty((1, rows, turned), np.float32),
         )  # fmt: skip
         return machine.buffers[buffer]
@@ -440,7 +442,7 @@ def test_queries_that_lie_apart_attend_as_those_side_by_side(dtype, folded, pick
         source, beside, out = machine.buffer(q), machine.buffer(kv), machine.buffer(rows, heads * dim)
         if picked:
             machine.add(Kind.PICK, source=source, beside=1)
-        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "stride": stride}
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "columns": dim, "stride": stride}
         machine.add(Kind.ATTEND, source=source, beside=beside, out=out, **sizes)
         machine.run(rows, 2, paths=paths, **given)
         return machine.buffers[out][: given["picked"]]

@@ -386,7 +386,8 @@ class Experts:
 
 
 def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> Experts:
-    count, width, kind = int(rng.integers(2, 9)), int(rng.integers(1, 80)), Activation(int(rng.integers(1, 5)))
+    kinds = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED, Activation.RELU2)
+    count, width, kind = int(rng.integers(2, 9)), int(rng.integers(1, 80)), kinds[rng.integers(len(kinds))]
     plain = bool(rng.integers(2)) and kind != Activation.CLAMPED
     chosen, normalised, biased = int(rng.integers(1, count + 1)), bool(rng.integers(2)), bool(rng.integers(2))
     dtype, scale = machine.dtype, hidden**-0.5

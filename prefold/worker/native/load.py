@@ -38,7 +38,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 COMFORTABLE = 0.5
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
-EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # that have kernels
+EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # that have kernels
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
@@ -63,7 +63,9 @@ def _missing(config: ModelConfig, dtype: str, ranks: int) -> str | None:
     things = {
         f"compiled kernels ({kernels.status()})": compiled is not None,
         "products of this dtype on this CPU": compiled is None or compiled.has_products(DTYPES[dtype]),
-        "heads of this size": 1 <= config.head_dim <= kernels.MAX_HEAD_DIM,
+        "heads of this size": all(
+            config.kv_sizes(plane).dim <= kernels.MAX_HEAD_DIM for plane in range(len(config.planes))
+        ),
         "a scale of attention": config.scale > 0,
         f"the operation {', '.join(sorted(unknown))}": not unknown,
         "experts of this activation": all(
@@ -80,7 +82,10 @@ def _has_whole_words(program: Program) -> bool:
     experts = [one for one in program.operations if isinstance(one, Experts)]
     products = [weight for one in experts for weight in (one.router, one.gate_up)]
     products += [one.weight for one in program.operations if isinstance(one, Linear) and one.source not in filled]
-    return all(weight.inputs[0] % 2 == 0 for weight in products)
+    latent = [one for one in program.operations if isinstance(one, AttendLatent)]
+    return all(weight.inputs[0] % 2 == 0 for weight in products) and all(
+        size % 2 == 0 for one in latent for size in (one.rank, one.dim + one.tail)
+    )
 
 
 def load_native(
