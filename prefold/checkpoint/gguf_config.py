@@ -29,10 +29,16 @@ ARCHITECTURES = {
 MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
+# Architectures some of whose layers have no attention, and no KV heads.
+WITHOUT_HEADS = ("lfm2", "lfm2moe", "granitehybrid")
 # Settings that are lists of different values, most of them one for each layer.
-LISTS = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv", "rope.dimension_sections")
+LISTS = (
+    "attention.sliding_window_pattern",
+    "rope.dimension_sections",
+    *(f"{arch}.attention.head_count_kv" for arch in WITHOUT_HEADS),
+)
 # Architectures that may rotate a part of each head.
-PARTLY_TURNED = ("phi3", "qwen35")
+PARTLY_TURNED = ("phi3", "qwen35", "qwen35moe", "qwen3next")
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -56,7 +62,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
             f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"
         )
     gguf = _of_architecture(file, arch)
-    layers = gguf.size("block_count", most=MOST_LAYERS)
+    layers = layers_of(gguf)
     heads, hidden = gguf.size("attention.head_count"), gguf.size("embedding_length")
     head_dim = gguf.size("attention.key_length", hidden // heads)
     has_experts = gguf.size("expert_count", 0, least=0) > 0
@@ -78,9 +84,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if arch == "lfm2" else gguf.size("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if arch in WITHOUT_HEADS else gguf.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": gguf.size("feed_forward_length"),
+        "intermediate_size": _width(gguf, has_experts),
         "hidden_act": "silu",
         "rms_norm_eps": gguf.number(norm, zero=True),
         "max_position_embeddings": gguf.size("context_length", most=MOST_POSITIONS),
@@ -103,6 +109,21 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     return Settings(config, str(file.path))
 
 
+def layers_of(gguf: Settings) -> int:
+    """Return the number of layers. Those behind them, which predict further tokens, are not run."""
+    layers: int = gguf.size("block_count", most=MOST_LAYERS)
+    further = gguf.size("nextn_predict_layers", 0, least=0)
+    if further >= layers:
+        raise gguf.wrong("nextn_predict_layers", f"less than block_count, {layers}")
+    return layers - further
+
+
+def _width(gguf: Settings, has_experts: bool) -> int:
+    """Return the width of an MLP; a model without one may have that of its experts alone."""
+    width: int | None = gguf.size("feed_forward_length", None) if has_experts else gguf.size("feed_forward_length")
+    return gguf.size("expert_feed_forward_length") if width is None else width
+
+
 def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
     _refuse(gguf, "attn_logit_softcapping", "soft capping")
@@ -122,7 +143,7 @@ def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
 def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
     """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
     has none, the last of each."""
-    layers = gguf.size("block_count", most=MOST_LAYERS)
+    layers = layers_of(gguf)
     has_window = gguf.get("attention.sliding_window_pattern", every)
     if isinstance(has_window, int) and not isinstance(has_window, bool):
         every = gguf.size("attention.sliding_window_pattern", every)

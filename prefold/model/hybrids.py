@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.settings import Settings
+from ..checkpoint.settings import TILED, Settings
 from ..errors import UnsupportedModelError
 from .builders import EXPERTS, MIXERS
 from .config import ATTENTION, STILL, ModelConfig
@@ -164,6 +164,8 @@ def qwen3_5(hf: HFConfig, names: Names = QWEN) -> ModelConfig:
         "key_dim": hf.size("linear_key_head_dim", 128),
         "value_dim": hf.size("linear_value_head_dim", 128),
     }
+    if hf.flag(TILED):
+        sizes["tiled"] = True
     if sizes["value_heads"] % sizes["key_heads"]:
         raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {sizes['key_heads']}")
     if config.activation != "silu":

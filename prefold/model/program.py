@@ -279,7 +279,11 @@ class ShortConv(Operation):
 @dataclass(frozen=True, slots=True)
 class GatedDelta(Operation):
     """out = a gated delta net along the sequence (Yang et al. 2024), of `source`, which has q, k and v of its heads, z,
-    b and a side by side. taps, picked: as of ShortConv."""
+    b and a side by side.
+
+    tiled  head h has the key head h % key_heads; otherwise neighbouring heads share a key head. taps, picked: as of
+           ShortConv
+    """
 
     layer: int
     source: Buffer
@@ -293,6 +297,7 @@ class GatedDelta(Operation):
     a_log: Weight
     norm: Weight
     eps: float
+    tiled: bool = False
     picked: bool = False
 
     @property

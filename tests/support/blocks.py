@@ -12,17 +12,20 @@ from gguf.quants import dequantize
 
 HIDDEN, WIDTH, VOCAB, HEADS, KV_HEADS, DIM = 256, 512, 300, 4, 2, 64
 # Where float16 numbers, which are no random bits here, lie in a block.
-HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,)}
+HALVES = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q6_K": (208,), "MXFP4": ()}
+NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def stored_bytes(kind: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
     """Random rows of a type, uint8 [rows, bytes]; numbers are of the size of a model's weights."""
     rng = np.random.default_rng(seed)
-    if kind in ("F16", "BF16"):
+    if kind in NUMBERS:
         values = torch.from_numpy(rng.normal(size=(rows, inputs), scale=0.1))
-        return values.to(torch.float16 if kind == "F16" else torch.bfloat16).view(torch.uint8).numpy()
+        return values.to(NUMBERS[kind]).view(torch.uint8).numpy()
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     values = rng.integers(0, 256, (rows, inputs // block, size), np.uint8)
+    if kind == "MXFP4":  # an exponent
+        values[..., 0] = rng.integers(119, 126, values.shape[:2])
     for at in HALVES.get(kind, (0, 2)):
         scales = rng.normal(size=values.shape[:2], scale=0.002 if kind.endswith("K") else 0.02).astype(np.float16)
         values[..., at : at + 2] = scales[..., None].view(np.uint8)

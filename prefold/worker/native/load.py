@@ -176,9 +176,12 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
         raise InputError(message, field="weights", remedy="leave --weights out")
     if is_split or wish == "dtype":
         return {}
-    matrices = [one.weight for one in program.operations if isinstance(one, Linear)]
-    tables = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])])
-    sizes = {weight: size for weight in (*tables, *matrices) if (size := _stored_size(weight, source, dtype, compiled))}
+    matrices = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])], False)
+    matrices |= {one.weight: one.gated for one in program.operations if isinstance(one, Linear)}
+    for one in program.operations:
+        matrices |= {one.gate_up: True, one.down: False} if isinstance(one, Experts) else {}
+    of_files = ((weight, _stored_size(weight, gated, source, dtype, compiled)) for weight, gated in matrices.items())
+    sizes = {weight: size for weight, size in of_files if size}
     is_slower = dtype == BFLOAT16 and (wish == "fast" or not computes_bf16())
     if wish != "file" and (is_slower or invariant):
         total = sum(weight.size * _itemsize(weight, dtype) for weight in program.weights)
@@ -191,15 +194,17 @@ def _itemsize(weight: Weight, dtype: np.dtype) -> int:
     return 4 if weight.wide else dtype.itemsize
 
 
-def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels) -> int:
-    """Return the bytes of a matrix as it is stored; 0 where it does not stay so."""
-    total, (inputs,) = 0, weight.inputs
-    for name, rows in weight.parts:
-        kind, row = source.stored_type(name)
-        if not compiled.has_blocks(kind, inputs) or row >= inputs * dtype.itemsize:
-            return 0
-        total += rows * row
-    return int(total * PACKED)
+def _stored_size(
+    weight: Weight, gated: bool, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels
+) -> int:
+    """Return the bytes of a matrix as it is stored; 0 if it does not stay so: there is no code for a type in it, it
+    would not be smaller, or gate and up, which share panels, are of two types."""
+    (inputs,), parts = weight.inputs, [(rows, *source.stored_type(name)) for name, rows in weight.parts]
+    kinds = {kind for _, kind, _ in parts}
+    if (gated and len(kinds) > 1) or not all(compiled.has_blocks(kind, inputs) for kind in kinds):
+        return 0
+    size = int(sum(rows * row for rows, _, row in parts) * PACKED)
+    return size if size < weight.size * _itemsize(weight, dtype) else 0
 
 
 def load_worker(
@@ -278,8 +283,7 @@ class _Loader:
                 memory.matrices[operation.weight] = self._matrix(operation)
             elif isinstance(operation, Experts):
                 for weight, gated in ((operation.gate_up, True), (operation.down, False)):
-                    stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    memory.stacks[weight] = self._model.kernels.pack_experts(stack, self._pool, gated=gated)
+                    memory.stacks[weight] = self._stack(weight, operation.experts, gated=gated)
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
             self._load(operation.weights)
 
@@ -305,9 +309,10 @@ class _Loader:
         """Return the matrix of a linear that is in memory, to be multiplied with rows of int8."""
         compiled, held, weight = self._model.kernels, self._model.memory.matrices[linear.weight], linear.weight
         types = {self._source.stored_type(name)[0] for name, _ in weight.parts}
+        whole = {kernels.BLOCK_TYPES[name] for name in kernels.WHOLE_TYPES}
+        if isinstance(held, Blocks) and held.types <= whole:
+            return compiled.in_int8(held)
         if types <= set(kernels.WHOLE_TYPES):
-            if isinstance(held, Blocks):
-                return compiled.in_int8(held)
             probe.report.num_requantised += 1
         values = self._array(weight)
         if linear.gated:
@@ -315,22 +320,23 @@ class _Loader:
         fill = self._model.widths[linear.source] - weight.inputs[0]
         return compiled.pack_int8(np.pad(values, ((0, 0), (0, fill))) if fill else values, self._pool)
 
-    def _blocks(self, weight: Weight, *, gated: bool = False) -> Blocks | None:
-        """Return a matrix as it is stored; None: it does not stay so, or a panel would have columns of two types."""
-        if weight not in self._stored or (gated and weight.rows % (2 * kernels.LANES)):
+    def _blocks(self, weight: Weight, *, gated: bool = False, experts: int = 1) -> Blocks | None:
+        """Return a matrix as it is stored, or those of experts; None: it does not stay so."""
+        if weight not in self._stored:
             return None
+        compiled = self._model.kernels
         parts = [rows for name, _ in weight.parts if (rows := self._source.stored(name)) is not None]
-        types = {part.type for part in parts}
-        if gated:
-            starts = range(0, weight.rows // 2, kernels.LANES)
-            whole = [(half, at) for at in starts for half in parts]
-            parts = [kernels.StoredRows(half.type, half.rows[at : at + kernels.LANES]) for half, at in whole]
-        blocks = self._model.kernels.pack_blocks(parts, weight.inputs[0], self._pool)
+        blocks = compiled.pack_blocks(parts, weight.inputs[0], self._pool, gated=gated, experts=experts)
+        self._types |= {part.type for part in parts}
+        return compiled.in_one_form(blocks) if self._model.config.invariant else blocks
+
+    def _stack(self, weight: Weight, experts: int, *, gated: bool) -> np.ndarray | Blocks:
+        """Return the matrices of all experts."""
+        blocks = self._blocks(weight, gated=gated, experts=experts)
         if blocks is not None:
-            self._types |= types
-            if self._model.config.invariant:
-                blocks = self._model.kernels.in_one_form(blocks)
-        return blocks
+            return blocks
+        stack = self._array(weight).reshape(experts, -1, *weight.inputs)
+        return self._model.kernels.pack_experts(stack, self._pool, gated=gated)
 
     def _table(self, weight: Weight) -> Table:
         """Return the embedding, or an LM head that is not tied to it.
