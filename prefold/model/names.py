@@ -184,7 +184,7 @@ _DELTA_NET = {
     "ssm_norm": ("linear_attn.norm",),
     "ssm_out": ("linear_attn.out_proj",),
 }
-_QWEN35 = replace(GGUF, parts=GGUF.parts | _DELTA_NET, negative_exponentials=("linear_attn.A_log",))
+_QWEN35 = replace(GGUF, parts={**GGUF.parts, **_DELTA_NET}, negative_exponentials=("linear_attn.A_log",))
 _QKV = ("linear_attn.in_proj_q", "linear_attn.in_proj_k", "linear_attn.in_proj_v")
 _QWEN3_NEXT = {
     "attn_qkv": _QKV,
@@ -201,12 +201,12 @@ _MAMBA = {
     "ssm_out": ("mamba.out_proj",),
 }
 GGUF_OF |= {
-    "lfm2": replace(GGUF, parts=GGUF.parts | _LFM2),
-    "lfm2moe": replace(GGUF, parts=GGUF.parts | _LFM2 | {"exp_probs_b.bias": ("mlp.gate.correction",)}),
+    "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
+    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2, "exp_probs_b.bias": ("mlp.gate.correction",)}),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
     "qwen3next": replace(
-        _QWEN35, parts=_QWEN35.parts | _QWEN3_NEXT, grouped={"ssm_in": "key_heads", "ssm_ba": "key_heads"}
+        _QWEN35, parts={**_QWEN35.parts, **_QWEN3_NEXT}, grouped={"ssm_in": "key_heads", "ssm_ba": "key_heads"}
     ),
-    "granitehybrid": replace(GGUF, parts=GGUF.parts | _MAMBA, negative_exponentials=("mamba.A_log",)),
+    "granitehybrid": replace(GGUF, parts={**GGUF.parts, **_MAMBA}, negative_exponentials=("mamba.A_log",)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,8 +38,13 @@ def dequantized(kind: str, rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(dequantize(rows, gguf.GGMLQuantizationType[kind]).copy())
 
 
-def write_model(path: Path, type_of: Callable[[str], str], *, layers: int = 2, tied: bool = True) -> Path:
-    """A GGUF file of a small Llama without a tokenizer; `type_of` says the type of each matrix by its name."""
+def write_model(
+    path: Path, type_of: Callable[[str], str], *, layers: int = 2, tied: bool = True, experts: int = 0
+) -> Path:
+    """A GGUF file of a small Llama without a tokenizer; `type_of` says the type of each matrix by its name.
+
+    experts: of a layer, of which a row goes through two; 0: the MLPs are dense
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(512)
@@ -49,20 +55,24 @@ def write_model(path: Path, type_of: Callable[[str], str], *, layers: int = 2, t
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     writer.add_tokenizer_model("no_vocab")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
     shapes = {"token_embd": (VOCAB, HIDDEN)} | ({} if tied else {"output": (VOCAB, HIDDEN)})
     norms = ["output_norm"]
     for number in range(layers):
         layer = f"blk.{number}."
         shapes |= {layer + "attn_q": (HEADS * DIM, HIDDEN), layer + "attn_k": (KV_HEADS * DIM, HIDDEN)}
         shapes |= {layer + "attn_v": (KV_HEADS * DIM, HIDDEN), layer + "attn_output": (HIDDEN, HEADS * DIM)}
-        shapes |= {layer + "ffn_gate": (WIDTH, HIDDEN), layer + "ffn_up": (WIDTH, HIDDEN)}
-        shapes |= {layer + "ffn_down": (HIDDEN, WIDTH)}
+        end, of_all = ("_exps", (experts,)) if experts else ("", ())
+        shapes |= {f"{layer}ffn_{half}{end}": (*of_all, WIDTH, HIDDEN) for half in ("gate", "up")}
+        shapes |= {f"{layer}ffn_down{end}": (*of_all, HIDDEN, WIDTH)}
+        shapes |= {f"{layer}ffn_gate_inp": (experts, HIDDEN)} if experts else {}
         norms += [layer + "attn_norm", layer + "ffn_norm"]
     for seed, (name, shape) in enumerate(shapes.items()):
-        kind = type_of(name)
-        writer.add_tensor(
-            name + ".weight", stored_bytes(kind, *shape, seed=seed), raw_dtype=gguf.GGMLQuantizationType[kind]
-        )
+        kind = "F32" if name.endswith("gate_inp") else type_of(name)
+        rows = stored_bytes(kind, math.prod(shape[:-1]), shape[-1], seed=seed).reshape(*shape[:-1], -1)
+        writer.add_tensor(name + ".weight", rows, raw_dtype=gguf.GGMLQuantizationType[kind])
     for name in norms:
         writer.add_tensor(name + ".weight", np.ones(HIDDEN, np.float32))
     writer.write_header_to_file()

@@ -78,8 +78,8 @@ def power(exponent: Tensor) -> Tensor:
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows, with q
-    and k of each head."""
+    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows, and
+    each head has its q and k."""
     state = start * decay.exp()[..., None, None]
     added = (v - (k[..., None, :] @ state)[..., 0, :]) * beta[..., None]
     state.addcmul_(k[..., :, None], added[..., None, :])
@@ -124,8 +124,7 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
 
     def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         by_runs = group.pick
-        every = (by_runs(x) for x in (q, k, v, decay, beta))
-        o, end = gated_delta(*every, start, operation.tiled)
+        o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start, operation.tiled)
         return o.flatten(2), end
 
     o = states.scan(1, scan, values, torch.float32)

@@ -102,7 +102,7 @@ def load_native(
     compiled = kernels.load()
     assert compiled is not None
     program, number = config.program(), DTYPES[dtype]
-    if keep == "dtype" or checkpoint.gguf is None:
+    if keep == "dtype" or checkpoint.format == "dummy":
         # By its numbers alone, before what is far too large is looked at.
         size = replace(config, lm_head=False).num_parameters * number.itemsize
         check_fits(size, checkpoint.name, "use a smaller model, or more memory")
@@ -194,9 +194,7 @@ def _itemsize(weight: Weight, dtype: np.dtype) -> int:
     return 4 if weight.wide else dtype.itemsize
 
 
-def _stored_size(
-    weight: Weight, gated: bool, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels
-) -> int:
+def _stored_size(weight: Weight, gated: bool, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels) -> int:
     """Return the bytes of a matrix as it is stored; 0 if it does not stay so: there is no code for a type in it, it
     would not be smaller, or gate and up, which share panels, are of two types."""
     (inputs,), parts = weight.inputs, [(rows, *source.stored_type(name)) for name, rows in weight.parts]
