@@ -143,6 +143,19 @@ def test_automatic(tmp_path, monkeypatch):
     assert load(path, "fast", "bfloat16").stored_as
 
 
+@pytest.mark.parametrize("experts", [8, 16])
+def test_experts_of_a_sparse_mixture_stay_although_linears_do_not(tmp_path, monkeypatch, experts):
+    """In bfloat16 on a CPU that does not multiply it: few rows meet in one of sixteen experts of which two are
+    chosen."""
+    monkeypatch.setattr("prefold.worker.native.load.computes_bf16", lambda: False)
+    path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"], experts=experts)
+    for wish, stays in (("auto", experts == 16), ("fast", False)):
+        memory = load(path, wish, "bfloat16").memory
+        assert {isinstance(stack, Blocks) for stack in memory.stacks.values()} == {stays}
+        assert not any(isinstance(matrix, Blocks) for matrix in memory.matrices.values())
+    assert not load(path, "auto", "bfloat16", invariant=True).stored_as
+
+
 def test_a_model_that_fits_in_its_blocks_alone(tmp_path, free_memory):
     path = write_model(tmp_path / "m.gguf", MIXES["Q4_K_M"], layers=6)
     free_memory(path.stat().st_size * 3 // 2)

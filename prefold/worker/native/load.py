@@ -36,6 +36,8 @@ from .worker import NativeWorker
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 # Of the memory that is free, the part that weights may take before they stay as stored although that is slower.
 COMFORTABLE = 0.5
+# A mixture is sparse if it has so many times as many experts as a row goes through: few rows meet in an expert.
+SPARSE = 8
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
 
@@ -160,14 +162,18 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
             memory is plenty
 
     "auto" keeps none, if memory is plenty, in bfloat16 on a CPU that does not multiply it, nor of a batch-invariant
-    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. No matrix of a
-    split model stays as stored.
+    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. In bfloat16 "auto"
+    keeps the experts of a sparse mixture nevertheless. No matrix of a split model stays as stored.
 
     Times of steps beside weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md). In float32: 0.4 to
     0.5 with one sequence, 0.6 to 0.8 with two to four, 0.6 to 1.2 with eight, 1.5 with sixteen, 1.05 with 64, 1.0 for
     prompts (AVX2, AVX-512; the slower memory is, the smaller they are). In bfloat16: with AMX 0.45 with one sequence,
     1.06 with eight, 1.14 with 64, 1.10 for prompts; with AVX-512 0.7 to 1.4 with one, 1.1 to 1.4 with eight; with AVX2
     0.45 with one, 0.75 with two, 2.7 to 3.5 with four to sixteen, 1.3 with 64, 1.04 for prompts.
+
+    Times of experts, 3 of 96 as Qwen3.5-35B-A3B has 8 of 256 (2,048 by 512; Q4_K and Q6_K; AVX2, two threads). In
+    bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with 128 and 256, 1.6 with 1,024. In
+    float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
     """
     program, dtype, compiled, invariant = model.program, model.dtype, model.kernels, model.config.invariant
     is_split = model.ranks.size > 1
@@ -186,8 +192,15 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
     if wish != "file" and (is_slower or invariant):
         total = sum(weight.size * _itemsize(weight, dtype) for weight in program.weights)
         if total <= COMFORTABLE * available_memory():
-            return {}
+            sparse = _sparse_stacks(program) if wish == "auto" and not invariant else ()
+            return {weight: sizes[weight] for weight in sparse if weight in sizes}
     return sizes
+
+
+def _sparse_stacks(program: Program) -> list[Weight]:
+    """Return the matrices of experts of sparse mixtures."""
+    mixtures = [one for one in program.operations if isinstance(one, Experts) and one.experts >= SPARSE * one.chosen]
+    return [weight for one in mixtures for weight in (one.gate_up, one.down)]
 
 
 def _itemsize(weight: Weight, dtype: np.dtype) -> int:
