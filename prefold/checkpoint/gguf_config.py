@@ -10,6 +10,7 @@ from .gguf import GGUFFile
 from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
+Keys = dict[str, Any]  # of a config.json
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -26,7 +27,7 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
 }
 # By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
-MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
+MIXTURES: dict[str, Callable[[Settings, Keys], Keys]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = ("cohere2", "starcoder2")
 # Architectures some of whose layers have no attention, and no KV heads.
@@ -124,7 +125,7 @@ def _width(gguf: Settings, has_experts: bool) -> int:
     return gguf.size("expert_feed_forward_length") if width is None else width
 
 
-def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
     _refuse(gguf, "attn_logit_softcapping", "soft capping")
     _refuse(gguf, "final_logit_softcapping", "soft capping")
@@ -140,7 +141,7 @@ def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
+def windows_of(gguf: Settings, every: int) -> Keys:
     """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
     has none, the last of each."""
     layers = layers_of(gguf)
@@ -156,14 +157,14 @@ def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": [SLIDING if has else FULL for has in has_window]}
 
 
-def _smollm3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _smollm3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that SmolLM 3 alone has. Files do not say which layers are not rotated: as in llama.cpp,
     every fourth."""
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {"no_rope_layer_interval": 4}
 
 
-def _olmo2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _olmo2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
     rotated without scaling."""
     windows = windows_of(gguf, 4)
@@ -178,7 +179,7 @@ def _olmo2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _phi3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Phi 3 and 4 alone have."""
     trained = gguf.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
     window = gguf.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
@@ -187,7 +188,7 @@ def _phi3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "original_max_position_embeddings": trained}
 
 
-def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Granite alone has."""
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {
@@ -198,7 +199,7 @@ def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
     # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 46
@@ -210,12 +211,12 @@ def _gemma2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cohere2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _cohere2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Cohere 2 alone has."""
     return windows_of(gguf, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": gguf.number("logit_scale")}
 
 
-def _starcoder2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _starcoder2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Starcoder 2 alone has. Its files have a window where what wrote them knew of it."""
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -226,7 +227,7 @@ def _starcoder2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 # What makes the config keys that an architecture alone has, of its metadata and of the keys that all have.
-OF_ARCHITECTURE: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+OF_ARCHITECTURE: dict[str, Callable[[Settings, Keys], Keys]] = {
     "gemma3": _gemma3,
     "smollm3": _smollm3,
     "olmo2": _olmo2,
@@ -276,10 +277,10 @@ def _type(file: GGUFFile, name: str) -> str:
     return file.type_name(name)
 
 
-def _rope(file: GGUFFile, gguf: Settings, width: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
     frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). width: numbers of a head."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
+    rope: Keys = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
     if LONG in file.tensors:
         factors = {key: _factors(file, name, width) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
         attention = gguf.number("rope.scaling.attn_factor", None)

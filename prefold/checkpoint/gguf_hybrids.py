@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE
+from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, Keys
 from .gguf_mixtures import SIGMOID, counts
 from .settings import TILED, Settings
 
 
-def _layer_types(gguf: Settings, config: dict[str, Any], other: str) -> dict[str, Any]:
+def _layer_types(gguf: Settings, config: Keys, other: str) -> Keys:
     """Returns the KV heads, and the kinds of layers: those without KV heads are of the other kind."""
     kv_heads = gguf.get("attention.head_count_kv")
     layers = config["num_hidden_layers"]
@@ -23,7 +21,7 @@ def _layer_types(gguf: Settings, config: dict[str, Any], other: str) -> dict[str
     }
 
 
-def _lfm2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that LFM2 alone has."""
     return _layer_types(gguf, config, "conv") | {
         "conv_L_cache": gguf.size("shortconv.l_cache"),
@@ -32,28 +30,28 @@ def _lfm2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lfm2_moe(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _lfm2_moe(gguf: Settings, config: Keys) -> Keys:
     return _of_experts(gguf, SIGMOID) | {
         "model_type": "lfm2_moe",
         "num_dense_layers": gguf.size("leading_dense_block_count", 0, least=0),
     }
 
 
-def _of_experts(gguf: Settings, *function: int) -> dict[str, Any]:
+def _of_experts(gguf: Settings, *function: int) -> Keys:
     """Returns the config keys of experts that llama.cpp always normalises. function: as of `counts`"""
     if not gguf.flag("expert_weights_norm", True):
         raise UnsupportedModelError(f"{gguf.file}: {gguf.prefix}expert_weights_norm is false, which is not supported")
     return counts(gguf, "num_experts", *function) | {"moe_intermediate_size": gguf.size("expert_feed_forward_length")}
 
 
-def _qwen35(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen35(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Qwen3.5 alone has. In its files head h of the values has the key head h modulo the
     number of key heads."""
     keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
     return _delta_net(gguf, keys, values) | {"model_type": "qwen3_5_text", TILED: keys != values}
 
 
-def _delta_net(gguf: Settings, keys: int, values: int) -> dict[str, Any]:
+def _delta_net(gguf: Settings, keys: int, values: int) -> Keys:
     """Returns the config keys of gated delta nets. keys, values: heads of each"""
     inner = gguf.size("ssm.inner_size")
     if values % keys or inner % values:
@@ -68,18 +66,18 @@ def _delta_net(gguf: Settings, keys: int, values: int) -> dict[str, Any]:
     }
 
 
-def _qwen35_moe(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen35_moe(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length")
     return _of_experts(gguf) | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": shared}
 
 
-def _qwen3_next(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_next(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Qwen3-Next alone has. Its files have heads in the checkpoint's order."""
     keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
     return _delta_net(gguf, keys, values) | {"model_type": "qwen3_next"}
 
 
-def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Granite 4 H alone has. Its attention rotates nothing."""
     if gguf.flag("rope.scaling.finetuned"):
         raise UnsupportedModelError(
@@ -105,7 +103,7 @@ def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _granite_moe(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite_moe(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length", 0, least=0)
     return counts(gguf, "num_local_experts") | {"shared_intermediate_size": shared}
 

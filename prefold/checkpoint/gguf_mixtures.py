@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
+from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, Keys, windows_of
 from .settings import Settings
 
 # llama.cpp's functions of the router's logits.
 SOFTMAX, SIGMOID = 1, 2
 
 
-def counts(gguf: Settings, key: str, function: int = SOFTMAX) -> dict[str, Any]:
+def counts(gguf: Settings, key: str, function: int = SOFTMAX) -> Keys:
     """Returns how many experts there are, under this key, and how many of them a row goes through. function: of the
     router's logits"""
     found = gguf.size("expert_gating_func", function)
@@ -28,19 +26,19 @@ def counts(gguf: Settings, key: str, function: int = SOFTMAX) -> dict[str, Any]:
     return {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
 
 
-def _qwen(gguf: Settings, normalised: bool) -> dict[str, Any]:
+def _qwen(gguf: Settings, normalised: bool) -> Keys:
     return counts(gguf, "num_experts") | {
         "norm_topk_prob": gguf.flag("expert_weights_norm", normalised),
         "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
     }
 
 
-def _qwen2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen2(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length")
     return _qwen(gguf, False) | {"shared_expert_intermediate_size": shared}
 
 
-def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length", 0, least=0)
     return (
         OF_ARCHITECTURE["granite"](gguf, config)
@@ -52,7 +50,7 @@ def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _gpt_oss(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
     rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
     return windows_of(gguf, 2) | {"rope_parameters": rope}
 

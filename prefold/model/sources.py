@@ -345,7 +345,8 @@ class GGUFSource:
         names = GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
-        self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}  # the tensor in the file, and its rows
+        # The tensor in the file, and which of its rows, or numbers if either tensor is a vector.
+        self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, tensor in file.tensors.items():
             if stored in self.IGNORED or self._predicts_further(stored, arch, config):
@@ -362,8 +363,10 @@ class GGUFSource:
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
             every = rows_of_parts(sizes, config.groups_of(stored, names) if len(own_names) > 1 else 1)
             for name, size, part in zip(own_names, sizes, every, strict=True):
-                self._stored[name] = (stored, part)
-                self.shapes[name] = _wanted_shape((size, *tensor.shape[1:]), wanted.get(name, ()))
+                shape = _wanted_shape((size, *tensor.shape[1:]), wanted.get(name, ()))
+                is_vector = len(shape) < 2 < 1 + len(tensor.shape)
+                self._stored[name] = (stored, slice(0, *shape) if is_vector else part)
+                self.shapes[name] = shape
 
     def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
         """Return whether a tensor is of a layer behind the model's, which predicts further tokens and changes no
@@ -377,7 +380,9 @@ class GGUFSource:
         shape = self.shapes[name]
         if self._has_numbers(name):
             (stored, rows), order = self._stored[name], self._order_of(name)
-            values = in_order(self._numbers(stored)[rows].reshape(shape), order)
+            numbers = self._numbers(stored)
+            numbers = numbers.reshape(-1) if self._is_vector(name) else numbers
+            values = in_order(numbers[rows].reshape(shape), order)
             return values[part] if part else values
         sizes = [len(range(*cut.indices(size))) for size, cut in zip(shape, part, strict=False)]
         out = np.empty((*sizes, *shape[len(sizes) :]), np.float32)
@@ -387,8 +392,8 @@ class GGUFSource:
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         (stored, of_file), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
-        if len(shape) < 2 or len(self.file.tensors[stored].shape) < 2:
-            values = self.file.dequantize(stored)[of_file].reshape(shape)
+        if self._is_vector(name):
+            values = self.file.dequantize(stored).ravel()[of_file].reshape(shape)
             put(target, self._values(name, values, order)[part or ...])
             return
         begin, end, _ = (part[0] if part else slice(None)).indices(shape[0])
@@ -418,6 +423,10 @@ class GGUFSource:
         if (order := self._order_of(name)) is not None:
             rows = rows.reshape(-1, len(order), row)[:, list(order)].reshape(-1, row)
         return StoredRows(kind, rows)
+
+    def _is_vector(self, name: str) -> bool:
+        """Return whether a tensor is a vector, here or in the file."""
+        return min(len(self.shapes[name]), len(self.file.tensors[self._stored[name][0]].shape)) < 2
 
     def _order_of(self, name: str) -> Sequence[int] | None:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj") else None

@@ -162,8 +162,8 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
             memory is plenty
 
     "auto" keeps none, if memory is plenty, in bfloat16 on a CPU that does not multiply it, nor of a batch-invariant
-    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. In bfloat16 "auto"
-    keeps the experts of a sparse mixture nevertheless. No matrix of a split model stays as stored.
+    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. In bfloat16
+    "auto" keeps the experts of a sparse mixture nevertheless. No matrix of a split model stays as stored.
 
     Times of steps beside weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md). In float32: 0.4 to
     0.5 with one sequence, 0.6 to 0.8 with two to four, 0.6 to 1.2 with eight, 1.5 with sixteen, 1.05 with 64, 1.0 for
