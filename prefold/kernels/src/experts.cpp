@@ -255,7 +255,7 @@ class Experts {
 #ifdef PREFOLD_FEW_ROWS
     if (multiply_few(piece, k, stack, row_of, store)) return;
 #endif
-    const Product product = rows_of(piece.stop - piece.first, k, stack, lie_well, row_of);
+    Product product = rows_of(piece.stop - piece.first, k, stack, lie_well, row_of);
     const int64_t panel = piece.expert * stack.panels;
     const auto put = [&](int64_t row, int64_t column, int64_t count, int64_t, const float* tile) {
       store(piece.first + row, column - panel * kPanel, count, tile);
@@ -271,6 +271,16 @@ class Experts {
       }
     }
 #endif
+    if constexpr (std::is_same_v<Format, FloatWords>) {
+      // More rows gain by decoding what they all meet.
+      if (stack.blocks && stack.blocks->type == kBF16 && product.rows <= 2 * kBlockRows) {
+        product.steps = k / 2, product.as_words = true;
+        for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
+          multiply_panel<WidenedWords>(product, panel + p, 0, product.rows, put);
+        }
+        return;
+      }
+    }
     for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
       multiply_panel<Format>(product, panel + p, 0, product.rows, put);
     }

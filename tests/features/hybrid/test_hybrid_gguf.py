@@ -251,6 +251,20 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path, name):
     assert np.array_equal(*vectors)
 
 
+def test_adapters_of_tiled_heads_are_refused(tmp_path):
+    """They are made for the checkpoint's order. Attention and MLPs may be adapted."""
+    names = {}
+    for name in ("qwen35", "qwen35, tiled"):
+        case = CASES[name]
+        path = tmp_path / f"{name}.gguf"
+        write_hybrid_gguf(case.folder(tmp_path / name), path, case)
+        program = config_from(resolve(str(path)).config).program()
+        names[name] = {linear.name for number in range(len(program.layers)) for linear in program.linears(number)}
+    assert names["qwen35"] - names["qwen35, tiled"] == {"in_proj", "out_proj"}
+    assert {"qkv", "o", "gate_up", "down"} & names["qwen35"] == {"qkv", "o", "gate_up", "down"} & names["qwen35, tiled"]
+    assert names["qwen35, tiled"]
+
+
 # Rows that are whole blocks of all types.
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "head_dim": 64}
 WIDE |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
