@@ -31,12 +31,18 @@ Tensors = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny checkpoint. family: of hybrids, or a model_type; older: whether Qwen3-Next's file is as first written"""
+    """A tiny checkpoint.
+
+    family  of hybrids, or a model_type
+    older   whether Qwen3-Next's file is as first written
+    fused   whether gate and up of experts are one tensor, which the converter writes if it is told to
+    """
 
     arch: str
     family: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     older: bool = False
+    fused: bool = False
 
     def folder(self, path: Path) -> Path:
         if self.family in PROGRAMS:
@@ -50,6 +56,7 @@ CASES = {
     "qwen35": Case("qwen35", "qwen3_5", {"linear_num_key_heads": 2, "linear_num_value_heads": 2}),
     "qwen35, tiled": Case("qwen35", "qwen3_5", {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
     "qwen35moe": Case("qwen35moe", "qwen3_5_moe_text"),
+    "qwen35moe, fused": Case("qwen35moe", "qwen3_5_moe_text", fused=True),
     "qwen3next": Case("qwen3next", "qwen3_next", {"mlp_only_layers": []}),
     "qwen3next, older": Case("qwen3next", "qwen3_next", {"mlp_only_layers": []}, older=True),
     "granitehybrid": Case("granitehybrid", "granite4_h"),
@@ -109,8 +116,11 @@ def as_converted(case: Case, config: ModelConfig, tensors: Tensors) -> Iterator[
         if case.arch == "granitehybrid" and name.endswith(("q_proj.weight", "k_proj.weight")):  # halves in turn
             values = values.reshape(-1, 2, config.head_dim // 2, config.hidden).swapaxes(1, 2).reshape(values.shape)
         yield name.replace("dt_bias", "dt_proj.bias").replace("gate.correction", "gate.e_score_correction.bias"), values
-    for name, matrices in stacks.items():
-        yield name, np.stack(matrices)
+    every = {name: np.stack(matrices) for name, matrices in stacks.items()}
+    for name in [name for name in every if case.fused and "gate_proj" in name]:
+        gate, up = every.pop(name), every.pop(name.replace("gate_proj", "up_proj"))
+        every[name.replace("gate_proj", "gate_up_proj")] = np.concatenate([gate, up], 1)
+    yield from every.items()
     for layer, (q, k, v, z, b, a) in parts.items():
         yield f"{layer}.linear_attn.in_proj_ba.weight", by_key_head([b, a], keys)
         if case.older:
