@@ -171,9 +171,9 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
     1.06 with eight, 1.14 with 64, 1.10 for prompts; with AVX-512 0.7 to 1.4 with one, 1.1 to 1.4 with eight; with AVX2
     0.45 with one, 0.75 with two, 2.7 to 3.5 with four to sixteen, 1.3 with 64, 1.04 for prompts.
 
-    Times of experts, 3 of 96 as Qwen3.5-35B-A3B has 8 of 256 (2,048 by 512; Q4_K and Q6_K; AVX2, two threads). In
-    bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with 128 and 256, 1.6 with 1,024. In
-    float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
+    Times of experts, 3 of 96 as Qwen3.5-35B-A3B has 8 of 256 (2,048 by 512; Q4_K and Q6_K; AVX2, two threads of a
+    machine that others used too). In bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with
+    128 and 256, 1.6 with 1,024. In float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
     """
     program, dtype, compiled, invariant = model.program, model.dtype, model.kernels, model.config.invariant
     is_split = model.ranks.size > 1
