@@ -137,16 +137,15 @@ more than 4,096 tokens are refused. A job's summary and a server's log say which
 **Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
 GPU, which is slower than the kernels there.
 
-**gpt-oss** has experts in MXFP4, four bits a number. They are read to the dtype that the model runs in, from
-safetensors and from GGUF, so that the weights of gpt-oss-20b take 42 GB in bfloat16, and those of gpt-oss-120b 234 GB.
-Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints that are quantised in safetensors are
-refused.
+**gpt-oss** has experts in MXFP4, four bits a number, in safetensors and in GGUF files. On a CPU they stay so: the weights
+of gpt-oss-20b take 14 GB of memory, and those of gpt-oss-120b 65 GB. PyTorch, on a GPU or on several ranks, has them in
+bfloat16 (42 and 234 GB). Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints that are quantised
+in safetensors are refused.
 
 **GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
 layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an
-attention factor of their own. Files of Qwen3.5 are refused where there are more heads of values than of keys, which are
-in another order there (4B and 9B; 0.8B and 2B have as many), and where they have layers that predict further tokens. A
-file without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
+attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.cpp's converter writes them. A file
+without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
 that overlap is refused.
 
 **Gemma 4** runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), all of its text

@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .mapped import mapped_bytes
+from .mapped import MappedFile
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -34,7 +33,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
     7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
+    30: ("BF16", 1, 2), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 
 
@@ -61,11 +60,10 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115  # tensors are read later, of this file, whatever the path is then
-        weakref.finalize(self, self._file.close)
-        if self._file.read(4) != MAGIC:
+        self._mapped = MappedFile(self.path)
+        if self._mapped.file.read(4) != MAGIC:
             raise CheckpointError(f"{self.path} is not a GGUF file")
-        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = mmap.mmap(self._mapped.file.fileno(), 0, access=mmap.ACCESS_READ)
         self._size, self._at = len(self._bytes), 4
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -176,26 +174,31 @@ class GGUFFile:
         """Returns the tensor's bytes as stored, uint8 [..., bytes of a row], a read-only view. Raises
         CheckpointError for a damaged file and for a type that is not known."""
         tensor = self.tensors[name]
+        shape = (*tensor.shape[:-1], self.row_bytes(name))
+        start, size = self._data_start + tensor.offset, math.prod(shape)
+        if start + size > self._size:
+            raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
+        return self._mapped.bytes(start, size).reshape(shape)
+
+    def row_bytes(self, name: str) -> int:
+        """Return the bytes of a row of a tensor. Raise CheckpointError as `raw` does."""
+        tensor = self.tensors[name]
         _, block_size, type_size = _type_of(self.path, tensor)
         row = tensor.shape[-1] if tensor.shape else 1
         if row % block_size:
             raise CheckpointError(
                 f"{self.path}: {name} has rows of {row} weights; their type needs multiples of {block_size}"
             )
-        shape = (*tensor.shape[:-1], row // block_size * type_size)
-        start, size = self._data_start + tensor.offset, math.prod(shape)
-        if start + size > self._size:
-            raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
-        return mapped_bytes(self._file, start, size).reshape(shape)
+        return row // block_size * type_size
 
-    def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+    def dequantize(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along
         its last dimension that are wanted, as [rows, numbers]. Raises CheckpointError as `raw` does."""
         from gguf.quants import GGMLQuantizationType, dequantize
 
         tensor, raw = self.tensors[name], self.raw(name)
         kind = GGMLQuantizationType(tensor.type)  # `raw` has checked that there is such a type
-        if rows != slice(None):
+        if rows is not None:
             assert len(tensor.shape) > 1, f"{name} has no rows to choose from"
             raw = raw.reshape(-1, raw.shape[-1])[rows]
         if not raw.size:

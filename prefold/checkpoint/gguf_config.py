@@ -10,7 +10,7 @@ from .gguf import GGUFFile
 from .keys import check_keys
 from .settings import MOST_LAYERS, MOST_POSITIONS, Settings
 
-ConfigKeys = dict[str, Any]  # those of a config.json, with their values
+Keys = dict[str, Any]  # of a config.json, with their values
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -27,17 +27,23 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM",
 }
 # By the architecture of files with experts: what makes the config keys of a mixture, as those of OF_ARCHITECTURE.
-MIXTURES: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {}
+MIXTURES: dict[str, Callable[[Settings, Keys], Keys]] = {}
 # Architectures whose norms are LayerNorm.
 LAYER_NORM = {"cohere2", "starcoder2"}
 # Architectures whose queries, keys and values are one tensor.
 FUSED_QUERIES = {"phi3"}
 # Config keys of an architecture that say whether the first layer has a tensor.
 BY_TENSOR: dict[str, dict[str, str]] = {}
+# Architectures some of whose layers have no attention, and no KV heads.
+WITHOUT_HEADS = ("lfm2", "lfm2moe", "granitehybrid")
 # Settings that are lists of different values, most of them one for each layer.
-LISTS = ("attention.sliding_window_pattern", "lfm2.attention.head_count_kv", "rope.dimension_sections")
+LISTS = (
+    "attention.sliding_window_pattern",
+    "rope.dimension_sections",
+    *(f"{arch}.attention.head_count_kv" for arch in WITHOUT_HEADS),
+)
 # Architectures that may rotate a part of each head.
-PARTLY_TURNED = {"phi3", "qwen35"}
+PARTLY_TURNED = {"phi3", "qwen35", "qwen35moe", "qwen3next"}
 FULL, SLIDING, SHARE = "full_attention", "sliding_attention", "partial_rotary_factor"
 DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -61,7 +67,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
             f"{file.path} is one of several parts; merge them first with llama-gguf-split --merge"
         )
     gguf = _of_architecture(file, arch)
-    layers = gguf.size("block_count", most=MOST_LAYERS)
+    layers = layers_of(gguf)
     heads, hidden = gguf.size("attention.head_count"), gguf.size("embedding_length")
     head_dim = gguf.size("attention.key_length", hidden // heads)
     has_experts = gguf.size("expert_count", 0, least=0) > 0
@@ -83,9 +89,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if arch == "lfm2" else gguf.size("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if arch in WITHOUT_HEADS else gguf.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": gguf.size("feed_forward_length"),
+        "intermediate_size": _width(gguf, has_experts),
         "hidden_act": "silu",
         "rms_norm_eps": gguf.number(norm, zero=True),
         "max_position_embeddings": gguf.size("context_length", most=MOST_POSITIONS),
@@ -109,7 +115,22 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     return Settings(config, str(file.path))
 
 
-def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def layers_of(gguf: Settings) -> int:
+    """Return the number of layers. Those behind them, which predict further tokens, are not run."""
+    layers: int = gguf.size("block_count", most=MOST_LAYERS)
+    further = gguf.size("nextn_predict_layers", 0, least=0)
+    if further >= layers:
+        raise gguf.wrong("nextn_predict_layers", f"less than block_count, {layers}")
+    return layers - further
+
+
+def _width(gguf: Settings, has_experts: bool) -> int:
+    """Return the width of an MLP; a model without one may have that of its experts alone."""
+    width: int | None = gguf.size("feed_forward_length", None) if has_experts else gguf.size("feed_forward_length")
+    return gguf.size("expert_feed_forward_length") if width is None else width
+
+
+def _gemma3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Gemma 3 alone has. What its files leave out is as in llama.cpp."""
     _refuse(gguf, "attn_logit_softcapping", "soft capping")
     _refuse(gguf, "final_logit_softcapping", "soft capping")
@@ -125,10 +146,10 @@ def _gemma3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
+def windows_of(gguf: Settings, every: int) -> Keys:
     """Returns the sliding window, and which layers have it. every: where the file does not say it, one layer in so many
     has none, the last of each."""
-    layers = gguf.size("block_count", most=MOST_LAYERS)
+    layers = layers_of(gguf)
     has_window = gguf.get("attention.sliding_window_pattern", every)
     if isinstance(has_window, int) and not isinstance(has_window, bool):
         every = gguf.size("attention.sliding_window_pattern", every)
@@ -141,14 +162,14 @@ def windows_of(gguf: Settings, every: int) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": [SLIDING if has else FULL for has in has_window]}
 
 
-def _smollm3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _smollm3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that SmolLM 3 alone has. Files do not say which layers are not rotated: as in llama.cpp,
     every fourth."""
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {"no_rope_layer_interval": 4}
 
 
-def _olmo2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _olmo2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys of OLMo 2, or of OLMo 3, whose files have a sliding window. Layers that have it are
     rotated without scaling."""
     windows = windows_of(gguf, 4)
@@ -163,7 +184,7 @@ def _olmo2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _phi3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Phi 3 and 4 alone have."""
     trained = gguf.size("rope.scaling.original_context_length", config["max_position_embeddings"], most=MOST_POSITIONS)
     window = gguf.size("attention.sliding_window", None, least=0, most=MOST_POSITIONS)
@@ -172,7 +193,7 @@ def _phi3(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "original_max_position_embeddings": trained}
 
 
-def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Granite alone has."""
     _refuse(gguf, "attention.sliding_window", "a sliding window")
     return {
@@ -183,7 +204,7 @@ def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Gemma 2 alone has. What its files leave out is as in llama.cpp."""
     # Only the 27B model, which is the one with 46 layers, scales by its width instead of by head_dim.
     wide = config["num_hidden_layers"] == 46
@@ -195,12 +216,12 @@ def _gemma2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _cohere2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _cohere2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Cohere 2 alone has."""
     return windows_of(gguf, 4) | {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": gguf.number("logit_scale")}
 
 
-def _starcoder2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _starcoder2(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys that Starcoder 2 alone has. Its files have a window where what wrote them knew of it."""
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -211,7 +232,7 @@ def _starcoder2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 # What makes the config keys that an architecture alone has, of its metadata and of the keys that all have.
-OF_ARCHITECTURE: dict[str, Callable[[Settings, dict[str, Any]], dict[str, Any]]] = {
+OF_ARCHITECTURE: dict[str, Callable[[Settings, Keys], Keys]] = {
     "gemma3": _gemma3,
     "smollm3": _smollm3,
     "olmo2": _olmo2,
@@ -261,10 +282,10 @@ def _type(file: GGUFFile, name: str) -> str:
     return file.type_name(name)
 
 
-def _rope(file: GGUFFile, gguf: Settings, width: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
     """Returns the rope settings in the form of transformers; `rope_freqs.weight` (Llama 3.1 and later) divides each
     frequency, and so do `rope_factors_long.weight` and its neighbour (Phi 3). width: numbers of a head."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
+    rope: Keys = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base", 10000.0)}
     if LONG in file.tensors:
         factors = {key: _factors(file, name, width) for key, name in (("long_factor", LONG), ("short_factor", SHORT))}
         attention = gguf.number("rope.scaling.attn_factor", None)

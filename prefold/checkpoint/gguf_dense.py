@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, BY_TENSOR, FUSED_QUERIES, LAYER_NORM, OF_ARCHITECTURE, PARTLY_TURNED, ConfigKeys
+from .gguf_config import ARCHITECTURES, BY_TENSOR, FUSED_QUERIES, LAYER_NORM, OF_ARCHITECTURE, PARTLY_TURNED, Keys
 from .settings import Settings
 
 
-def _command_r(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
+def _command_r(gguf: Settings, config: Keys) -> Keys:
     return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": gguf.number("logit_scale")}
 
 
-def _stablelm(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
+def _stablelm(gguf: Settings, config: Keys) -> Keys:
     if config["qk_layernorm"]:
         raise UnsupportedModelError(
             f"{gguf.file} has norms of heads in one tensor (attn_q_norm), which are not supported; use the folder with "
@@ -25,7 +25,7 @@ def _stablelm(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
     }
 
 
-def _falcon(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
+def _falcon(gguf: Settings, config: Keys) -> Keys:
     """Returns the config keys of Falcon."""
     return {
         "layer_norm_epsilon": config["rms_norm_eps"],
@@ -37,7 +37,7 @@ def _falcon(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
     }
 
 
-def _gptneox(gguf: Settings, config: ConfigKeys) -> ConfigKeys:
+def _gptneox(gguf: Settings, config: Keys) -> Keys:
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "hidden_act": "gelu",

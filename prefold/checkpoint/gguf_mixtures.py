@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, windows_of
+from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, Keys, windows_of
 from .settings import Settings
 
-SOFTMAX = 1  # of llama.cpp's functions of the router's logits
+# llama.cpp's functions of the router's logits.
+SOFTMAX, SIGMOID = 1, 2
 
 
-def _counts(gguf: Settings, key: str) -> dict[str, Any]:
-    """Returns how many experts there are, under this key, and how many of them a row goes through."""
-    function = gguf.size("expert_gating_func", SOFTMAX)
-    if function != SOFTMAX or gguf.number("expert_weights_scale", 1.0, zero=True) not in (0.0, 1.0):
+def counts(gguf: Settings, key: str, function: int = SOFTMAX) -> Keys:
+    """Returns how many experts there are, under this key, and how many of them a row goes through. function: of the
+    router's logits"""
+    found = gguf.size("expert_gating_func", function)
+    if found != function:
         raise UnsupportedModelError(
-            f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {function} or a factor "
-            f"({gguf.prefix}expert_weights_scale), which are not supported; the softmax is"
+            f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {found}; only {function} is supported for "
+            "this architecture"
+        )
+    if (scale := gguf.number("expert_weights_scale", 1.0, zero=True)) not in (0.0, 1.0):
+        raise UnsupportedModelError(
+            f"{gguf.file}: {gguf.prefix}expert_weights_scale is {scale:g}; factors of experts are not supported"
         )
     return {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
 
 
-def _qwen(gguf: Settings, normalised: bool) -> dict[str, Any]:
-    return _counts(gguf, "num_experts") | {
+def _qwen(gguf: Settings, normalised: bool) -> Keys:
+    return counts(gguf, "num_experts") | {
         "norm_topk_prob": gguf.flag("expert_weights_norm", normalised),
         "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
     }
 
 
-def _qwen2(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen2(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length")
     return _qwen(gguf, False) | {"shared_expert_intermediate_size": shared}
 
 
-def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(gguf: Settings, config: Keys) -> Keys:
     shared = gguf.size("expert_shared_feed_forward_length", 0, least=0)
     return (
         OF_ARCHITECTURE["granite"](gguf, config)
-        | _counts(gguf, "num_local_experts")
+        | counts(gguf, "num_local_experts")
         | {
             "architectures": ["GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"],
             "shared_intermediate_size": shared,
@@ -46,7 +50,7 @@ def _granite(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _gpt_oss(gguf: Settings, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
     rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
     return windows_of(gguf, 2) | {"rope_parameters": rope}
 
@@ -60,10 +64,10 @@ ARCHITECTURES |= {
 }
 OF_ARCHITECTURE["gpt-oss"] = _gpt_oss
 MIXTURES |= {
-    "llama": lambda gguf, config: _counts(gguf, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
-    "gpt-oss": lambda gguf, config: _counts(gguf, "num_local_experts"),
+    "llama": lambda gguf, config: counts(gguf, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
+    "gpt-oss": lambda gguf, config: counts(gguf, "num_local_experts"),
     "qwen2moe": _qwen2,
     "qwen3moe": lambda gguf, config: _qwen(gguf, True),
-    "olmoe": lambda gguf, config: _counts(gguf, "num_experts"),
+    "olmoe": lambda gguf, config: counts(gguf, "num_experts"),
     "granitemoe": _granite,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from typing import BinaryIO
 
 import numpy as np
@@ -15,11 +16,27 @@ from ..errors import CheckpointError
 LEAST_MAPPED = 1 << 16
 
 
-def mapped_bytes(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
-    """Return bytes of a file as a read-only array [size], mapped for as long as an array over it lives.
+class MappedFile:
+    """An open file whose bytes are mapped while an array over them lives. Arrays over the same bytes share a mapping:
+    a stack of experts is read matrix by matrix."""
 
-    Raises CheckpointError for bytes beyond the end of the file.
-    """
+    def __init__(self, path: str | os.PathLike[str]):
+        self.file = open(path, "rb")  # noqa: SIM115  # its bytes are read later, whatever the path is then
+        weakref.finalize(self, self.file.close)
+        self._alive: weakref.WeakValueDictionary[tuple[int, int], NDArray[np.uint8]] = weakref.WeakValueDictionary()
+
+    def bytes(self, start: int, size: int) -> NDArray[np.uint8]:
+        """Return bytes of the file as a read-only array [size].
+
+        Raises CheckpointError for bytes beyond the end of the file.
+        """
+        values = self._alive.get((start, size))
+        if values is None:
+            values = self._alive[start, size] = _mapped(self.file, start, size)
+        return values[:]
+
+
+def _mapped(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
     if start + size > os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{file.name} is damaged, or was not copied whole: {start + size:,} bytes are expected")
     if size < LEAST_MAPPED:

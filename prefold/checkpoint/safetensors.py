@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .mapped import mapped_bytes
+from .mapped import MappedFile
 
 DTYPES = {
     name: np.dtype(kind)
@@ -54,10 +53,9 @@ class SafetensorsFile:
         try:
             with safe_open(self.path, framework="np"):  # checks types, shapes, places, and the size of the file
                 pass
-            self._file = open(self.path, "rb")  # noqa: SIM115  # tensors are read later, of this file
-            weakref.finalize(self, self._file.close)
-            (size,) = struct.unpack("<Q", self._file.read(8))
-            header = json.loads(self._file.read(size))
+            self._mapped = MappedFile(self.path)
+            (size,) = struct.unpack("<Q", self._mapped.file.read(8))
+            header = json.loads(self._mapped.file.read(size))
             header.pop("__metadata__", None)
             self.tensors = {
                 name: SafetensorsTensor(part["dtype"], tuple(part["shape"]), 8 + size + start, end - start)
@@ -79,6 +77,6 @@ class SafetensorsFile:
         tensor = self.tensors[name]
         if (dtype := DTYPES.get(tensor.type)) is None:
             raise CheckpointError(f"{self.path}: {name} is of type {tensor.type}; convert it to bfloat16 or float32")
-        data = mapped_bytes(self._file, tensor.start, tensor.size)
+        data = self._mapped.bytes(tensor.start, tensor.size)
         values = data.view(dtype).reshape(tensor.shape)
         return values if values.flags.aligned else values.copy()

@@ -16,6 +16,8 @@ MOST_POSITIONS = 2**40
 MOST_NUMBER = 1e38
 # The key under which a config has the tokens of the longest sequence that there may be, where the user has said it.
 CONTEXT = "prefold_context_length"
+# The key under which a config says that the heads of values of gated delta nets are in the order of llama.cpp.
+TILED = "prefold_tiled_heads"
 REQUIRED: Any = object()
 # Characters of a wrong value that a message shows.
 SHOWN = 60

@@ -27,6 +27,7 @@ class Failure(IntEnum):
 
 
 class BlockType(IntEnum):
+    F32 = 0
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
@@ -37,6 +38,7 @@ class BlockType(IntEnum):
     Q5_K = 13
     Q6_K = 14
     BF16 = 30
+    MXFP4 = 39
 
 
 class Activation(IntEnum):
@@ -239,6 +241,8 @@ class ExpertsCall(Structure):
         ("logits", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
+        ("gate_up_blocks", c_void_p),
+        ("down_blocks", c_void_p),
         ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p),
         ("correction", c_void_p),
@@ -336,6 +340,7 @@ class DeltaCall(Structure):
         ("value_dim", c_int64),
         ("eps", c_float),
         ("beta_scale", c_float),
+        ("tiled", c_int32),
         ("threads", c_int32),
     )
 

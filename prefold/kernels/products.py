@@ -1,23 +1,25 @@
 """Packing matrices into words, and products with such matrices and with those in their file's number format.
 
-The latter are GGUF's blocks, 16-bit numbers under float32 arithmetic, and int8; `src/blocks.h` defines their layout.
+The latter are GGUF's blocks, 16-bit numbers under float32 arithmetic, floats beside these, and int8; `src/blocks.h`
+defines their layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from .abi import IN_INT8, ONE_FORM, PANEL, S8, BlockType
-from .interface import BFLOAT16, DTYPES, Family, address, is_dense, step
+from .interface import BFLOAT16, DTYPES, FLOAT32, Family, address, is_dense, step
 from .threads import threads
 
 # The types that there are decoders for, by their names, with ggml's numbers.
 BLOCK_TYPES = {entry.name: int(entry) for entry in BlockType}
 # Of these the numbers are whole, and can be multiplied with rows of int8 as they are.
-WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name.startswith("Q"))
+WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name not in ("F32", "F16", "BF16"))
 # Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one
 # a large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
 GROUPS, RUN = (128, 192, 64, 32), 32
@@ -42,33 +44,60 @@ class BlockKernels(Family):
         """Returns whether rows of so many numbers of this type can be packed."""
         return kind in BLOCK_TYPES and self._calls["block_panel_size"](BLOCK_TYPES[kind], inputs) > 0
 
-    def pack_blocks(self, parts: Sequence[StoredRows], inputs: int, pool: PanelPool | None = None) -> Blocks | None:
-        """Returns rows that lie one behind the other as one matrix [outputs, inputs]; None where a panel of 32 of them
-        would have numbers of two types.
+    def pack_blocks(
+        self,
+        parts: Sequence[StoredRows],
+        inputs: int,
+        pool: PanelPool | None = None,
+        *,
+        gated: bool = False,
+        experts: int = 1,
+    ) -> Blocks:
+        """Return rows as one matrix [outputs, inputs]. A panel whose 32 rows are of several types has floats instead.
 
-        parts   rows of types that `has_blocks` takes; neighbours of one type share panels
-        pool    where the memory comes from
+        parts    the rows, one part below the other, of types that `has_blocks` takes
+        pool     where the memory comes from
+        gated    the first half of the rows is gate, the other one up: LANES of each lie in turn, and each half has
+                 zeros up to whole LANES
+        experts  the parts are as many matrices, all of one size, and each begins with a panel
         """
-        pool, table, memories = pool or PanelPool(), [], []
-        stretches: list[list[StoredRows]] = []
-        for part in parts:
-            if stretches and stretches[-1][0].type == part.type:
-                stretches[-1].append(part)
-            else:
-                stretches.append([part])
-        for number, stretch in enumerate(stretches):
-            count, kind = sum(len(part.rows) for part in stretch), BLOCK_TYPES[stretch[0].type]
-            if count % COLUMNS and number < len(stretches) - 1:
-                return None
-            addresses = _filled(np.concatenate([_row_addresses(part.rows) for part in stretch]), COLUMNS)
-            panels, size = len(addresses) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
-            memory = pool.take((panels, size // 4))
-            self._calls["pack_blocks"](kind, address(addresses), panels, inputs, address(memory), threads())
-            memories.append(memory)
-            starts = address(memory) + size * np.arange(panels)
-            table.append(np.stack([starts, np.full(panels, kind)], 1))
-        outputs = sum(len(part.rows) for part in parts)
-        return Blocks(np.concatenate(table), outputs, inputs, tuple(memories))
+
+        def in_panels(of_parts: list[np.ndarray]) -> np.ndarray:
+            rows = np.concatenate(of_parts).reshape(experts, -1)
+            rows = _filled(_in_turn(rows) if gated else rows, COLUMNS)
+            return np.ascontiguousarray(rows).reshape(-1, COLUMNS)
+
+        addresses = in_panels([_row_addresses(part.rows) for part in parts])
+        kinds = in_panels([np.full(len(part.rows), BLOCK_TYPES[part.type] + 1) for part in parts]) - 1  # -1: no row
+        of_panels = kinds.max(1)
+        of_panels[((kinds != of_panels[:, None]) & (kinds >= 0)).any(1)] = MIXED
+        borders = [0, *(np.flatnonzero(np.diff(of_panels)) + 1).tolist(), len(of_panels)]
+        pool, held = pool or PanelPool(), []
+        for first, stop in pairwise(borders):
+            rows, kind = addresses[first:stop].ravel(), int(of_panels[first])
+            if kind == MIXED:
+                floats = self._decoded(rows, kinds[first:stop].ravel(), inputs)
+                rows, kind = _row_addresses(floats), BLOCK_TYPES["F32"]
+            held.append(self._packed(kind, rows, inputs, pool))
+        return _joined(held, sum(len(part.rows) for part in parts), inputs)
+
+    def _packed(self, kind: int, rows: np.ndarray, inputs: int, pool: PanelPool) -> Blocks:
+        """Return panels of one type. rows: the addresses of rows of whole panels, int64; 0: zeros"""
+        panels, size = len(rows) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
+        memory = pool.take((panels, size // 4))
+        self._calls["pack_blocks"](kind, address(rows), panels, inputs, address(memory), threads())
+        starts = address(memory) + size * np.arange(panels)
+        return Blocks(np.stack([starts, np.full(panels, kind)], 1), len(rows), inputs, (memory,))
+
+    def _decoded(self, rows: np.ndarray, kinds: np.ndarray, inputs: int) -> np.ndarray:
+        """Return rows of several types as float32 [rows, inputs]. rows, kinds: the address and the type of each; -1:
+        zeros"""
+        floats = np.zeros((len(rows), inputs), np.float32)
+        for kind in set(kinds.tolist()) - {-1}:
+            (own,) = np.nonzero(kinds == kind)
+            blocks = self._packed(kind, _filled(rows[own], COLUMNS), inputs, PanelPool(piece=0))
+            floats[own] = self.block_rows(blocks, np.arange(len(own)), FLOAT32)
+        return floats
 
     @property
     def has_int8(self) -> bool:
@@ -117,6 +146,12 @@ class BlockKernels(Family):
         return out
 
 
+def _joined(parts: Sequence[Blocks], outputs: int, inputs: int) -> Blocks:
+    """Return matrices one behind the other as one."""
+    held = tuple(memory for part in parts for memory in part.held)
+    return Blocks(np.concatenate([part.table for part in parts]), outputs, inputs, held)
+
+
 def _row_addresses(rows: np.ndarray) -> np.ndarray:
     return address(rows) + rows.strides[0] * np.arange(len(rows), dtype=np.int64)
 
@@ -128,6 +163,7 @@ def _filled(addresses: np.ndarray, unit: int) -> np.ndarray:
 
 
 COLUMNS = PANEL
+MIXED = np.iinfo(np.int64).max  # the type of a panel whose rows are of several types
 LANES = 16  # columns of gate, or of up, that lie side by side
 # Memory comes from NumPy, which asks for huge pages, in pieces this large: with few rows the time of a product is
 # that of reading the matrix, and most matrices are smaller than a huge page.
@@ -266,6 +302,11 @@ class Blocks:
     outputs: int
     inputs: int
     held: tuple[np.ndarray, ...]
+
+    @property
+    def types(self) -> set[int]:
+        """Return the numbers of the panels' types (`BLOCK_TYPES`)."""
+        return set((self.table[:, 1] & ~(IN_INT8 | ONE_FORM)).tolist())
 
     @property
     def nbytes(self) -> int:

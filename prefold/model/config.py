@@ -601,9 +601,10 @@ class ModelConfig:
                 return [sizes[module] for module in modules]
         raise UnsupportedModelError(f"no layer has {', '.join(modules)}, which the checkpoint stores as one")
 
-    def groups_of(self, stored: str) -> int:
-        """Return how many groups the outputs of a stored tensor or module lie in, as of `Names.grouped`."""
-        size = self.names.grouped_by(stored)
+    def groups_of(self, stored: str, names: Names | None = None) -> int:
+        """Return how many groups the outputs of a stored tensor or module lie in, as of `Names.grouped`. names: None:
+        those of the checkpoint's folder"""
+        size = (names or self.names).grouped_by(stored)
         return 1 if size is None else int(self.sizes[size])
 
     @property

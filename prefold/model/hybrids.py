@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..checkpoint.settings import MOST_LAYERS, Settings
+from ..checkpoint.settings import MOST_LAYERS, TILED, Settings
 from ..errors import UnsupportedModelError
 from .builders import EXPERTS, MIXERS, NO_MLP
 from .config import ATTENTION, STILL, ModelConfig, Plane
@@ -230,6 +230,8 @@ def _delta_hybrid(
         "key_dim": key_dim,
         "value_dim": hf.size("linear_value_head_dim", defaults[3] or 2 * key_dim),
     }
+    if hf.flag(TILED):
+        sizes["tiled"] = True
     if value_heads % key_heads:
         raise hf.wrong("linear_num_value_heads", f"a multiple of linear_num_key_heads, {key_heads}")
     _check_silu(config)
@@ -598,6 +600,7 @@ def _nemotron_mixture(hf: Settings, config: ModelConfig, mlps: Sequence[str]) ->
         scale=float(hf.number("routed_scaling_factor", 1.0)),
         groups=hf.size("n_group", 1),
         chosen_groups=hf.size("topk_group", 1),
+        group_best=2,
         mlp_bias=config.mlp_bias,
     )
     return with_experts if EXPERTS in mlps else config

@@ -30,19 +30,21 @@ def _mixer(
     """
     config = builder.config
     last = [(after, config.hidden)]
+    # Adapters are made for the checkpoint's order of heads.
+    names = ("", "") if config.sizes.get("tiled") else ("in_proj", "out_proj")
     biased = bool(config.sizes.get("bias"))
     out_biased = config.sizes.get("out_bias", biased)
 
     def weight(name: str, rows: int, *inputs: int) -> Weight:
         return Weight(((builder.prefix + name, rows),), inputs)
 
-    builder.linear("in_proj", before, h, MIXED, config.hidden, biased=before if biased else ())
+    builder.linear(names[0], before, h, MIXED, config.hidden, biased=before if biased else ())
     operation = make(weight)
     builder.add(operation)
     if builder.is_last:
         builder.pick()
     assert operation.fills is not None
-    builder.linear("out_proj", last, MIXER_OUT, builder.mixed, operation.fills[1], biased=last if out_biased else ())
+    builder.linear(names[1], last, MIXER_OUT, builder.mixed, operation.fills[1], biased=last if out_biased else ())
 
 
 def _build_conv(builder: LayerBuilder, h: Buffer) -> None:
@@ -89,6 +91,7 @@ def _build_delta(builder: LayerBuilder, h: Buffer) -> None:
             a_log=weight(f"{prefix}A_log", heads),
             norm=weight(f"{prefix}norm.weight", sizes["value_dim"]),
             eps=sizes.get("eps", config.norm_eps),
+            tiled=bool(sizes.get("tiled")),
             picked=builder.is_last,
             beta_scale=sizes.get("beta_scale", 1.0),
         ),

@@ -143,8 +143,8 @@ GGUF = Names(
         "ffn_down_shexp": ("mlp.shared_expert.down_proj",),
     },
     stacks={
-        f"ffn_{part}_exps.{kind}": (f"mlp.experts.{{}}.{part}_proj.{kind}",)
-        for part in ("gate", "up", "down")
+        f"ffn_{name}_exps.{kind}": tuple(f"mlp.experts.{{}}.{part}_proj.{kind}" for part in name.split("_"))
+        for name in ("gate", "up", "down", "gate_up")
         for kind in ("weight", "bias")
     },
 )
@@ -185,33 +185,47 @@ GGUF_OUT_NORMS = replace(
         "post_ffw_norm": ("post_feedforward_layernorm",),
     },
 )
+_LFM2 = {
+    "token_embd_norm": ("norm",),  # the norm behind the layers
+    "shortconv.in_proj": ("conv.in_proj",),
+    "shortconv.conv": ("conv.conv",),
+    "shortconv.out_proj": ("conv.out_proj",),
+}
+_DELTA_NET = {
+    "attn_qkv": ("linear_attn.in_proj_qkv",),
+    "attn_gate": ("linear_attn.in_proj_z",),
+    "ssm_beta": ("linear_attn.in_proj_b",),
+    "ssm_alpha": ("linear_attn.in_proj_a",),
+    "ssm_conv1d": ("linear_attn.conv1d",),
+    "ssm_a": ("linear_attn.A_log",),
+    "ssm_dt.bias": ("linear_attn.dt_bias",),
+    "ssm_norm": ("linear_attn.norm",),
+    "ssm_out": ("linear_attn.out_proj",),
+}
+_QWEN35 = replace(GGUF, parts={**GGUF.parts, **_DELTA_NET}, negative_exponentials=("linear_attn.A_log",))
+_QKV = ("linear_attn.in_proj_q", "linear_attn.in_proj_k", "linear_attn.in_proj_v")
+_QWEN3_NEXT = {
+    "attn_qkv": _QKV,
+    "ssm_in": (*_QKV, "linear_attn.in_proj_z"),  # of older files, in place of attn_qkv and attn_gate
+    "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+}
+_MAMBA = {
+    "ssm_in": ("mamba.in_proj",),
+    "ssm_conv1d": ("mamba.conv1d",),
+    "ssm_dt.bias": ("mamba.dt_bias",),
+    "ssm_a": ("mamba.A_log",),
+    "ssm_d": ("mamba.D",),
+    "ssm_norm": ("mamba.norm",),
+    "ssm_out": ("mamba.out_proj",),
+}
 GGUF_OF |= {
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
-    "lfm2": replace(
-        GGUF,
-        parts={
-            **GGUF.parts,
-            "token_embd_norm": ("norm",),  # the norm behind the layers
-            "shortconv.in_proj": ("conv.in_proj",),
-            "shortconv.conv": ("conv.conv",),
-            "shortconv.out_proj": ("conv.out_proj",),
-        },
+    "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
+    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2, "exp_probs_b.bias": ("mlp.gate.correction",)}),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
+    "qwen3next": replace(
+        _QWEN35, parts={**_QWEN35.parts, **_QWEN3_NEXT}, grouped={"ssm_in": "key_heads", "ssm_ba": "key_heads"}
     ),
-    "qwen35": replace(
-        GGUF,
-        parts={
-            **GGUF.parts,
-            "post_attention_norm": ("post_attention_layernorm",),
-            "attn_qkv": ("linear_attn.in_proj_qkv",),
-            "attn_gate": ("linear_attn.in_proj_z",),
-            "ssm_beta": ("linear_attn.in_proj_b",),
-            "ssm_alpha": ("linear_attn.in_proj_a",),
-            "ssm_conv1d": ("linear_attn.conv1d",),
-            "ssm_a": ("linear_attn.A_log",),
-            "ssm_dt.bias": ("linear_attn.dt_bias",),
-            "ssm_norm": ("linear_attn.norm",),
-            "ssm_out": ("linear_attn.out_proj",),
-        },
-        negative_exponentials=("linear_attn.A_log",),
-    ),
+    "granitehybrid": replace(GGUF, parts={**GGUF.parts, **_MAMBA}, negative_exponentials=("mamba.A_log",)),
 }

@@ -387,6 +387,7 @@ class GatedDelta(Operation):
     """out = a gated delta net along the sequence (Yang et al. 2024), of `source`, which has q, k and v of its heads, z,
     b and a side by side. taps, picked: as of ShortConv.
 
+    tiled       head h has the key head h % key_heads; otherwise neighbouring heads share a key head
     beta_scale  of the sigmoids of b; above 1 a state may have negative eigenvalues (Grazzi et al. 2024)
     """
 
@@ -402,6 +403,7 @@ class GatedDelta(Operation):
     a_log: Weight
     norm: Weight
     eps: float
+    tiled: bool = False
     picked: bool = False
     beta_scale: float = 1.0
 

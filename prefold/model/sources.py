@@ -103,11 +103,22 @@ class TensorPlace:
     scales: tuple[SafetensorsFile, str] | None = None
     below: tuple[TensorPlace, ...] = ()
 
+    def packed(self, rows: slice = slice(None)) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return the blocks and the scales of rows of a tensor of MXFP4."""
+        assert self.scales is not None
+        file, name = self.scales
+        both = self.file.array(self.name), file.array(name)
+        blocks, scales = (values[self.matrix][self.outputs][rows] for values in both)
+        return blocks, scales
+
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
         """Return a part of the tensor; no more of the file is read. Parts of heads with an order are whole heads."""
         if self.below:
             every = [replace(self, below=()), *self.below]
             return np.concatenate([one.read(()) for one in every])[part]
+        if self.scales is not None:
+            values = mxfp4.numbers(*self.packed(part[0] if part else slice(None)))
+            return values[:, *part[1:]]
         values = self.file.array(self.name)
         if self.matrix is not None:
             values = values[self.matrix]
@@ -117,11 +128,6 @@ class TensorPlace:
             values = values.T
         if self.outputs is not None:
             values = values[self.outputs]
-        if self.scales is not None:
-            file, name = self.scales
-            rows = part[0] if part else slice(None)
-            values = mxfp4.numbers(values[rows], file.array(name)[self.matrix][self.outputs][rows])
-            part = (slice(None), *part[1:])
         return in_order(values[part] if part else values, self.order)
 
 
@@ -295,11 +301,15 @@ class SafetensorsSource:
 
     def stored_type(self, name: str) -> tuple[str, int]:
         place, shape = self._places[name], self.shapes[name]
+        if place.scales is not None:
+            return "MXFP4", shape[1] // mxfp4.BLOCK * mxfp4.BLOCK_BYTES
         kind = place.file.tensors[place.name].type
         return (kind, 2 * shape[1]) if kind in ("F16", "BF16") and len(shape) == 2 else ("", 0)
 
     def stored(self, name: str) -> StoredRows | None:
         kind, _ = self.stored_type(name)
+        if kind == "MXFP4":
+            return StoredRows(kind, mxfp4.as_blocks(*self._places[name].packed()))
         return StoredRows(kind, np.ascontiguousarray(self.read(name)).view(np.uint8)) if kind else None
 
 
@@ -342,7 +352,10 @@ class GGUFSource:
     # Parts of the config.
     IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
-    IN_TURN = ("llama", "smollm3", "granite", "granitemoe", "cohere2", "command-r", "glm4", "ernie4_5", "arcee")
+    IN_TURN = (
+        *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "cohere2"),
+        *("command-r", "glm4", "ernie4_5", "arcee"),
+    )
 
     def __init__(
         self,
@@ -352,41 +365,51 @@ class GGUFSource:
         wanted: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ):
         """offsets: what the model adds to tensors, by their names; it has been added to those of the file. wanted: the
-        shapes of its tensors; files leave sizes of 1 out."""
+        shapes of its tensors; files leave sizes of 1 out, or have vectors as matrices."""
         self.file, self.offsets = file, offsets
         arch = str(file.metadata.get("general.architecture"))
         names = GGUF_OF.get(f"{arch} mlp_norm") if config.mlp_norm else None
         names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
-        self._stored: dict[str, tuple[str, int]] = {}  # the tensor in the file, and its first row
+        # The tensor in the file, and which of its rows, or numbers if either tensor is a vector.
+        self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for stored, tensor in file.tensors.items():
-            if stored in self.IGNORED:
+            if stored in self.IGNORED or self._predicts_further(stored, arch, config):
                 continue
             if templates := names.of_stack(stored):
                 for name, number, rows, shape in in_stack(stored, tensor.shape, templates):
-                    self._stored[name] = (stored, number * tensor.shape[1] + rows.start)
+                    first = number * tensor.shape[1]
+                    self._stored[name] = (stored, slice(first + rows.start, first + rows.stop))
                     self.shapes[name] = shape
                 continue
             own_names = names.of_tensor(stored)
             sizes = config.fused_sizes(own_names) if len(own_names) > 1 else tensor.shape[:1]
             if len(own_names) > 1 and tensor.shape[0] != sum(sizes):
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")
-            for name, size, last in zip(own_names, sizes, accumulate(sizes), strict=True):
-                self._stored[name] = (stored, last - size)
-                shape = (size, *tensor.shape[1:])
-                thin = tuple(number for number in wanted.get(name, ()) if number != 1)
-                is_norm = name.endswith("_norm.weight") and wanted.get(name) == (math.prod(shape),)  # of all heads
-                self.shapes[name] = wanted[name] if thin == shape or is_norm else shape
+            every = rows_of_parts(sizes, config.groups_of(stored, names) if len(own_names) > 1 else 1)
+            for name, size, part in zip(own_names, sizes, every, strict=True):
+                shape = _wanted_shape((size, *tensor.shape[1:]), wanted.get(name, ()))
+                is_vector = len(shape) < 2 < 1 + len(tensor.shape)
+                self._stored[name] = (stored, slice(0, *shape) if is_vector else part)
+                self.shapes[name] = shape
+
+    def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
+        """Return whether a tensor is of a layer behind the model's, which predicts further tokens and changes no
+        other result."""
+        if not self.file.metadata.get(f"{arch}.nextn_predict_layers"):
+            return False
+        in_layer = re.match(r"blk\.(\d+)\.", stored)
+        return in_layer is not None and int(in_layer[1]) >= config.layers
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
         shape = self.shapes[name]
         if self._has_numbers(name):
-            (stored, first), order = self._stored[name], self._order_of(name)
+            (stored, rows), order = self._stored[name], self._order_of(name)
             numbers = self._numbers(stored)
-            values = numbers[first : first + math.prod(shape) // numbers.shape[1]].reshape(shape)
-            values = in_order(values, order)
+            numbers = numbers.reshape(-1) if self._is_vector(name) else numbers
+            values = in_order(numbers[rows].reshape(shape), order)
             return values[part] if part else values
         sizes = [len(range(*cut.indices(size))) for size, cut in zip(shape, part, strict=False)]
         out = np.empty((*sizes, *shape[len(sizes) :]), np.float32)
@@ -394,10 +417,10 @@ class GGUFSource:
         return out
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        (stored, first_row), shape = self._stored[name], self.shapes[name]
+        (stored, of_file), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
-        if len(shape) < 2:
-            values = self.file.dequantize(stored).ravel()[first_row : first_row + shape[0]]
+        if self._is_vector(name):
+            values = self.file.dequantize(stored).ravel()[of_file].reshape(shape)
             put(target, self._values(name, values, order)[part or ...])
             return
         begin, end, _ = (part[0] if part else slice(None)).indices(shape[0])
@@ -406,24 +429,31 @@ class GGUFSource:
         step = unit * max(1, self.BLOCK // (unit * math.prod(shape[1:])))
         for start in range(begin // unit * unit, end, step):
             stop = min(start + step, -(-end // unit) * unit)
-            rows = self._rows(stored, slice(first_row + start, first_row + stop))
+            if isinstance(of_file, slice):
+                rows = self._rows(stored, slice(of_file.start + start, of_file.start + stop))
+            else:
+                rows = self._rows(stored, of_file[start:stop])
             block = self._values(name, rows, order).reshape(-1, *shape[1:])
             first, last = max(start, begin), min(stop, end)
             put(target[first - begin : last - begin], block[(slice(first - start, last - start), *part[1:])])
 
     def stored_type(self, name: str) -> tuple[str, int]:
         stored, shape = self._stored[name][0], self.shapes[name]
-        return (self.file.type_name(stored), self.file.raw(stored).shape[-1]) if len(shape) == 2 else ("", 0)
+        return (self.file.type_name(stored), self.file.row_bytes(stored)) if len(shape) == 2 else ("", 0)
 
     def stored(self, name: str) -> StoredRows | None:
         kind, row = self.stored_type(name)
         if not kind:
             return None
-        (stored, first), outputs = self._stored[name], self.shapes[name][0]
-        rows = self.file.raw(stored).reshape(-1, row)[first : first + outputs]
+        stored, of_file = self._stored[name]
+        rows = self.file.raw(stored).reshape(-1, row)[of_file]
         if (order := self._order_of(name)) is not None:
             rows = rows.reshape(-1, len(order), row)[:, list(order)].reshape(-1, row)
         return StoredRows(kind, rows)
+
+    def _is_vector(self, name: str) -> bool:
+        """Return whether a tensor is a vector, here or in the file."""
+        return min(len(self.shapes[name]), len(self.file.tensors[self._stored[name][0]].shape)) < 2
 
     def _order_of(self, name: str) -> Sequence[int] | None:
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
@@ -442,7 +472,7 @@ class GGUFSource:
         values = raw.reshape(-1, dtype.itemsize if raw.ndim < 2 else raw.shape[-1]).view(dtype)
         return values if values.flags.aligned else values.copy()
 
-    def _rows(self, stored: str, rows: slice) -> np.ndarray:
+    def _rows(self, stored: str, rows: slice | NDArray[np.int64]) -> np.ndarray:
         """Return rows of a tensor of the file, in its type if that is in NUMBERS, else float32."""
         kind, inputs = self.file.type_name(stored), self.file.tensors[stored].shape[-1]
         if kind in NUMBERS:
@@ -459,6 +489,13 @@ class GGUFSource:
             with np.errstate(divide="ignore", invalid="ignore"):
                 return np.log(-values.astype(np.float64)).astype(np.float32)
         return values.astype(np.float32) - np.float32(offset) if offset else values
+
+
+def _wanted_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape that the model wants if a file's tensor has its numbers in this order, else the file's."""
+    thin, own = (tuple(size for size in sizes if size != 1) for sizes in (wanted, shape))
+    is_flat = len(wanted) == 1 and math.prod(shape) == wanted[0]
+    return wanted if wanted and (is_flat or thin == own) else shape
 
 
 class RandomSource:

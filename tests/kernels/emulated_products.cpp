@@ -38,6 +38,7 @@ struct Type {
 const std::vector<Type> kTypes = {
     {2, 32, 18, {0}},    {3, 32, 20, {0, 2}},    {6, 32, 22, {0}},       {7, 32, 24, {0, 2}},
     {8, 32, 34, {0}},    {12, 256, 144, {0, 2}}, {13, 256, 176, {0, 2}}, {14, 256, 210, {208}},
+    {kMXFP4, 32, 17, {}},
 };
 
 // Panels in memory that begins at a cache line.
@@ -77,6 +78,7 @@ int main(int, char** arguments) {
     std::vector<uint8_t> file(columns * row_bytes);
     for (auto& byte : file) byte = rng();
     for (uint8_t* block = file.data(); block < file.data() + file.size(); block += type.bytes) {
+      if (type.number == kMXFP4) block[0] = 119 + rng() % 6;  // the exponent
       for (int half : type.halves) {
         const Half scale = 0.01f * normal(rng);
         memcpy(block + half, &scale, sizeof scale);

@@ -72,15 +72,44 @@ def test_rows_of_an_embedding(kind, dtype):
             tensor_kernels().block_rows(blocks, torch.tensor([1, wrong]), dtype)
 
 
-def test_a_matrix_of_several_types():
-    """As queries, keys and values are in most files; a panel of two types cannot be."""
-    kinds, loaded = ("Q4_K", "Q4_K", "Q6_K"), tensor_kernels()
-    parts = [StoredRows(kind, stored_bytes(kind, rows, 256)) for kind, rows in zip(kinds, (48, 16, 40), strict=True)]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("types", "floats"),
+    [
+        ([("Q4_K", 48), ("Q4_K", 16), ("Q6_K", 40)], 0),  # as queries, keys and values are in most files
+        ([("Q4_K", 64), ("Q5_K", 32), ("F32", 20), ("F32", 20)], 2),  # as the parts of a gated delta net
+        ([("Q4_K", 48), ("Q6_K", 18), ("Q8_0", 3), ("F32", 12), ("BF16", 7)], 2),  # no type ends with a panel
+    ],
+)
+def test_a_matrix_of_several_types(types, floats, dtype):
+    """A panel of several types has floats. Few rows are multiplied with each panel in the way that its type has."""
+    loaded = tensor_kernels()
+    parts = [StoredRows(kind, stored_bytes(kind, rows, 512, rows)) for kind, rows in types]
     weight = torch.cat([dequantized(part.type, part.rows) for part in parts])
-    x, blocks = torch.randn(9, 256), loaded.pack_blocks(parts, 256)
-    assert torch.equal(loaded.linear(x, blocks, 104), loaded.linear(x, loaded.pack_words(weight), 104))
-    assert blocks.outputs == 104
-    assert loaded.pack_blocks(parts[1:], 256) is None
+    blocks = loaded.pack_blocks(parts, 512)
+    assert blocks.outputs == len(weight)
+    assert sum((blocks.table[:, 1] == BLOCK_TYPES["F32"]).tolist()) == floats
+    assert torch.equal(loaded.block_rows(blocks, torch.arange(len(weight)), torch.float32), weight)
+    words = loaded.pack_words(weight.to(dtype))
+    for rows in (1, 2, 5, 40):
+        x = torch.randn(rows, 512).to(dtype)
+        found, same = loaded.linear(x, blocks, len(weight)), loaded.linear(x, words, len(weight))
+        most = x.float().abs() @ weight.abs().T * (1e-6 if dtype == torch.float32 else 2**-7)  # weights are rounded
+        assert ((found.float() - same.float()).abs() <= most).all()
+        assert rows < 40 or torch.equal(found, same)
+        in_one_form = loaded.linear(x, loaded.in_one_form(blocks), len(weight))
+        assert torch.equal(in_one_form, same)
+
+
+def test_every_number_of_mxfp4():
+    """Under every exponent; the least ones are below the normal numbers of float32."""
+    codes = np.arange(256, dtype=np.uint8)
+    stored = np.empty((256, 16, 17), np.uint8)
+    stored[..., 0], stored[..., 1:] = codes[:, None], codes.reshape(16, 16)
+    with np.errstate(over="ignore"):
+        expected = dequantized("MXFP4", stored.reshape(256, -1))
+    blocks = tensor_kernels().pack_blocks([StoredRows("MXFP4", stored.reshape(256, -1))], 512)
+    assert torch.equal(tensor_kernels().block_rows(blocks, torch.arange(256), torch.float32), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -329,6 +329,33 @@ def test_the_square_of_what_is_above_0(dtype):
     assert np.isnan(found[3]).all() and (found[others] == 0).any()
 
 
+# Of gate and up, and of down.
+TYPES = [("Q4_K", "Q6_K"), ("MXFP4", "MXFP4"), ("Q8_0", "Q5_K"), ("Q5_0", "Q4_1"), ("Q5_1", "Q4_0"), ("BF16", "F16")]
+
+
+@pytest.mark.parametrize("one_form", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+def test_experts_in_blocks(types, dtype, one_form):
+    """Few rows of an expert are multiplied in another way than many, except in one form."""
+    for rows in (1, 3, 90):
+        rng, machine = np.random.default_rng(rows), Machine(dtype)
+        width = 256 if any(kind.endswith("_K") for kind in types) else 96
+        experts = random_experts(rng, machine, hidden := 256, width, types, one_form)
+        x = normal(rng, rows, hidden, dtype=dtype)
+        source, out = machine.buffer(x), machine.buffer(rows, hidden)
+        machine.add(Kind.EXPERTS, source=source, out=out, **experts.fields)
+        machine.run(rows, 1)
+        found = machine.buffers[out].copy()
+        check(found, experts.oracle(x.astype(np.float64)), 1e-5 if dtype == FLOAT32 else 2e-2)
+        machine.run(rows, 3)
+        assert same([machine.buffers[out]], [found])
+        if one_form:
+            machine.buffers[source][0] = x[-1]
+            machine.run(1)
+            assert same([machine.buffers[out][0]], [found[-1]])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gate_for_each_number_and_one_for_all(dtype):
     """The gates of a head lie behind its queries; the result of a number does not depend on its place."""

@@ -7,13 +7,21 @@ import json
 import numpy as np
 import pytest
 import torch
+from gguf.quants import GGMLQuantizationType, dequantize
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend, reference, tiny_checkpoint
 
+from prefold import kernels
 from prefold.checkpoint import resolve
+from prefold.engine.schedule.steps import StreamStep
 from prefold.errors import CheckpointError, UnsupportedModelError
+from prefold.kernels import Blocks
 from prefold.model import Mixture, config_from, mxfp4
 from prefold.train import save_model
+from prefold.worker.native.load import load_native
+from prefold.worker.native.model import NativeModel
+from prefold.worker.native.program import NativeProgram
+from prefold.worker.native.steps import NativePath, prepare_stream
 from prefold.worker.torch.load import load_model
 
 TOKENS = torch.arange(40) * 7 % 300
@@ -55,6 +63,42 @@ def as_mxfp4(folder, *, shards: bool = False):
     else:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return matrices
+
+
+@pytest.mark.skipif(kernels.load() is None, reason="no kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_stay_in_mxfp4(tmp_path, dtype):
+    """In their size; the results are those of their numbers."""
+    folder = tiny_checkpoint(tmp_path, "gpt-oss", **SIZES)
+    as_mxfp4(folder)
+    checkpoint, found = resolve(str(folder)), []
+    for keep in ("file", "dtype"):
+        model = load_native(checkpoint, config_from(checkpoint.config), dtype=dtype, keep=keep)
+        stacks = model.memory.stacks.values()
+        assert all(isinstance(stack, Blocks) for stack in stacks) == (keep == "file")
+        if keep == "file":
+            files = load_file(folder / "model.safetensors")
+            sizes = [tensor.nbytes for name, tensor in files.items() if name.endswith(("_blocks", "_scales"))]
+            assert sum(stack.nbytes for stack in stacks) == sum(sizes)
+            assert "MXFP4" in model.stored_as
+        found.append(model_logits(model))
+    most = np.abs(found[1]).max() * (1e-4 if dtype == "float32" else 0.1)
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=most)
+
+
+def model_logits(model: NativeModel) -> np.ndarray:
+    """The logits of all tokens."""
+    rows, config = np.arange(40), model.config
+    step = StreamStep(TOKENS.numpy().astype(np.int32), rows.astype(np.int32), 0, np.full(40, 40), rows, rows)
+    hidden, _ = NativeProgram(model).over_rows(prepare_stream(step, config.planes, config.invariant), NativePath())
+    return model.logits(hidden).copy()
+
+
+def test_blocks_of_mxfp4_are_those_of_gguf():
+    blocks, scales = packed_moe(torch.Generator().manual_seed(0), 1, 40, 64)
+    blocks, scales = blocks[0].numpy(), scales[0].numpy()
+    found = dequantize(mxfp4.as_blocks(blocks, scales), GGMLQuantizationType.MXFP4)
+    assert np.array_equal(found, mxfp4.numbers(blocks, scales))
 
 
 def test_mxfp4_is_what_transformers_reads():

@@ -9,9 +9,11 @@ from ctypes import Structure, addressof
 from dataclasses import dataclass
 
 import numpy as np
+from blocks import dequantized, stored_bytes
 from routing import route
 
 from prefold import kernels
+from prefold.kernels import StoredRows
 from prefold.kernels.abi import (
     Activation,
     ConvCall,
@@ -295,7 +297,7 @@ def gated_delta(
 ) -> Mixer:
     heads, kept, beta_scale = key_heads * shared, int(rng.integers(1, 4)), float(rng.choice([1.0, 2.0]))
     keys, values = key_heads * key_dim, heads * value_dim
-    channels = 2 * keys + values
+    channels, is_tiled = 2 * keys + values, bool(rng.integers(2))
     taps, norm = normal(rng, kept + 1, channels, scale=0.5), normal(rng, value_dim)
     rates, dt_bias = -np.exp(normal(rng, heads)), normal(rng, heads)
     tables = [
@@ -305,15 +307,16 @@ def gated_delta(
     call = DeltaCall(
         ConvCall(**machine.fields(taps=taps, channels=channels, kept=kept)),
         **machine.fields(rates=rates, dt_bias=dt_bias, norm=norm), heads=heads, key_heads=key_heads, key_dim=key_dim,
-        value_dim=value_dim, eps=1e-5, beta_scale=beta_scale,
+        value_dim=value_dim, eps=1e-5, beta_scale=beta_scale, tiled=is_tiled,
     )  # fmt: skip
+    heads_of = np.arange(heads) % key_heads if is_tiled else np.arange(heads) // shared
 
     def oracle(state, row):
         x, z, b, a = np.split(row, np.cumsum([channels, values, heads]))
         y, left = convolution(state[0], x, taps, None)
         q, k, v = (part.reshape(-1, dim) for part, dim in zip(
             np.split(silu(y), [keys, 2 * keys]), (key_dim, key_dim, value_dim), strict=True))  # fmt: skip
-        q, k = (np.repeat(u / np.sqrt((u * u).sum(-1, keepdims=True) + 1e-6), shared, 0) for u in (q, k))
+        q, k = ((u / np.sqrt((u * u).sum(-1, keepdims=True) + 1e-6))[heads_of] for u in (q, k))
         s = np.exp(rates * np.log1p(np.exp(a + dt_bias)))[:, None, None] * state[1]
         added = beta_scale * sigmoid(b)[:, None] * (v - np.einsum("hk,hkv->hv", k, s))
         s = s + k[:, :, None] * added[:, None]
@@ -385,22 +388,66 @@ class Experts:
     oracle: Callable[[np.ndarray], np.ndarray]
 
 
-def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> Experts:
+def random_stacks(
+    rng: np.random.Generator,
+    machine: Machine,
+    count: int,
+    width: int,
+    hidden: int,
+    plain: bool,
+    types: Sequence[str],
+    one_form: bool,
+) -> tuple[list[np.ndarray], dict]:
+    """Gate, up and down of experts, [experts, outputs, inputs], and the fields of a call with them.
+
+    plain     the experts have no gate: up is both
+    types     of the blocks of gate and up, and of down; (): the matrices are packed
+    one_form  as of `in_one_form`
+    """
+    if not types:
+        dtype, fill = machine.dtype, -width % LANES
+        gate, up = (normal(rng, count, width, hidden, scale=hidden**-0.5, dtype=dtype) for _ in range(2))
+        down = normal(rng, count, hidden, width, scale=width**-0.5, dtype=dtype)
+        firsts = up if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
+        gate_up = np.stack([pack(matrix) for matrix in firsts])
+        packed = np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])
+        return [gate, up, down], {"gate_up": gate_up, "down": packed}
+    compiled, matrices, given = kernels.load(), [], {}
+    assert compiled is not None
+    for kind, name, outputs, inputs in zip(
+        types, ("gate_up", "down"), (width if plain else 2 * width, hidden), (hidden, width), strict=True
+    ):
+        rows = stored_bytes(kind, count * outputs, inputs, inputs)
+        blocks = compiled.pack_blocks(
+            [StoredRows(kind, rows)], inputs, gated=name == "gate_up" and not plain, experts=count
+        )
+        blocks = compiled.in_one_form(blocks) if one_form else blocks
+        machine.keep(blocks)
+        given[f"{name}_blocks"] = blocks.table
+        matrices.append(dequantized(kind, rows).numpy().reshape(count, outputs, inputs))
+    gate, up = 2 * matrices[:1] if plain else np.split(matrices[0], 2, 1)
+    return [gate, up, matrices[1]], given
+
+
+def random_experts(
+    rng: np.random.Generator,
+    machine: Machine,
+    hidden: int,
+    width: int | None = None,
+    types: Sequence[str] = (),
+    one_form: bool = False,
+) -> Experts:
+    """width: None: any; types, one_form: as of `random_stacks`"""
     kinds = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED, Activation.RELU2)
-    count, width, kind = int(rng.integers(2, 9)), int(rng.integers(1, 80)), kinds[rng.integers(len(kinds))]
+    count, some, kind = int(rng.integers(2, 9)), int(rng.integers(1, 80)), kinds[rng.integers(len(kinds))]
     plain = bool(rng.integers(2)) and kind != Activation.CLAMPED
     chosen, normalised, biased = int(rng.integers(1, count + 1)), bool(rng.integers(2)), bool(rng.integers(2))
-    dtype, scale = machine.dtype, hidden**-0.5
-    router = normal(rng, count, hidden, scale=2 * scale, dtype=dtype)
-    gate, up = (normal(rng, count, width, hidden, scale=scale, dtype=dtype) for _ in range(2))
-    down = normal(rng, count, hidden, width, scale=width**-0.5, dtype=dtype)
+    dtype, width = machine.dtype, width or some
+    router = normal(rng, count, hidden, scale=2 * hidden**-0.5, dtype=dtype)
+    (gate, up, down), given = random_stacks(rng, machine, count, width, hidden, plain, types, one_form)
     inner = width if plain else 2 * width
     biases = [normal(rng, *shape, dtype=dtype) for shape in ((count,), (count, inner), (count, hidden))]
     fill = -width % LANES
-    firsts = gate if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
-    packed = [np.stack([pack(matrix) for matrix in firsts]),
-              np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])]  # fmt: skip
-    given = {"gate_up": packed[0], "down": packed[1]}
     if biased:
         given |= {"gate_up_bias": biases[1], "down_bias": biases[2]}
     groups = int(rng.choice([n for n in range(1, count + 1) if count % n == 0 and count // n * n >= chosen]))
@@ -440,7 +487,10 @@ def random_experts(rng: np.random.Generator, machine: Machine, hidden: int) -> E
 
 def random_layers(rng: np.random.Generator, machine: Machine, runs: Runs, reads: np.ndarray | None) -> RandomLayers:
     """A program of layers with a mixer and experts each. The last layer computes the rows that are read."""
-    hidden, rows = 2 * int(rng.integers(4, 40)), runs.rows if runs.gather is None else len(runs.gather)
+    rows = runs.rows if runs.gather is None else len(runs.gather)
+    # Some experts are in blocks, whose rows are whole ones.
+    types = rng.choice(["Q8_0", "Q4_1", "MXFP4", "BF16"], 2).tolist() if not rng.integers(3) else []
+    hidden = 32 * int(rng.integers(1, 4)) if types else 2 * int(rng.integers(4, 40))
     start = normal(rng, rows, hidden, dtype=machine.dtype)
     x, h, delta, gate = machine.buffer(start), *(machine.buffer(rows, width) for width in (hidden, hidden, 1))
     mixers = [random_mixer(rng, machine, runs.states) for _ in range(int(rng.integers(1, 4)))]
@@ -452,7 +502,7 @@ def random_layers(rng: np.random.Generator, machine: Machine, runs: Runs, reads:
             for inputs, outputs in ((hidden, mixer.width), (mixer.out, hidden), (hidden, 1))
         ]
         norms = [normal(rng, hidden, dtype=machine.dtype) for _ in range(2)]
-        experts = random_experts(rng, machine, hidden)
+        experts = random_experts(rng, machine, hidden, 32 if types else None, types)
         norm = {"source": x, "out": h, "beside": -1, "columns": hidden, "eps": 1e-5}
         machine.add(Kind.NORM, weight=norms[0], **norm)
         machine.linear(h, inner, matrices[0])

@@ -3,6 +3,10 @@ who has them."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -29,11 +33,14 @@ MIXES = {
     "Q5_0 and F16": lambda name: "F16" if "attn" in name else "Q5_0",
     "Q5_K, gates of two types": lambda name: "Q8_0" if name.endswith("ffn_up") else "Q5_K",
 }
+# The types of experts' gate and up, and of down.
+EXPERTS = {"Q4_K": "Q6_K", "MXFP4": "MXFP4", "Q8_0": "Q5_K"}
 
 
-def load(path, keep, dtype="float32", **options) -> NativeModel:
+def load(path, keep, dtype="float32", invariant=False, **options) -> NativeModel:
     checkpoint = resolve(str(path))
-    return load_native(checkpoint, config_from(checkpoint.config), dtype=dtype, keep=keep, **options)
+    config = replace(config_from(checkpoint.config), invariant=invariant)
+    return load_native(checkpoint, config, dtype=dtype, keep=keep, **options)
 
 
 def outputs(model: NativeModel) -> list[np.ndarray]:
@@ -42,6 +49,11 @@ def outputs(model: NativeModel) -> list[np.ndarray]:
     batch = prepare_stream(step, model.config)
     hidden, _ = NativeProgram(model).over_rows(batch, NativePath())
     return [hidden, model.logits(hidden).copy(), model.logits(hidden, [3, 299, 17])]
+
+
+def tensors_of(path) -> dict[str, np.ndarray]:
+    """The tensors of a GGUF file as it has them."""
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
 
 
 def matrices(model: NativeModel, name: str) -> list[np.ndarray | Blocks]:
@@ -67,6 +79,46 @@ def test_a_file_gives_the_same_bits(tmp_path, mix, dtype, tied):
     assert ("as stored" in kept.stored_as, plain.stored_as) == (True, "")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gate_up", EXPERTS)
+def test_experts_stay_as_stored(tmp_path, gate_up, dtype):
+    """Results are those of the dequantised model, in invariant mode to the bit; memory is that of the file."""
+
+    def type_of(name: str) -> str:
+        return "Q8_0" if "exps" not in name else EXPERTS[gate_up] if "down" in name else gate_up
+
+    path = write_model(tmp_path / "m.gguf", type_of, experts=4)
+    kept, plain = load(path, "file", dtype), load(path, "dtype", dtype)
+    stacks = kept.memory.stacks
+    assert len(stacks) == 4 and all(isinstance(stack, Blocks) for stack in stacks.values())
+    of_file = sum(tensor.nbytes for name, tensor in tensors_of(path).items() if "exps" in name)
+    assert of_file <= sum(stack.nbytes for stack in stacks.values()) <= 1.03 * of_file
+    assert {gate_up, EXPERTS[gate_up]} <= set(re.findall(r"[A-Z0-9_]+", kept.stored_as))
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    for found, expected in zip(outputs(kept), outputs(plain), strict=True):
+        most = np.abs(expected.astype(np.float32)).max()
+        assert np.abs(found.astype(np.float32) - expected.astype(np.float32)).max() <= tolerance * most
+    kept, plain = load(path, "file", dtype, invariant=True), load(path, "dtype", dtype, invariant=True)
+    assert same(outputs(kept), outputs(plain))
+
+
+def test_a_mixture_that_fits_in_its_blocks_alone(tmp_path, free_memory):
+    path = write_model(tmp_path / "m.gguf", lambda name: "Q4_K", experts=16)
+    free_memory(path.stat().st_size * 3 // 2)
+    with pytest.raises(OutOfMemoryError):
+        load(path, "dtype", "bfloat16")
+    assert load(path, "file", "bfloat16").memory.num_bytes < 1.05 * path.stat().st_size
+
+
+def test_gates_of_experts_of_two_types_are_dequantised(tmp_path):
+    """Gate and up share panels; the other matrices stay as stored."""
+    path = write_model(tmp_path / "m.gguf", lambda name: "Q5_K" if "ffn_up" in name else "Q4_K", experts=4)
+    kept, plain = load(path, "file"), load(path, "dtype")
+    assert [isinstance(stack, Blocks) for stack in kept.memory.stacks.values()] == [False, True] * 2
+    for found, expected in zip(outputs(kept), outputs(plain), strict=True):
+        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
 def test_sixteen_bits_are_not_widened(tmp_path):
     folder = tiny_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
     kept, plain = load(folder, "file"), load(folder, "dtype")
@@ -89,6 +141,18 @@ def test_automatic(tmp_path, monkeypatch):
     size = load(path, "dtype", "bfloat16").memory.num_bytes
     monkeypatch.setattr("prefold.worker.native.load.available_memory", lambda: size)
     assert load(path, "fast", "bfloat16").stored_as
+
+
+@pytest.mark.parametrize("experts", [8, 16])
+def test_experts_of_a_sparse_mixture_stay_although_linears_may_not(tmp_path, experts):
+    """In bfloat16 on a CPU that does not multiply it: few rows meet in one of sixteen experts of which two are
+    chosen."""
+    path = write_model(tmp_path / "m.gguf", MIXES["Q8_0"], experts=experts)
+    for wish, linears, stacks in (("auto", computes_bf16(), experts == 16 or computes_bf16()), ("fast", False, False)):
+        model = load(path, wish, "bfloat16")
+        assert {isinstance(stack, Blocks) for stack in model.memory.stacks.values()} == {stacks}
+        assert {isinstance(matrix, Blocks) for matrix in matrices(model, "o")} == {linears}
+    assert not load(path, "auto", "bfloat16", invariant=True).stored_as
 
 
 def test_a_model_that_fits_in_its_blocks_alone(tmp_path, free_memory):

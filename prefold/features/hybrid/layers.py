@@ -28,21 +28,24 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor, tiled: bool = False
+) -> tuple[Tensor, Tensor]:
     """Returns o [runs, rows, heads, value dim], and the states at the ends of the runs.
 
-    q, k         float32 [runs, rows, key heads, key dim]: each key head is that of some neighbouring heads; q is scaled
-                 by the root of the key dim here. Rows of zeros change nothing
+    q, k         float32 [runs, rows, key heads, key dim]: each key head is that of some heads; q is scaled by the root
+                 of the key dim here. Rows of zeros change nothing
     v            float32 [runs, rows, heads, value dim]
     decay, beta  float32 [runs, rows, heads]
     start        float32 [runs, heads, key dim, value dim]
+    tiled        as of GatedDelta
     """
     runs, rows, heads = v.shape[:3]
-    shared = heads // k.shape[2]
     q = q * q.shape[-1] ** -0.5
+    if (shared := heads // k.shape[2]) > 1:
+        q, k = (x.repeat(1, 1, shared, 1) if tiled else x.repeat_interleave(shared, 2) for x in (q, k))
     if rows == 1:
-        return _one_row(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], start, shared)
-    q, k, v = (x.repeat_interleave(heads // x.shape[2], 2) if x.shape[2] < heads else x for x in (q, k, v))
+        return _one_row(q[:, 0], k[:, 0], v[:, 0], decay[:, 0], beta[:, 0], start)
     # A matrix for each run and head.
     q, k, v, decay, beta = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k, v, decay, beta))
     out, state = torch.empty_like(v), start.flatten(0, 1)
@@ -75,12 +78,9 @@ def power(exponent: Tensor) -> Tensor:
     return exponent.clamp(-60, 0).exp_()
 
 
-def _one_row(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor, shared: int
-) -> tuple[Tensor, Tensor]:
-    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows."""
-    if shared > 1:
-        q, k = q.repeat_interleave(shared, 1), k.repeat_interleave(shared, 1)
+def _one_row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what `gated_delta` does for runs of one row; the arguments are those without the dimension of rows, and
+    each head has its q and k."""
     state = start * decay.exp()[..., None, None]
     added = (v - (k[..., None, :] @ state)[..., 0, :]) * beta[..., None]
     state.addcmul_(k[..., :, None], added[..., None, :])
@@ -125,7 +125,7 @@ def gated_delta_net(operation: GatedDelta, weights: Weights, rows: Rows) -> None
 
     def scan(start: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         by_runs = group.pick
-        o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start)
+        o, end = gated_delta(by_runs(q), by_runs(k), by_runs(v), by_runs(decay), by_runs(beta), start, operation.tiled)
         return o.flatten(2), end
 
     o = states.scan(1, scan, values, torch.float32)

@@ -19,7 +19,8 @@ constexpr int kAhead = 8192;
 //   kScaleMin    d, m                  x = d * q + m
 //   kScalesMins  d, m, scales, minima  x = d * scale * q - m * minimum
 //   kScales      d, signed scales      x = d * scale * q
-enum Scales { kScale, kScaleMin, kScalesMins, kScales };
+//   kPower       an exponent e         x = 2^(e - 128) * q, and q is two times a number of E2M1 (MXFP4)
+enum Scales { kScale, kScaleMin, kScalesMins, kScales, kPower };
 
 // A type: numbers of a block, which are those of a unit, and of a group that shares a scale; bits of a number;
 // what is taken from the unsigned q; and where its parts lie in a block of the file.
@@ -40,15 +41,18 @@ PREFOLD_BLOCKS(kQ8_0, 32, 32, 8, 0, kScale, 34)
 PREFOLD_BLOCKS(kQ4_K, 256, 32, 4, 0, kScalesMins, 144)
 PREFOLD_BLOCKS(kQ5_K, 256, 32, 5, 0, kScalesMins, 176)
 PREFOLD_BLOCKS(kQ6_K, 256, 16, 6, 32, kScales, 210)
+PREFOLD_BLOCKS(kMXFP4, 32, 32, 4, 16, kPower, 17)
 #undef PREFOLD_BLOCKS
 
 template <class B>
 constexpr int kGroups = B::kUnit / B::kGroup;
 // Of a unit, in bytes: its float16 numbers, the bytes of its groups, and a run of its numbers.
 template <class B>
-constexpr int kHalves = (B::kKind == kScale || B::kKind == kScales ? 1 : 2) * kPanel * 2;
+constexpr int kHalves = (B::kKind == kPower ? 0 : B::kKind == kScale || B::kKind == kScales ? 1 : 2) * kPanel * 2;
 template <class B>
-constexpr int kGroupBytes = (B::kKind == kScalesMins ? 2 : B::kKind == kScales ? 1 : 0) * kGroups<B> * kPanel;
+constexpr int kBytesOfGroup = B::kKind == kScalesMins ? 2 : B::kKind == kScales || B::kKind == kPower ? 1 : 0;
+template <class B>
+constexpr int kGroupBytes = kBytesOfGroup<B> * kGroups<B> * kPanel;
 template <class B>
 constexpr int kLowBytes = kRun * kPanel * (B::kBits == 8 ? 8 : 4) / 8;
 template <class B>
@@ -172,6 +176,44 @@ PREFOLD_INLINE __m512 table() {
 template <class B>
 constexpr bool kHasMinima = B::kKind == kScaleMin || B::kKind == kScalesMins;
 
+// Bits of a whole number, kZero included. Those of E2M1, times two, are -12 to 12.
+template <class B>
+constexpr int kWholeBits = B::kKind == kPower ? 5 : B::kBits;
+
+// Two times the numbers of E2M1 plus 16, a byte each, by the lower four bits of a byte; its others are zeros.
+PREFOLD_INLINE Words whole_e2m1(const Words& codes) {
+#if defined(__AVX512BW__)
+  const __m512i sums = _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm512_shuffle_epi8(sums, (__m512i)part); }, codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i sums =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm256_shuffle_epi8(sums, (__m256i)part); }, codes);
+#else
+  return Words::map([](Part<uint32_t> code) {
+    const Part<uint32_t> size = code & 0x07070707u, low = size & (size >> 2 & 0x01010101u) * 3u;  // low: from 4 on
+    const Part<uint32_t> sum = size + low + 2u * (low & low >> 1 & 0x01010101u);
+    return 0x10101010u + sum - 2u * (sum & (code >> 3 & 0x01010101u) * 255u);
+  }, codes);
+#endif
+}
+
+// Two times the numbers of E2M1, by the lower four bits of words.
+PREFOLD_INLINE Floats e2m1(const Words& codes) {
+#if defined(__AVX512F__)
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  return Floats::make([&](int p) { return (Part<float>)_mm512_permutexvar_ps((__m512i)codes.part[p], numbers); });
+#elif defined(__AVX2__)
+  const __m256 sizes = _mm256_setr_ps(0, 1, 2, 3, 4, 6, 8, 12);
+  return Floats::make([&](int p) {
+    const Part<uint32_t> sign = (codes.part[p] & 8u) << 28;
+    return (Part<float>)((Part<uint32_t>)_mm256_permutevar8x32_ps(sizes, (__m256i)codes.part[p]) ^ sign);
+  });
+#else
+  return to_floats(whole_e2m1(codes & Words(15)) & Words(255)) + Floats(-16.0f);
+#endif
+}
+
 // Whether a number is made by putting its bits behind those of a power of two, of which it has to be freed afterwards:
 // what is too much, times a scale, is exact, but is not where a minimum is added as well. Otherwise numbers are looked
 // up, or converted.
@@ -180,7 +222,7 @@ constexpr bool kBehindPower =
 #ifdef __AVX512F__
     B::kBits == 8 || B::kBits == 6 || (B::kBits == 5 && !kHasMinima<B>);
 #else
-    !kHasMinima<B>;
+    !kHasMinima<B> && B::kKind != kPower;
 #endif
 
 // What a number is too large by: the power that it was put behind, and the zero of its type.
@@ -203,6 +245,7 @@ PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
     return as<float>(bits);
   }
   const Words index = shift<-kPlace>(low);
+  if constexpr (B::kKind == kPower) return e2m1(index);
 #ifdef __AVX512F__
   if constexpr (kHighBits == 0) {
     return Floats::make([&](int p) {
@@ -231,6 +274,11 @@ struct ScaleAndLeast {
 template <class B>
 PREFOLD_INLINE ScaleAndLeast scale_and_least(const uint8_t* unit, int64_t group, int column) {
   const uint8_t* at = unit + kHalves<B> + group * kPanel + column;
+  if constexpr (B::kKind == kPower) {
+    return {Floats::map([](Part<uint32_t> e) {  // the least two are below the normal numbers
+      return (Part<float>)(e < 2u ? (Part<uint32_t>{} + 0x00200000u) << e : (e - 1u) << 23);
+    }, load_words<uint8_t>(at)), zeros()};
+  }
   const Floats d = load_float16(unit + column * 2);
   if constexpr (B::kKind == kScale) return {d, zeros()};
   if constexpr (B::kKind == kScales) return {d * to_floats(load_words<int8_t>(at)), zeros()};
@@ -263,6 +311,7 @@ template <class B, int J>
 PREFOLD_INLINE Words whole_numbers(const Words& low, const Words& high) {
   if constexpr (B::kBits == 8) return low;
   const Words four = (J % 4 / 2 ? shift<-4>(low) : low) & Words(0x0f0f0f0fu);
+  if constexpr (B::kKind == kPower) return whole_e2m1(four);
   constexpr int kFour = J / 2;  // of those at even places, or at odd ones
   if constexpr (B::kBits == 5) {
     // Each of four bits is moved to the fifth bit of its byte: no two products meet there.

@@ -69,6 +69,9 @@ void take_apart(const uint8_t* block, Apart& out) {
     if constexpr (B::kBits == 5) {
       for (int i = 0; i < 32; ++i) out.numbers[i] |= (high >> i & 1) << 4;
     }
+  } else if constexpr (B::kKind == kPower) {
+    out.scales[0] = block[0];
+    put_halves(block + 1, 16, out.numbers);
   } else if constexpr (B::kKind == kScalesMins) {
     memcpy(&out.d, block, 2), memcpy(&out.m, block + 2, 2);
     for (int j = 0; j < kGroups<B>; ++j) scale_and_minimum(block + 4, j, &out.scales[j], &out.minima[j]);
@@ -133,7 +136,7 @@ void put_unit(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
     Apart apart;
     take_apart<TYPE>(rows[column] + number * B::kBytes, apart);
     auto* halves = reinterpret_cast<uint16_t*>(unit);
-    halves[column] = apart.d;
+    if constexpr (kHalves<B> > 0) halves[column] = apart.d;
     if constexpr (B::kKind == kScaleMin || B::kKind == kScalesMins) halves[kPanel + column] = apart.m;
     uint8_t* groups = unit + kHalves<B>;
     if constexpr (kGroupBytes<B> > 0) {
@@ -155,6 +158,17 @@ void put_pairs(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
       uint32_t word = 0;
       if (rows[column]) memcpy(&word, rows[column] + (number * kRun / 2 + pair) * 4, 4);
       memcpy(unit + (pair * kPanel + column) * 4, &word, 4);
+    }
+  }
+}
+
+// Floats lie as the words of products.h.
+void put_floats(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
+  for (int i = 0; i < kRun; ++i) {
+    for (int column = 0; column < kPanel; ++column) {
+      uint32_t word = 0;
+      if (rows[column]) memcpy(&word, rows[column] + (number * kRun + i) * 4, 4);
+      memcpy(unit + (i * kPanel + column) * 4, &word, 4);
     }
   }
 }
@@ -196,7 +210,7 @@ struct Lanes {
 template <class B, int I>
 PREFOLD_INLINE Floats decoded(const uint8_t* turn, const Lanes& lanes) {
   const Floats q = number<B, I>(load_bits<uint32_t>(turn), lanes.high);
-  if constexpr (kExcess<B> == 0 && B::kKind == kScale) return q * lanes.scale;
+  if constexpr (kExcess<B> == 0 && !kHasMinima<B>) return q * lanes.scale;
   else return q * lanes.scale + lanes.least;
 }
 
@@ -296,6 +310,27 @@ void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* u
   }
 }
 
+// Two numbers rounded to bfloat16, the first in the lower half.
+PREFOLD_INLINE Words in_pairs(const Floats& first, const Floats& second) {
+  const auto bits = [](const Floats& x, int p) { return __builtin_convertvector(narrow(x.part[p]), Part<uint32_t>); };
+  return Words::make([&](int p) { return bits(first, p) | bits(second, p) << 16; });
+}
+
+template <bool PAIRS>
+void decode_floats(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
+  const uint8_t* at = panel + first * kPanel * 4;
+  if constexpr (!PAIRS) {
+    memcpy(words, at, count * kPanel * 4);
+    return;
+  }
+  for (int64_t i = 0; i < count; i += 2, at += 2 * kPanel * 4) {
+    for (int column = 0; column < kPanel; column += kLanes, words += kLanes) {
+      const Floats even = as<float>(load_bits<uint32_t>(at + column * 4));
+      store_bits(words, in_pairs(even, as<float>(load_bits<uint32_t>(at + (kPanel + column) * 4))));
+    }
+  }
+}
+
 template <int TYPE, bool PAIRS>
 void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   const uint8_t* at = panel + first * kPanel * 2;
@@ -309,9 +344,7 @@ void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t
     const Floats second = TYPE == kF16 ? of_float16(shift<-16>(both)) : as<float>(both & Words(0xffff0000u));
     uint32_t* to = words + i % 2 * kLanes + i / 2 * (PAIRS ? 1 : 2) * kPanel;
     if constexpr (PAIRS) {
-      const auto bits = [](const Floats& x, int p) { return __builtin_convertvector(narrow(x.part[p]), Part<uint32_t>); };
-      const Words pair = Words::make([&](int p) { return bits(first, p) | bits(second, p) << 16; });
-      store_bits(to, pair);
+      store_bits(to, in_pairs(first, second));
     } else {
       store_bits(to, first);
       store_bits(to + kPanel, second);
@@ -322,7 +355,7 @@ void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t
 template <int TYPE>
 constexpr Int8Form int8_form_of() {
   using B = Blocks<TYPE>;
-  constexpr int kShift = B::kBits == 8 ? 7 : B::kBits - 1;
+  constexpr int kShift = B::kBits == 8 ? 7 : kWholeBits<B> - 1;
   static_assert(kHasMinima<B> || B::kBits == 8 || B::kZero == 1 << kShift);
   return {B::kGroup, kShift, kHasMinima<B>, kWholeBytes<B>, decode_whole<TYPE>};
 }
@@ -354,8 +387,9 @@ constexpr Form form_of_16_bits() {
 }
 
 constexpr Form kForms[] = {form<kQ4_0>(), form<kQ4_1>(), form<kQ5_0>(), form<kQ5_1>(), form<kQ8_0>(),
-                           form<kQ4_K>(), form<kQ5_K>(), form<kQ6_K>(), form_of_16_bits<kF16>(),
-                           form_of_16_bits<kBF16>()};
+                           form<kQ4_K>(), form<kQ5_K>(), form<kQ6_K>(), form<kMXFP4>(), form_of_16_bits<kF16>(),
+                           form_of_16_bits<kBF16>(),
+                           {kF32, kRun, kRun * kPanel * 4, put_floats, decode_floats<false>, decode_floats<true>}};
 
 const Form* form_of(int64_t type) {
   for (const Form& form : kForms) {

@@ -9,11 +9,19 @@
 
 #include "activations.h"
 #include "amx_products.h"
+#include "few_rows.h"
 #include "interface.h"
 #include "pack.h"
 
 namespace prefold {
 namespace {
+
+// The matrices of all experts, one behind the other: packed, or in blocks.
+struct Stack {
+  const void* packed;
+  const BlockPanel* blocks;
+  int64_t panels;  // of an expert
+};
 
 // Pieces of a product: as many a thread as balance, none of fewer panels than are worth a copy of the rows.
 constexpr int64_t kPiecesPerThread = 8, kLeastPanels = 4;
@@ -192,13 +200,13 @@ class Experts {
   // Rows in the form that products take them; row_of(i): where the i-th row lies. Rows that are many or no numbers of
   // that form are copied.
   template <class RowOf>
-  Product rows_of(int64_t rows, int64_t k, const void* packed, int64_t panels, bool lie_well, const RowOf& row_of) {
-    const int64_t steps = k * sizeof(Element) / sizeof(uint32_t), columns = panels * kPanel;
-    const auto* words = static_cast<const uint32_t*>(packed);
+  Product rows_of(int64_t rows, int64_t k, const Stack& stack, bool lie_well, const RowOf& row_of) {
+    const int64_t steps = k * sizeof(Element) / sizeof(uint32_t), columns = call_.experts * stack.panels * kPanel;
+    const auto* words = static_cast<const uint32_t*>(stack.packed);
     const char* first = reinterpret_cast<const char*>(row_of(0));
     if (!kWiden && (rows == 1 || lie_well)) {
       const int64_t distance = rows == 1 ? 0 : reinterpret_cast<const char*>(row_of(1)) - first;
-      return {first, distance, words, rows, columns, steps};
+      return {first, distance, words, rows, columns, steps, stack.blocks};
     }
     static thread_local Workspace workspace;
     const int64_t row = padded_row(k * sizeof(Number));
@@ -213,14 +221,41 @@ class Experts {
         }
       }
     }
-    return {copy, row, words, rows, columns, steps};
+    return {copy, row, words, rows, columns, steps, stack.blocks};
   }
 
+  using StorePairs = Body<int64_t, int64_t, int64_t, const float*>;
+
+#ifdef PREFOLD_FEW_ROWS
+  // A piece of few rows in the way of few_rows.h; returns whether there is one for the matrix. All panels of a stack are of
+  // one type.
+  template <class RowOf>
+  bool multiply_few(const Piece& piece, int64_t k, const Stack& stack, const RowOf& row_of, const StorePairs& store) {
+    const int64_t rows = piece.stop - piece.first;
+    if (!stack.blocks || !are_few(rows, kDigits<Element>) || !add_few(stack.blocks->type, 1)) return false;
+    static thread_local Workspace workspace;
+    auto* copy = static_cast<Element*>(workspace.reserve(rows * k * sizeof(Element)));
+    for (int64_t i = 0; i < rows; ++i) memcpy(copy + i * k, row_of(i), k * sizeof(Element));
+    const Int8Rows given = quantise(copy, k, rows, k, 32, stack.blocks->type == kQ6_K, 1, kDigits<Element>);
+    alignas(64) float sums[kFewSums];
+    for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
+      multiply_few_rows(stack.blocks[piece.expert * stack.panels + p], k, given, rows, kDigits<Element>, sums);
+      store(piece.first, p * kPanel, rows, sums);
+    }
+    return true;
+  }
+#endif
+
   // All of a piece; store(row, column, number of rows, sums [rows, kPanel]) with the pair's number among those sorted and
-  // the expert's own column.
-  void multiply_piece(const Product& product, const Piece& piece, int64_t panels,
-                      const Body<int64_t, int64_t, int64_t, const float*>& store) {
-    const int64_t panel = piece.expert * panels;  // the matrices lie one behind the other
+  // the expert's own column. lie_well, row_of: as of `rows_of`
+  template <class RowOf>
+  void multiply_piece(const Piece& piece, int64_t k, const Stack& stack, bool lie_well, const RowOf& row_of,
+                      const StorePairs& store) {
+#ifdef PREFOLD_FEW_ROWS
+    if (multiply_few(piece, k, stack, row_of, store)) return;
+#endif
+    Product product = rows_of(piece.stop - piece.first, k, stack, lie_well, row_of);
+    const int64_t panel = piece.expert * stack.panels;
     const auto put = [&](int64_t row, int64_t column, int64_t count, int64_t, const float* tile) {
       store(piece.first + row, column - panel * kPanel, count, tile);
     };
@@ -235,6 +270,16 @@ class Experts {
       }
     }
 #endif
+    if constexpr (std::is_same_v<Format, FloatWords>) {
+      // More rows gain by decoding what they all meet.
+      if (stack.blocks && stack.blocks->type == kBF16 && product.rows <= 2 * kBlockRows) {
+        product.steps = k / 2, product.as_words = true;
+        for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
+          multiply_panel<WidenedWords>(product, panel + p, 0, product.rows, put);
+        }
+        return;
+      }
+    }
     for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
       multiply_panel<Format>(product, panel + p, 0, product.rows, put);
     }
@@ -245,14 +290,13 @@ class Experts {
   void multiply_gate_up(const Sorted& sorted, Element* inner) {
     constexpr bool kExact = std::is_same_v<Element, float>;
     const auto* x = static_cast<const Element*>(call_.x);
-    const int64_t outputs = call_.is_plain ? call_.width : 2 * call_.width, panels = (outputs + kPanel - 1) / kPanel;
+    const int64_t outputs = call_.is_plain ? call_.width : 2 * call_.width;
+    const Stack stack{call_.gate_up, call_.gate_up_blocks, (outputs + kPanel - 1) / kPanel};
     const int64_t steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
-    for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
-      const Product product = rows_of(piece.stop - piece.first, call_.hidden, call_.gate_up, call_.experts * panels,
-                                      false, [&](int64_t i) {
-                                        return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row;
-                                      });
-      multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+    for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
+      const auto row_of = [&](int64_t i) { return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row; };
+      multiply_piece(piece, call_.hidden, stack, false, row_of, [&](int64_t row, int64_t column, int64_t count,
+                                                                    const float* tile) {
         if (call_.is_plain) return put_plain<Activation>(piece.expert, row, column, count, tile, inner);
         Floats of_gate = zeros(), of_up = zeros();
         if (call_.gate_up_bias) {
@@ -286,12 +330,12 @@ class Experts {
 
   // results [pairs row by row, hidden] = the product of inner and down.
   void multiply_down(const Sorted& sorted, const Element* inner, Element* results) {
-    const int64_t panels = (call_.hidden + kPanel - 1) / kPanel;
+    const Stack stack{call_.down, call_.down_blocks, (call_.hidden + kPanel - 1) / kPanel};
     const int64_t steps = call_.width * sizeof(Element) / sizeof(uint32_t);
-    for_pieces(sorted, panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
-      const Product product = rows_of(piece.stop - piece.first, call_.width, call_.down, call_.experts * panels, true,
-                                      [&](int64_t i) { return inner + (piece.first + i) * inner_row_; });
-      multiply_piece(product, piece, panels, [&](int64_t row, int64_t column, int64_t count, const float* tile) {
+    for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
+      const auto row_of = [&](int64_t i) { return inner + (piece.first + i) * inner_row_; };
+      multiply_piece(piece, call_.width, stack, true, row_of, [&](int64_t row, int64_t column, int64_t count,
+                                                                  const float* tile) {
         const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
           Element* to = results + sorted.pair[row + r] * call_.hidden + column;

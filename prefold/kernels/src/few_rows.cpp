@@ -1,6 +1,7 @@
 // Multiplies few rows with a panel of blocks: see few_rows.h.
 #include "few_rows.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "block_types.h"
@@ -94,7 +95,7 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
             constexpr int kPiece = kG * kPieces + decltype(of_group)::value;
             for (int side = 0; side < kSides; ++side) {
               const Words u = whole_numbers<B, 2 * kPiece>(low[side][kPiece * kTurns / 4], high[side]);
-              const Factors<B::kBits> factors(u);
+              const Factors<kWholeBits<B>> factors(u);
 #pragma GCC unroll 8
               for (int i = 0; i < LINES; ++i) {
                 const Part<int32_t> a = piece(x[i / 3] + i % 3 * x_row + kPiece * 8);
@@ -114,7 +115,7 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
               const RowGroup& of = groups[kG * pass.groups_row + i];
               float* to = sums + i * kPanel + column + at;
               Part<int32_t> whole = half(0) + half(1);
-              if constexpr (!kHasMinima<B> && kShift<B::kBits> >= 0) whole += of.zero * (1 << kShift<B::kBits>);
+              if constexpr (!kHasMinima<B> && kShift<kWholeBits<B>> >= 0) whole += of.zero * (1 << kShift<kWholeBits<B>>);
               Part<float> sum;
               memcpy(&sum, to, sizeof sum);
               sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);
@@ -148,7 +149,31 @@ AddFew of_type(int64_t type, int64_t lines) {
 }  // namespace
 
 AddFew add_few(int64_t type, int64_t lines) {
-  return of_type<kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K>(type & ~int64_t{kInInt8}, lines);
+  return of_type<kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K, kMXFP4>(type & ~int64_t{kInInt8}, lines);
+}
+
+bool are_few(int64_t rows, int64_t digits) {
+  // Tiles multiply more rows while the panel is decoded.
+  const int64_t most = digits == 2 && may_use_tiles() ? 1 : kPasses[digits];
+  return (rows * digits + kMostLines - 1) / kMostLines <= most;
+}
+
+void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits, float* sums) {
+  const int64_t lines = rows * digits, passes = (lines + kMostLines - 1) / kMostLines;
+  std::fill(sums, sums + lines * kPanel, 0.0f);
+  for (int64_t i = 0; i < passes; ++i) {
+    const int64_t line = lines * i / passes, count = lines * (i + 1) / passes - line;
+    const RowGroup* halves = x.sixteens ? x.sixteens + line : nullptr;
+    const FewPass pass{x.numbers + line * x.stride, x.stride, x.groups + line, halves, lines};
+    add_few(panel.type, count)(panel.data, k, pass, sums + line * kPanel);
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < kPanel; i += kLanes) {
+      Floats sum = load(sums + r * digits * kPanel + i);
+      for (int64_t d = 1; d < digits; ++d) sum += load(sums + (r * digits + d) * kPanel + i);
+      store_bits(sums + r * kPanel + i, sum);
+    }
+  }
 }
 
 #endif

@@ -40,6 +40,17 @@ using AddFew = void (*)(const uint8_t* panel, int64_t count, const FewPass& pass
 // For panels of a type, and up to kMostLines lines. Null where there is none.
 AddFew add_few(int64_t type, int64_t lines);
 
+// The most floats that `multiply_few_rows` needs for its sums.
+constexpr int64_t kFewSums = int64_t{kMostPasses} * kMostLines * kPanel;
+// Digits of a row of E.
+template <class E>
+constexpr int64_t kDigits = sizeof(E) == sizeof(float) ? 3 : 2;
+// Whether products of so many rows take less time in this way than by decoding the panel.
+bool are_few(int64_t rows, int64_t digits);
+// sums [rows, kPanel] = the rows times a panel of a type that `add_few` has. x: the rows in groups of 32, with sixteens if
+// the panel's groups are that small; sums has memory for kFewSums
+void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits, float* sums);
+
 #endif
 
 }  // namespace prefold

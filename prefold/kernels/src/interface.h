@@ -164,7 +164,8 @@ constexpr int32_t kPanel = 32;  // columns of a panel of a packed matrix
 
 // The number formats of matrices that stay as their file has them, with the numbers of ggml.h.
 enum BlockType : int32_t {
-  kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14, kBF16 = 30,
+  kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14,
+  kBF16 = 30, kMXFP4 = 39,
 };
 // Added to a BlockType whose numbers are integers: multiply them with rows of int8 (int8.h).
 constexpr int32_t kInInt8 = 256;
@@ -362,8 +363,10 @@ extern "C" Greedy<Bf16> prefold_greedy_bfloat16;
 struct ExpertsCall {
   const void* x;             // [rows, hidden]
   const void* logits;        // float32 [rows, experts]
-  const void *gate_up;       // the packed matrices, one behind the other, columns as for GatedLinear; or those of up alone
-  const void* down;          // likewise
+  // The matrices of all experts, one behind the other; gate_up has columns as for GatedLinear, or is up alone. Each
+  // is packed, or in blocks: the other is null.
+  const void *gate_up, *down;
+  const BlockPanel *gate_up_blocks, *down_blocks;
   const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up (or of up alone), of the dtype of x; null: none
   const void* down_bias;     // [experts, hidden], of the dtype of x; null: none
   const float* correction;   // [experts], added to the scores that choose experts; null: none
@@ -434,7 +437,7 @@ struct RunLists {
 };
 
 // A gated delta net. A row of x has q, k and v of its heads, z, b and a side by side; the convolution covers q, k and
-// v.
+// v. Head h has the key head h % key_heads if `tiled`, else neighbouring heads share a key head.
 struct DeltaCall {
   ConvCall conv;
   RunLists runs;
@@ -445,7 +448,7 @@ struct DeltaCall {
   const float *rates, *dt_bias, *norm;  // [heads]: -exp(a_log); [heads]; [value_dim]
   int64_t picked, heads, key_heads, key_dim, value_dim;
   float eps, beta_scale;  // beta_scale: of the sigmoids of b
-  int32_t threads;
+  int32_t tiled, threads;
 };
 extern "C" int32_t prefold_delta_net_float32(const DeltaCall* call);
 extern "C" int32_t prefold_delta_net_bfloat16(const DeltaCall* call);

@@ -54,37 +54,32 @@ inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
 
 #ifdef PREFOLD_FEW_ROWS
 
-// x [rows, k] times the matrix, where there is a product of few rows for all its panels; returns whether there is.
+// x [rows, k] times the matrix, if there is a product of few rows for some of its panels; returns whether there is. The
+// other panels are decoded.
 template <class Format>
 bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockPanel* blocks, int64_t rows,
                   int64_t columns, int64_t k, int threads, const Store& store) {
-  const int64_t digits = blocks->type & kInInt8 ? 1 : sizeof(x[0]) == sizeof(float) ? 3 : 2, lines = rows * digits;
-  const int64_t passes = (lines + kMostLines - 1) / kMostLines;
-  // Tiles multiply more rows while the panel is decoded.
-  if (passes > (digits == 2 && may_use_tiles() ? 1 : kPasses[digits])) return false;
-  const Product product{nullptr, 0, nullptr, rows, columns, k, blocks};
+  using Element = typename Format::Element;
+  const int64_t digits = blocks->type & kInInt8 ? 1 : kDigits<Element>;
+  if (!are_few(rows, digits)) return false;
+  Product product{nullptr, 0, nullptr, rows, columns, static_cast<int64_t>(k * sizeof(Element) / sizeof(uint32_t)), blocks};
+  int64_t in_few = 0;
   bool sixteens = false;
   for (int64_t p = 0; p < product.panels(); ++p) {
-    if (!add_few(blocks[p].type, 1)) return false;
+    in_few += add_few(blocks[p].type, 1) != nullptr;
     sixteens |= (blocks[p].type & ~int64_t{kInInt8}) == kQ6_K;
+  }
+  if (in_few == 0) return false;
+  std::unique_ptr<Rows<Format>> floats;
+  if (in_few < product.panels()) {
+    floats.reset(new Rows<Format>(x, x_row, rows, k));
+    product.x = floats->data, product.x_row = floats->row;
   }
   const Int8Rows given = quantise(x, x_row, rows, k, 32, sixteens, 1, digits);
   for_panels(product, kMostPasses * kMostLines, kMostPasses * kMostLines, threads, [&](int64_t p, int64_t first, int64_t) {
-    alignas(64) float sums[kMostPasses * kMostLines * kPanel];
-    std::fill(sums, sums + lines * kPanel, 0.0f);
-    for (int64_t i = 0; i < passes; ++i) {
-      const int64_t line = lines * i / passes, count = lines * (i + 1) / passes - line;
-      const RowGroup* halves = sixteens ? given.sixteens + line : nullptr;
-      const FewPass pass{given.numbers + line * given.stride, given.stride, given.groups + line, halves, lines};
-      add_few(blocks[p].type, count)(blocks[p].data, k, pass, sums + line * kPanel);
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < kPanel; i += kLanes) {
-        Floats sum = load(sums + r * digits * kPanel + i);
-        for (int64_t d = 1; d < digits; ++d) sum += load(sums + (r * digits + d) * kPanel + i);
-        store_bits(sums + r * kPanel + i, sum);
-      }
-    }
+    if (!add_few(blocks[p].type, 1)) return multiply_panel<Format>(product, p, first, rows, store);
+    alignas(64) float sums[kFewSums];
+    multiply_few_rows(blocks[p], k, given, rows, digits, sums);
     store(first, p * kPanel, rows, std::min<int64_t>(kPanel, columns - p * kPanel), sums);
   }, [](const Body<>& run) { run(); });
   return true;

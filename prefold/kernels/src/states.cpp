@@ -240,7 +240,8 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
   //   S = decay S + k d^T of row t; sums k^T S and q^T S of row t + 1; d = beta (v - decay k^T S); o = decay q^T S + (q k) d.
   template <int V>
   void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
-    const int64_t dim = call_.key_dim, wide = call_.value_dim, key_head = head * call_.key_heads / call_.heads;
+    const int64_t dim = call_.key_dim, wide = call_.value_dim;
+    const int64_t key_head = call_.tiled ? head % call_.key_heads : head * call_.key_heads / call_.heads;
     const int64_t first = call_.runs.first[run], stop = call_.runs.stop[run], left = wide - column;
     const bool whole = left >= V * kLanes;
     const auto sums_of = [&](int64_t i, const float* q, const float* k, const Floats* s, Floats* by_k, Floats* by_q)

@@ -36,6 +36,8 @@ from .worker import NativeWorker
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 # Of the memory that is free, the part that weights may take before they stay as stored although that is slower.
 COMFORTABLE = 0.5
+# A mixture is sparse if it has so many times as many experts as a row goes through: few rows meet in an expert.
+SPARSE = 8
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
 EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # that have kernels
@@ -112,7 +114,7 @@ def load_native(
     compiled = kernels.load()
     assert compiled is not None
     program, number = config.program(), DTYPES[dtype]
-    if keep == "dtype" or checkpoint.gguf is None:
+    if keep == "dtype" or checkpoint.format == "dummy":
         # By its numbers alone, before what is far too large is looked at.
         size = replace(config, lm_head=False).num_parameters * number.itemsize
         check_fits(size, checkpoint.name, "use a smaller model, or more memory")
@@ -170,14 +172,18 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
             memory is plenty
 
     "auto" keeps none, if memory is plenty, in bfloat16 on a CPU that does not multiply it, nor of a batch-invariant
-    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. No matrix of a
-    split model stays as stored.
+    model, whose few rows are multiplied as many are: there the dtype is faster. "fast" does the same. In bfloat16
+    "auto" keeps the experts of a sparse mixture nevertheless. No matrix of a split model stays as stored.
 
     Times of steps beside weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md). In float32: 0.4 to
     0.5 with one sequence, 0.6 to 0.8 with two to four, 0.6 to 1.2 with eight, 1.5 with sixteen, 1.05 with 64, 1.0 for
     prompts (AVX2, AVX-512; the slower memory is, the smaller they are). In bfloat16: with AMX 0.45 with one sequence,
     1.06 with eight, 1.14 with 64, 1.10 for prompts; with AVX-512 0.7 to 1.4 with one, 1.1 to 1.4 with eight; with AVX2
     0.45 with one, 0.75 with two, 2.7 to 3.5 with four to sixteen, 1.3 with 64, 1.04 for prompts.
+
+    Times of experts, 3 of 96 as Qwen3.5-35B-A3B has 8 of 256 (2,048 by 512; Q4_K and Q6_K; AVX2, two threads of a
+    machine that others used too). In bfloat16: 0.5 to 0.9 with 1 to 16 rows, 1.0 with 32, 1.3 with 64, 2.0 to 2.6 with
+    128 and 256, 1.6 with 1,024. In float32: 0.2 to 0.7 with 1 to 32 rows, 0.8 with 64, 1.0 to 1.2 with more.
     """
     program, dtype, compiled, invariant = model.program, model.dtype, model.kernels, model.config.invariant
     is_split = model.ranks.size > 1
@@ -186,30 +192,40 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
         raise InputError(message, field="weights", remedy="leave --weights out")
     if is_split or wish == "dtype":
         return {}
-    matrices = [one.weight for one in program.operations if isinstance(one, Linear)]
-    tables = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])])
-    sizes = {weight: size for weight in (*tables, *matrices) if (size := _stored_size(weight, source, dtype, compiled))}
+    matrices = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])], False)
+    matrices |= {one.weight: one.gated for one in program.operations if isinstance(one, Linear)}
+    for one in program.operations:
+        matrices |= {one.gate_up: True, one.down: False} if isinstance(one, Experts) else {}
+    of_files = ((weight, _stored_size(weight, gated, source, dtype, compiled)) for weight, gated in matrices.items())
+    sizes = {weight: size for weight, size in of_files if size}
     is_slower = dtype == BFLOAT16 and (wish == "fast" or not computes_bf16())
     if wish != "file" and (is_slower or invariant):
         total = sum(weight.size * _itemsize(weight, dtype) for weight in program.weights)
         if total <= COMFORTABLE * available_memory():
-            return {}
+            sparse = _sparse_stacks(program) if wish == "auto" and not invariant else ()
+            return {weight: sizes[weight] for weight in sparse if weight in sizes}
     return sizes
+
+
+def _sparse_stacks(program: Program) -> list[Weight]:
+    """Return the matrices of experts of sparse mixtures."""
+    mixtures = [one for one in program.operations if isinstance(one, Experts) and one.experts >= SPARSE * one.chosen]
+    return [weight for one in mixtures for weight in (one.gate_up, one.down)]
 
 
 def _itemsize(weight: Weight, dtype: np.dtype) -> int:
     return 4 if weight.wide else dtype.itemsize
 
 
-def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels) -> int:
-    """Return the bytes of a matrix as it is stored; 0 where it does not stay so."""
-    total, (inputs,) = 0, weight.inputs
-    for name, rows in weight.parts:
-        kind, row = source.stored_type(name)
-        if not compiled.has_blocks(kind, inputs) or row >= inputs * dtype.itemsize:
-            return 0
-        total += rows * row
-    return int(total * PACKED)
+def _stored_size(weight: Weight, gated: bool, source: StoredSource, dtype: np.dtype, compiled: kernels.Kernels) -> int:
+    """Return the bytes of a matrix as it is stored; 0 if it does not stay so: there is no code for a type in it, it
+    would not be smaller, or gate and up, which share panels, are of two types."""
+    (inputs,), parts = weight.inputs, [(rows, *source.stored_type(name)) for name, rows in weight.parts]
+    kinds = {kind for _, kind, _ in parts}
+    if (gated and len(kinds) > 1) or not all(compiled.has_blocks(kind, inputs) for kind in kinds):
+        return 0
+    size = int(sum(rows * row for rows, _, row in parts) * PACKED)
+    return size if size < weight.size * _itemsize(weight, dtype) else 0
 
 
 def load_worker(
@@ -293,9 +309,7 @@ class _Loader:
                     (operation.gate_up, operation.gated, False),
                     (operation.down, False, True),
                 ):
-                    stack = self._array(weight).reshape(operation.experts, -1, *weight.inputs)
-                    packed = self._model.kernels.pack_experts(stack, self._pool, gated=gated, filled=filled)
-                    memory.stacks[weight] = packed
+                    memory.stacks[weight] = self._stack(weight, operation.experts, gated=gated, filled=filled)
                 memory.matrices[operation.router] = self._words(operation.router, operation.router.inputs[0])
             self._load(operation.weights)
 
@@ -336,9 +350,10 @@ class _Loader:
         """Return the matrix of a linear that is in memory, to be multiplied with rows of int8."""
         compiled, held, weight = self._model.kernels, self._model.memory.matrices[linear.weight], linear.weight
         types = {self._source.stored_type(name)[0] for name, _ in weight.parts}
+        whole = {kernels.BLOCK_TYPES[name] for name in kernels.WHOLE_TYPES}
+        if isinstance(held, Blocks) and held.types <= whole:
+            return compiled.in_int8(held)
         if types <= set(kernels.WHOLE_TYPES):
-            if isinstance(held, Blocks):
-                return compiled.in_int8(held)
             probe.report.num_requantised += 1
         values = self._array(weight)
         if linear.gated:
@@ -346,22 +361,23 @@ class _Loader:
         fill = self._model.widths[linear.source] - weight.inputs[0]
         return compiled.pack_int8(np.pad(values, ((0, 0), (0, fill))) if fill else values, self._pool)
 
-    def _blocks(self, weight: Weight, *, gated: bool = False) -> Blocks | None:
-        """Return a matrix as it is stored; None: it does not stay so, or a panel would have columns of two types."""
-        if weight not in self._stored or (gated and weight.rows % (2 * kernels.LANES)):
+    def _blocks(self, weight: Weight, *, gated: bool = False, experts: int = 1) -> Blocks | None:
+        """Return a matrix as it is stored, or those of experts; None: it does not stay so."""
+        if weight not in self._stored:
             return None
+        compiled = self._model.kernels
         parts = [rows for name, _ in weight.parts if (rows := self._source.stored(name)) is not None]
-        types = {part.type for part in parts}
-        if gated:
-            starts = range(0, weight.rows // 2, kernels.LANES)
-            whole = [(half, at) for at in starts for half in parts]
-            parts = [kernels.StoredRows(half.type, half.rows[at : at + kernels.LANES]) for half, at in whole]
-        blocks = self._model.kernels.pack_blocks(parts, weight.inputs[0], self._pool)
+        blocks = compiled.pack_blocks(parts, weight.inputs[0], self._pool, gated=gated, experts=experts)
+        self._types |= {part.type for part in parts}
+        return compiled.in_one_form(blocks) if self._model.config.invariant else blocks
+
+    def _stack(self, weight: Weight, experts: int, *, gated: bool, filled: bool) -> np.ndarray | Blocks:
+        """Return the matrices of all experts. gated, filled: as of `pack_experts`"""
+        blocks = self._blocks(weight, gated=gated, experts=experts)
         if blocks is not None:
-            self._types |= types
-            if self._model.config.invariant:
-                blocks = self._model.kernels.in_one_form(blocks)
-        return blocks
+            return blocks
+        stack = self._array(weight).reshape(experts, -1, *weight.inputs)
+        return self._model.kernels.pack_experts(stack, self._pool, gated=gated, filled=filled)
 
     def _table(self, weight: Weight) -> Table:
         """Return the embedding, or an LM head that is not tied to it.

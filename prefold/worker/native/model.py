@@ -63,14 +63,14 @@ class Memory:
     """A Memory holds the weights of a model.
 
     matrices  of linears: packed words, or blocks as the file has them
-    stacks    of experts: the packed matrices of all, one behind the other
+    stacks    of experts: the matrices of all, one behind the other, as in `matrices`
     latents   of attention over latents
     tables    the embedding, and an LM head that is not tied to it
     arrays    all others, of the model's dtype, or float32 where they are wide
     """
 
     matrices: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
-    stacks: dict[Weight, np.ndarray] = field(default_factory=dict)
+    stacks: dict[Weight, np.ndarray | Blocks] = field(default_factory=dict)
     latents: dict[Weight, LatentMatrices] = field(default_factory=dict)
     tables: dict[Weight, Table] = field(default_factory=dict)
     arrays: dict[Weight, np.ndarray] = field(default_factory=dict)

@@ -354,8 +354,10 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         return None if weight is None else compiler.address(memory.arrays[weight])
 
     width = experts.down.inputs[0]
+    gate_up, gate_up_blocks = kernels.matrix_addresses(memory.stacks[experts.gate_up])
+    down, down_blocks = kernels.matrix_addresses(memory.stacks[experts.down])
     call = ExpertsCall(
-        gate_up=compiler.address(memory.stacks[experts.gate_up]), down=compiler.address(memory.stacks[experts.down]),
+        gate_up=gate_up, gate_up_blocks=gate_up_blocks, down=down, down_blocks=down_blocks,
         gate_up_bias=bias(experts.gate_up_bias), experts=experts.experts,
         down_bias=bias(experts.down_bias) if compiler.is_added(experts.summed) else None,
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
@@ -399,7 +401,7 @@ def _gated_delta(compiler: Compiler, mixer: GatedDelta) -> None:
         _conv(compiler, mixer.taps, None), rates=compiler.address(-np.exp(compiler.floats(mixer.a_log))),
         dt_bias=compiler.address(compiler.floats(mixer.dt_bias)), norm=compiler.address(compiler.floats(mixer.norm)),
         heads=mixer.heads, key_heads=mixer.key_heads, key_dim=mixer.key_dim, value_dim=mixer.value_dim, eps=mixer.eps,
-        beta_scale=mixer.beta_scale,
+        beta_scale=mixer.beta_scale, tiled=mixer.tiled,
     )  # fmt: skip
     _mixer(compiler, Kind.GATED_DELTA, mixer, call)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefold.checkpoint.settings import TILED
 from prefold.features.hybrid.carry import Carry, tensor_table
 from prefold.features.hybrid.steps import StateRuns
 from prefold.model import config_from
@@ -54,6 +55,7 @@ MIXERS = {
     "delta, 128": delta(2, 2, 128, 128),
     "delta, odd": delta(1, 3, 33, 150),
     "delta, negative eigenvalues": delta(2, 4, 6, 10) | {"architectures": ["OlmoHybridForCausalLM"]},
+    "delta, tiled": delta(3, 6, 9, 20) | {TILED: True},
     "mamba, small": mamba(6, 2, 10, 7),
     "mamba, 64": mamba(4, 1, 64, 128, mamba_conv_bias=False),
     "mamba, odd": mamba(2, 2, 75, 33, time_step_limit=[0.3, 1.5]),
