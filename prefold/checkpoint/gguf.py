@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .mapped import mapped_bytes
+from .mapped import Extent, mapped_bytes
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -187,6 +187,13 @@ class GGUFFile:
         if start + size > self._size:
             raise CheckpointError(f"{self.path} is damaged, or was not copied whole: {name} lies beyond its end")
         return mapped_bytes(self._file, start, size).reshape(shape)
+
+    def extent(self, name: str, first: int, count: int) -> Extent:
+        """Return the bytes of `count` numbers of a tensor, from the one at `first` on."""
+        tensor = self.tensors[name]
+        _, block_size, type_size = _type_of(self.path, tensor)
+        start = self._data_start + tensor.offset + first // block_size * type_size
+        return Extent(self._file, start, count // block_size * type_size)
 
     def dequantize(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along

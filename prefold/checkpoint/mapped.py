@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -27,3 +29,18 @@ def mapped_bytes(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
     before = start % mmap.ALLOCATIONGRANULARITY
     mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
     return np.frombuffer(mapping, np.uint8, size, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of a file that a tensor is read from. file: None: the tensor is in no file"""
+
+    file: BinaryIO | None
+    start: int
+    size: int
+
+    def read_ahead(self) -> None:
+        """Let the system read the bytes into its cache now. It does so beside the caller, if it knows how to."""
+        if self.file is not None and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system without it
+                os.posix_fadvise(self.file.fileno(), self.start, self.size, os.POSIX_FADV_WILLNEED)

@@ -353,6 +353,12 @@ class ModelConfig:
         return "a model with layers of states is not split over ranks" if self.has_states else None
 
     @property
+    def resident(self) -> str | None:
+        """Return why all weights stay in memory while the model runs, in words; None: a pass may read them layer by
+        layer."""
+        return None
+
+    @property
     def scale(self) -> float:
         """Returns the factor of the products of queries and keys in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5

@@ -16,7 +16,7 @@ import numpy as np
 from ... import kernels
 from ...checkpoint import Checkpoint
 from ...errors import InputError
-from ...kernels import BFLOAT16, Blocks, PanelPool
+from ...kernels import BFLOAT16, Arena, Blocks, PanelPool
 from ...model.adapters import read_adapter
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
@@ -38,6 +38,10 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 COMFORTABLE = 0.5
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
+# Layer by layer: the most rows at once, the share of the free memory that their hidden states may take, and bytes of a
+# row's place in plans.
+MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 17, 0.4, 256
+REMEDY = "use a smaller model, or more memory"
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
@@ -87,6 +91,7 @@ def load_native(
     keep: str = "dtype",
     ranks: OneRank[np.ndarray] | None = None,
     int8: np.ndarray | None = None,
+    layerwise: str = "off",
 ) -> NativeModel:
     """Return the model of a checkpoint.
 
@@ -95,6 +100,7 @@ def load_native(
     keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
     ranks   this process among those that the model is split over: this one's part is read; None: it has the whole
     int8    tokens of a text: the linears of layers multiply in int8 if it changes little of it; None: none does
+    layerwise  whether weights are read layer by layer, as of `reads_by_layer`; then none is read now
 
     Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
     unexpected or misshapen.
@@ -102,10 +108,11 @@ def load_native(
     compiled = kernels.load()
     assert compiled is not None
     program, number = config.program(), DTYPES[dtype]
-    if keep == "dtype" or checkpoint.gguf is None:
+    may_read = reads_by_layer(layerwise, checkpoint, config, 1 if ranks is None else ranks.size, int8 is not None)
+    if not may_read and (keep == "dtype" or checkpoint.gguf is None):
         # By its numbers alone, before what is far too large is looked at.
         size = replace(config, lm_head=False).num_parameters * number.itemsize
-        check_fits(size, checkpoint.name, "use a smaller model, or more memory")
+        check_fits(size, checkpoint.name, REMEDY)
     offsets = {name: weight.offset for weight in program.weights for name, _ in weight.parts}
     source = open_source(checkpoint, config, shapes_of(program.weights), seed, offsets)
     config = settled_lm_head(config, source)
@@ -116,6 +123,11 @@ def load_native(
     if keep == "file" and not stored:
         message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
         raise InputError(message, field="weights", remedy="leave --weights out")
+    sizes = sizes_of(model.program.weights, number, stored)
+    if layerwise == "on" or (may_read and needed_for(sizes) > available_memory()):
+        model.loader = Loader(model, source, stored, pool=Arena())
+        model.loader.check_memory(checkpoint, sizes)
+        return model
     # One memory for all ranks.
     check_memory(checkpoint, model.program if model.ranks.rank else whole, number, stored)
     fill(model, source, stored, None if int8 is None else Probe(model, int8))
@@ -133,7 +145,7 @@ def fill(
     stored  the matrices that stay as they are stored, as of `kept_as_stored`
     probe   says which layers multiply in int8; None: none does
     """
-    _Loader(model, source, stored, probe).load()
+    Loader(model, source, stored, probe).load()
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
@@ -145,12 +157,37 @@ def check_memory(
     checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
 ) -> None:
     """Raise OutOfMemoryError if the weights of a program do not fit. stored: as of `fill`"""
-    sizes = [stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in program.weights]
-    remedy = "use a smaller model, or more memory"
+    sizes, remedy = sizes_of(program.weights, dtype, stored), REMEDY
     if dtype.itemsize == 4:
-        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
-    # While a matrix is packed it is there twice.
-    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
+        remedy = f"use bfloat16 ({sum(sizes.values()) / 2e9:.1f} GB), or a smaller model"
+    check_fits(needed_for(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
+
+
+def sizes_of(weights: Iterable[Weight], dtype: np.dtype, stored: Mapping[Weight, int]) -> dict[Weight, int]:
+    """Return the bytes in memory of each weight. stored: as of `fill`"""
+    return {weight: stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in weights}
+
+
+def needed_for(sizes: Mapping[Weight, int]) -> int:
+    """Return the bytes that loading weights of these sizes needs: while a matrix is packed it is there twice."""
+    return sum(sizes.values()) + max(sizes.values(), default=0)
+
+
+def reads_by_layer(wish: str, checkpoint: Checkpoint, config: ModelConfig, ranks: int, int8: bool) -> bool:
+    """Return whether the weights of a model may be read layer by layer, once for many rows, and not stay in memory.
+
+    wish: "on", "off", or "auto": if the weights do not fit, but random ones, which no file has
+
+    Raise InputError if they are to be, and cannot.
+    """
+    reason = config.resident
+    if ranks > 1:
+        reason = "the model is split over ranks"
+    if int8:
+        reason = "which layers multiply in int8 is found out with all weights in memory"
+    if wish == "on" and reason is not None:
+        raise InputError(f"layerwise is on, and {reason}", field="layerwise", remedy="leave --layerwise out")
+    return wish == "on" or (wish == "auto" and reason is None and checkpoint.format != "dummy")
 
 
 def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[Weight, int]:
@@ -202,6 +239,16 @@ def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled
     return int(total * PACKED)
 
 
+def window_rows(model: NativeModel, needed: int) -> int:
+    """Return how many rows go through a model layer by layer at once. needed: bytes that the largest part needs
+
+    Their hidden states take a share of the free memory. More rows than MOST_ROWS gain nothing: by then the weights are
+    read much faster than they are used.
+    """
+    row_bytes = model.config.hidden * model.dtype.itemsize + PLAN_BYTES
+    return max(1, min(MOST_ROWS, int((available_memory() - needed) * STATES_SHARE) // row_bytes))
+
+
 def load_worker(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -218,8 +265,9 @@ def load_worker(
     settle_threads(options.threads)
     int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
     model = load_native(
-        checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, ranks=ranks, int8=int8
-    )
+        checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, ranks=ranks, int8=int8,
+        layerwise=options.layerwise,
+    )  # fmt: skip
     shard = model.shard if model.ranks.size > 1 else None
     adapters = {
         name: read_adapter(folder, model.config, name=name, shard=shard)
@@ -240,22 +288,31 @@ def settle_threads(threads: int | None) -> None:
         kernels.set_threads(threads)
 
 
-class _Loader:
-    """Fills the memory of a model. probe: says which layers multiply in int8; None: none does"""
+class Loader:
+    """Fills the memory of a model: with all weights, or with one part of them in place of another, again and again.
+
+    bytes_read  bytes of the weights that were read, as files have them; a weight that is read twice counts twice
+    most_bytes  the most bytes of weights that were in memory at once, when parts were loaded
+    needed      bytes that loading the largest part needs, once `check_memory` has counted them
+    """
 
     def __init__(
-        self, model: NativeModel, source: StoredSource, stored: Mapping[Weight, int], probe: Probe | None = None
+        self,
+        model: NativeModel,
+        source: StoredSource,
+        stored: Mapping[Weight, int],
+        probe: Probe | None = None,
+        pool: PanelPool | None = None,
     ):
+        """stored: as of `fill`; probe: says which layers multiply in int8; None: none does; pool: an Arena, if parts
+        are to be loaded"""
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
-        self._pool, self._types = PanelPool(), set[str]()
+        self._pool, self._types = pool or PanelPool(), set[str]()
         self._split = model.shard.split(model.config)
-
-    def _read(self, weight: Weight) -> list[np.ndarray]:
-        """Return this rank's part of each tensor of a weight."""
-        parts = zip(weight.parts, self._split.of(weight), strict=True)
-        return [self._source.read(name, part) for (name, _), part in parts]
+        self.bytes_read = self.most_bytes = self.needed = 0
 
     def load(self) -> None:
+        """Load all weights."""
         model, program = self._model, self._model.program
         words = []
         for weight in dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])]):
@@ -270,6 +327,75 @@ class _Loader:
         if self._types:
             words.append(f"weights lie in memory as stored ({', '.join(sorted(self._types))})")
         model.stored_as = "; ".join(words)
+
+    # ------------------------------------------------------------------------------------- a part in place of another
+
+    def load_embedding(self) -> None:
+        """Load what a pass begins with, in place of what is in memory."""
+        embed = self._model.program.embed
+        self._empty()
+        self._model.memory.tables[embed.table] = self._table(embed.table)
+        self._load(embed.weights)
+        self._note()
+
+    def load_layer(self, number: int) -> None:
+        """Load a layer in place of what is in memory; after the last layer what ends a pass, too."""
+        program = self._model.program
+        self._empty()
+        self._load_operations(program.layers[number])
+        if number == len(program.layers) - 1:
+            self._load_operations(program.end)
+        self._note()
+
+    def load_heads(self, *, lm_head: bool) -> None:
+        """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""
+        program = self._model.program
+        self._empty()
+        if lm_head and program.head is not None:
+            self._model.memory.tables[program.head] = self._table(program.head)
+        self._load(weight for linear in program.score for weight in linear.weights)
+        self._note()
+
+    def unload(self) -> None:
+        """Drop what is in memory."""
+        self._model.drop_weights()
+
+    def read_ahead(self, number: int) -> None:
+        """Let the system read a layer from its file beside what is computed; a layer that is not there: the LM head."""
+        program = self._model.program
+        weights = [] if program.head is None else [program.head]
+        if number < len(program.layers):
+            weights = [weight for operation in program.layers[number] for weight in operation.weights]
+        for name in dict.fromkeys(name for weight in weights for name, _ in weight.parts):
+            self._source.extent(name).read_ahead()
+
+    def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
+        """Raise OutOfMemoryError if the largest part does not fit. sizes: of all weights in memory"""
+        program = self._model.program
+        ends = {weight for operation in program.end for weight in operation.weights}
+        parts = [{weight for one in layer for weight in one.weights} | ends for layer in program.layers]
+        parts += [set(program.embed.weights), set() if program.head is None else {program.head}]
+        self.needed = max(needed_for({weight: sizes[weight] for weight in part}) for part in parts)
+        check_fits(self.needed, f"the largest part of {checkpoint.name}", REMEDY)
+
+    def _empty(self) -> None:
+        self._model.drop_weights()
+        assert isinstance(self._pool, Arena)
+        self._pool.rewind()
+
+    def _note(self) -> None:
+        self.most_bytes = max(self.most_bytes, self._model.memory.num_bytes)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def _read(self, weight: Weight) -> list[np.ndarray]:
+        """Return this rank's part of each tensor of a weight."""
+        parts = zip(weight.parts, self._split.of(weight), strict=True)
+        return [self._source.read(name, part) for (name, _), part in parts]
+
+    def _count(self, weight: Weight) -> None:
+        """Count the bytes of a weight that is read."""
+        self.bytes_read += sum(self._source.extent(name).size for name, _ in weight.parts)
 
     def _load_operations(self, operations: Iterable[Operation]) -> None:
         memory = self._model.memory
@@ -327,6 +453,7 @@ class _Loader:
             parts = [kernels.StoredRows(half.type, half.rows[at : at + kernels.LANES]) for half, at in whole]
         blocks = self._model.kernels.pack_blocks(parts, weight.inputs[0], self._pool)
         if blocks is not None:
+            self._count(weight)
             self._types |= types
             if self._model.config.invariant:
                 blocks = self._model.kernels.in_one_form(blocks)
@@ -360,6 +487,7 @@ class _Loader:
 
     def _words(self, weight: Weight, inputs: int, *, gated: bool = False) -> np.ndarray:
         """Return a matrix packed, with zeros up to so many inputs."""
+        self._count(weight)
         parts = self._read(weight)
         if fill := inputs - weight.inputs[0]:
             parts = [np.pad(part, ((0, 0), (0, fill))) for part in parts]
@@ -370,6 +498,7 @@ class _Loader:
     def _array(self, weight: Weight) -> np.ndarray:
         """Return a weight as an array: that of the mapped file where it is one there, in the dtype."""
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
+        self._count(weight)
         if len(weight.parts) == 1 and not weight.offset:
             (values,) = self._read(weight)
             if self._is_wanted(values, dtype):

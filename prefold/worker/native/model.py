@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ...model.program import Linear, Program, Weight
 from ...model.rotary import AngleTables
 from ...model.shard import OneRank, own_rows
 from .arrays import ClassificationHead
+
+if TYPE_CHECKING:
+    from .load import Loader
 
 LOW_BYTES = sizeof(RowLow)
 
@@ -76,6 +79,7 @@ class NativeModel:
     stored_as  in words, which weights lie in memory as the checkpoint stores them
     ranks      this process among those that the model is split over
     shard      what it holds
+    loader     loads parts of the weights in turn, if they do not all stay in memory; None: they do
     vocab      the tokens that its embedding and its LM head have
     """
 
@@ -95,6 +99,7 @@ class NativeModel:
         self.local, self.vocab, self.program = shard.local(config), shard.vocab, shard.program(config)
         self.widths = padded_widths(self.program)
         self.memory = Memory()
+        self.loader: Loader | None = None
         self.stored_as = ""
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
@@ -104,6 +109,10 @@ class NativeModel:
         self._score: ClassificationHead | None = None
         self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens
         self._logits = np.empty(0, np.float32)
+
+    def drop_weights(self) -> None:
+        """Drop all weights that were loaded, and the LM head as products take it."""
+        self.memory, self._head = Memory(), None
 
     @property
     def head_matrix(self) -> np.ndarray | Blocks | None:

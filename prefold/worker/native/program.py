@@ -86,9 +86,11 @@ class StreamMemory:
     fields  of the kernels' call
     """
 
-    def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath):
+    def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath, planes: int | None = None):
+        """planes: that the path has; None: all of the model"""
         config, dtype = model.local, model.dtype
-        planes, kept_path, kept_new = len(config.planes), len(batch.keep_path), len(batch.keep_new)
+        planes = len(config.planes) if planes is None else planes
+        kept_path, kept_new = len(batch.keep_path), len(batch.keep_new)
         self.kv = np.empty((planes, 2, kept_path + kept_new, config.kv_heads, config.head_dim), dtype)
         self._paths = (PathPlane * planes)()
         self._before = None if path.kv is None else np.ascontiguousarray(path.kv)
@@ -392,6 +394,7 @@ class NativeProgram:
         program = model.program
         self._part = part or Part(tuple(visits_of(model.config)), embeds=True, is_last=True, ends=True)
         every = self._part.visits
+        self._planes = 1 + max((plane for _, plane, _ in every), default=-1)
         compiler = Compiler(model)
         self._number, self._windows = compiler.number, compiler.windows
         if self._part.embeds:
@@ -498,14 +501,20 @@ class NativeProgram:
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
-        the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
-        memory = StreamMemory(self.model, batch, path)
+        the path above the next step, as of NativePath, in the planes of the program's part. x, fields: as of
+        `over_slots`"""
+        memory = StreamMemory(self.model, batch, path, self._planes)
         step = self._prepared(batch, x, paths=memory.paths(), **memory.fields, **fields)
         step.keepalive = (*step.keepalive, memory)
         return self._run(step), memory.kv
 
     def through(
-        self, x: np.ndarray | None, batch: SlotBatch | StreamBatch, memory: NativeStore | StreamMemory, first: int = 0
+        self,
+        x: np.ndarray | None,
+        batch: SlotBatch | StreamBatch,
+        memory: NativeStore | StreamMemory,
+        first: int = 0,
+        fields: Mapping[str, Any] = NO_FIELDS,
     ) -> np.ndarray:
         """Return the residual stream [rows, hidden] after the program's part of a pass. After the last layer of a pass
         only the rows that are read are left.
@@ -513,12 +522,13 @@ class NativeProgram:
         x       the residual stream before, which is written into; None: the part begins with the embedding
         memory  has the K/V
         first   the plane of the first visit
+        fields  further ones of the call, which stay the same for a batch and its memory
         """
         step = self._last if self.memory is self._workspace.memory else None
         if step is None or step.batch is not batch or step.memory is not memory:
             slots = batch.slots.ctypes.data if isinstance(batch, SlotBatch) else None
-            fields = memory.fields if isinstance(memory, StreamMemory) else {}
-            self._last = step = self._prepared(batch, None, slots=slots, none=NOT_FINITE, **fields)
+            own = memory.fields if isinstance(memory, StreamMemory) else {}
+            self._last = step = self._prepared(batch, None, slots=slots, none=NOT_FINITE, **own, **fields)
             step.memory = memory
         if x is None:
             x = self._empty(len(batch.tokens))

@@ -32,7 +32,10 @@ class NativePath:
         return 0 if self.kv is None else self.kv.shape[2]
 
     def truncate(self, rows: int) -> NativePath:
-        """Return the first `rows` rows: the next window shares no more than these with the last one."""
+        """Return the first `rows` rows: the next window shares no more than these with the last one. Raise ValueError
+        if there are fewer."""
+        if rows > self.rows:
+            raise ValueError(f"the step goes on with {rows} rows, its stream left {self.rows}")
         if rows == self.rows or self.kv is None:
             return self
         return NativePath(self.kv[:, :, :rows], None if self.hidden is None else self.hidden[:rows])
