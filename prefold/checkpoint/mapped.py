@@ -33,11 +33,16 @@ def mapped_bytes(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The bytes of a file that a tensor is read from. file: None: the tensor is in no file"""
+    """The bytes of a file that a tensor is read from. file: of the tensors' owner, which closes it when it goes; None:
+    the tensor is in no file"""
 
     file: BinaryIO | None
     start: int
     size: int
+
+    def read(self, most: int) -> int:
+        """Read the bytes, at most so many, and return how many were read."""
+        return 0 if self.file is None else len(os.pread(self.file.fileno(), min(most, self.size), self.start))
 
     def read_ahead(self) -> None:
         """Let the system read the bytes into its cache now. It does so beside the caller, if it knows how to."""

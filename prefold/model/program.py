@@ -390,8 +390,13 @@ class Program:
         found = dict.fromkeys(weight for operation in self.operations for weight in operation.weights)
         if self.head is not None:
             found[self.head] = None
-        found |= dict.fromkeys(weight for linear in self.score for weight in linear.weights)
+        found |= dict.fromkeys(self.score_weights)
         return list(found | dict.fromkeys(self.beside))
+
+    @property
+    def score_weights(self) -> list[Weight]:
+        """Return the weights of the classification head."""
+        return [weight for linear in self.score for weight in linear.weights]
 
     def linears(self, layer: int) -> list[Linear]:
         """Return the linears of a layer that every row goes through; adapters may add to them."""

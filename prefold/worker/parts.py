@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from .torch.model import CausalLM
 
 
+CallFields = Mapping[str, Any]  # of a call of the kernels, beside those that each call has
+
+
 class LayerCarry(Protocol):
     """What a feature carries through the rows of a stream beside K/V, while each layer runs over several steps before
     the next layer does."""
 
-    def run(self, layer: int, step: StreamStep) -> AbstractContextManager[Mapping[str, Any]]:
+    def run(self, layer: int, step: StreamStep) -> AbstractContextManager[CallFields]:
         """Return a context in which a layer runs over the rows of a step, with further fields of the kernels' call. The
         steps come in order, for each layer anew."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import addressof
 from typing import Any
@@ -16,7 +16,7 @@ from ...model.config import ModelConfig, StateShape
 from ...worker.native.model import NativeModel
 from ...worker.native.steps import StreamBatch
 from ...worker.native.worker import NativeWorker
-from ...worker.parts import WorkerPart
+from ...worker.parts import CallFields, WorkerPart
 from .states import StateFlow, StateTable
 from .steps import MakeStates, StateFacts, StateRuns, StateSlotStep, StateStreamStep
 
@@ -62,7 +62,7 @@ class StateCarry:
         self._tables: LayerTables = {}
 
     @contextmanager
-    def run(self, layer: int, step: StreamStep) -> Iterator[Mapping[str, Any]]:
+    def run(self, layer: int, step: StreamStep) -> Iterator[CallFields]:
         assert isinstance(step, StateStreamStep)
         if not self._config.states(layer):
             yield {}

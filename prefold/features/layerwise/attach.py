@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from ...engine.meter import Meter
+from ...engine.protocol import EngineOptions
 from ...engine.schedule.parts import EnginePart, add_engine_part
+from ...engine.worker import Worker
 from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
 
@@ -44,7 +48,9 @@ add_part(_part, native=_native_part)
 
 
 @add_engine_part
-def _engine_part(worker: Any, options: Any, meter: Any, resources: Any) -> EnginePart | None:
+def _engine_part(
+    worker: Worker, options: EngineOptions, meter: Meter, resources: Sequence[object]
+) -> EnginePart | None:
     from .engine import LayerwiseFacts, LayerwisePart
 
     facts = worker.facts.of(LayerwiseFacts)

@@ -122,10 +122,8 @@ class LayerwisePart(EnginePart):
         self._facts, self._meter = facts, meter
 
     def stream_scheduler(self, inner: MakePlanner) -> MakePlanner:
-        def make(*arguments: Any, **options: Any) -> LayerwisePlanner:
-            return LayerwisePlanner(inner(*arguments, **options), self._facts.max_rows)
-
-        return make
+        most = self._facts.max_rows
+        return lambda *arguments, **options: LayerwisePlanner(inner(*arguments, **options), most)
 
     def take_result(self, result: StepResult) -> None:
         if isinstance(result, LayerwiseResult):

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ...engine.schedule.steps import MakeStore, StepResult, StreamStep
 from ...engine.worker import CompletedTicket, Ticket
-from ...errors import InputError
+from ...errors import InputError, OutOfMemoryError
+from ...model.machine import available_memory
 from ...worker.native.arrays import NumpyArrays
-from ...worker.native.load import Loader, window_rows
+from ...worker.native.load import window_rows
 from ...worker.native.memory import Workspace
-from ...worker.native.model import NativeModel
+from ...worker.native.model import NativeModel, PartLoader
 from ...worker.native.program import NativeProgram, Part, StreamMemory, Visit, visits_of
 from ...worker.native.steps import NativePath, StreamBatch
 from ...worker.native.worker import NO_PATH, NativeWorker
-from ...worker.parts import LayerCarry, WorkerPart
+from ...worker.parts import CallFields, LayerCarry, WorkerPart
 from ...worker.readouts import read_stream
 from .engine import LayerwiseFacts, LayerwiseResult, LayerwiseStep
 
@@ -39,7 +40,7 @@ class LayerPaths:
     hidden: np.ndarray | None = None
 
 
-def layerwise_part(model: NativeModel, loader: Loader) -> WorkerPart:
+def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
     """Return the part of a worker for a model whose weights are read by a loader, layer by layer."""
     workspace, paths = Workspace(), dict[int, LayerPaths]()
 
@@ -57,23 +58,24 @@ def layerwise_part(model: NativeModel, loader: Loader) -> WorkerPart:
         LayerwiseStep: run,
         StreamStep: run_step,
         StreamBatch: run_batch,
-        MakeStore: _refuse,
+        MakeStore: lambda worker, message: refuse(loader),
     }
     return WorkerPart(
         handlers,
-        LayerwiseFacts(window_rows(model, loader.needed)),
+        LayerwiseFacts(window_rows(model.config, model.dtype.itemsize, loader.needed)),
         forget=lambda stream: paths.pop(stream, None),
         passes="weights are read layer by layer, once for all rows of a window",
     )
 
 
-def _refuse(worker: NativeWorker, message: MakeStore) -> Ticket:
-    raise InputError(
-        "the weights do not stay in memory but are read layer by layer (--layerwise), which serves embeddings,"
-        " reranking, classification, decisions and scores; text generation, servers and cache_prefill need them there",
-        field="layerwise",
-        remedy="use a smaller model, or more memory and --layerwise off",
-    )
+def refuse(loader: PartLoader) -> NoReturn:
+    """Raise the error of a step over slots: InputError, or OutOfMemoryError if the weights do not fit in memory."""
+    message = "layer by layer (--layerwise) a model reads embeddings, scores, labels and decisions in jobs; text"
+    message += " generation, servers and cache_prefill need all weights in memory"
+    if (free := available_memory()) < loader.total:
+        size = f"{loader.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise OutOfMemoryError(f"{message}: {size}; use a smaller model, or more memory")
+    raise InputError(message, field="layerwise", remedy="use --layerwise off")
 
 
 class LayerwiseWindow:
@@ -85,7 +87,7 @@ class LayerwiseWindow:
     def __init__(
         self,
         worker: NativeWorker,
-        loader: Loader,
+        loader: PartLoader,
         workspace: Workspace,
         steps: Sequence[StreamStep],
         paths: dict[int, LayerPaths],
@@ -106,7 +108,7 @@ class LayerwiseWindow:
             planes, hidden = self._through_layers(self._embedded())
             result, above = self._read(hidden)
         finally:
-            self._loader.unload()
+            self._model.drop_weights()
         self._paths[self._stream] = LayerPaths(planes, above)
         for carry in self._carries:
             carry.commit()
@@ -158,7 +160,7 @@ class LayerwiseWindow:
         return after, path
 
     @contextmanager
-    def _carried(self, layer: int, step: StreamStep) -> Iterator[dict[str, Any]]:
+    def _carried(self, layer: int, step: StreamStep) -> Iterator[CallFields]:
         """Yield further fields of the kernels' call of a layer over a step."""
         with ExitStack() as stack:
             fields: dict[str, Any] = {}

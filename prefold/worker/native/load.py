@@ -15,6 +15,7 @@ import numpy as np
 
 from ... import kernels
 from ...checkpoint import Checkpoint
+from ...checkpoint.mapped import Extent
 from ...errors import InputError
 from ...kernels import BFLOAT16, Arena, Blocks, PanelPool
 from ...model.adapters import read_adapter
@@ -29,7 +30,7 @@ from ...text import Tokenizer
 from ..loaded import Loaded
 from ..parts import native_parts
 from .int8 import Probe, probe_tokens
-from .model import NativeModel, PackedTable, Table, in_turn
+from .model import NativeModel, PackedTable, PartLoader, Table, in_turn
 from .program import COMPILE
 from .worker import NativeWorker
 
@@ -125,8 +126,9 @@ def load_native(
         raise InputError(message, field="weights", remedy="leave --weights out")
     sizes = sizes_of(model.program.weights, number, stored)
     if layerwise == "on" or (may_read and needed_for(sizes) > available_memory()):
-        model.loader = Loader(model, source, stored, pool=Arena())
-        model.loader.check_memory(checkpoint, sizes)
+        loader = Loader(model, source, stored, pool=Arena())
+        loader.check_memory(checkpoint, sizes)
+        model.loader = loader
         return model
     # One memory for all ranks.
     check_memory(checkpoint, model.program if model.ranks.rank else whole, number, stored)
@@ -239,14 +241,25 @@ def _stored_size(weight: Weight, source: StoredSource, dtype: np.dtype, compiled
     return int(total * PACKED)
 
 
-def window_rows(model: NativeModel, needed: int) -> int:
-    """Return how many rows go through a model layer by layer at once. needed: bytes that the largest part needs
+def window_rows(config: ModelConfig, itemsize: int, needed: int) -> int:
+    """Return how many rows go through a model layer by layer at once. itemsize: bytes of a number; needed: bytes that
+    the largest part needs
 
     Their hidden states take a share of the free memory. More rows than MOST_ROWS gain nothing: by then the weights are
     read much faster than they are used.
     """
-    row_bytes = model.config.hidden * model.dtype.itemsize + PLAN_BYTES
+    row_bytes = config.hidden * itemsize + PLAN_BYTES
     return max(1, min(MOST_ROWS, int((available_memory() - needed) * STATES_SHARE) // row_bytes))
+
+
+def window_extents(source: StoredSource, config: ModelConfig) -> list[Extent]:
+    """Return the bytes of files that a window with logits reads of a model layer by layer. They can be read while their
+    source lives."""
+    program = config.program()
+    parts: list[Iterable[Weight]] = [program.embed.weights, program.score_weights]
+    parts += [[weight for one in operations for weight in one.weights] for operations in (*program.layers, program.end)]
+    parts += [[] if program.head is None or program.head.parts[0][0] not in source.shapes else [program.head]]
+    return [source.extent(name) for part in parts for weight in dict.fromkeys(part) for name, _ in weight.parts]
 
 
 def load_worker(
@@ -288,13 +301,8 @@ def settle_threads(threads: int | None) -> None:
         kernels.set_threads(threads)
 
 
-class Loader:
-    """Fills the memory of a model: with all weights, or with one part of them in place of another, again and again.
-
-    bytes_read  bytes of the weights that were read, as files have them; a weight that is read twice counts twice
-    most_bytes  the most bytes of weights that were in memory at once, when parts were loaded
-    needed      bytes that loading the largest part needs, once `check_memory` has counted them
-    """
+class Loader(PartLoader):
+    """Fills the memory of a model: with all weights, or with one part of them in place of another."""
 
     def __init__(
         self,
@@ -309,7 +317,7 @@ class Loader:
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
         self._pool, self._types = pool or PanelPool(), set[str]()
         self._split = model.shard.split(model.config)
-        self.bytes_read = self.most_bytes = self.needed = 0
+        self.bytes_read = self.most_bytes = self.needed = self.total = 0
 
     def load(self) -> None:
         """Load all weights."""
@@ -331,7 +339,6 @@ class Loader:
     # ------------------------------------------------------------------------------------- a part in place of another
 
     def load_embedding(self) -> None:
-        """Load what a pass begins with, in place of what is in memory."""
         embed = self._model.program.embed
         self._empty()
         self._model.memory.tables[embed.table] = self._table(embed.table)
@@ -339,7 +346,6 @@ class Loader:
         self._note()
 
     def load_layer(self, number: int) -> None:
-        """Load a layer in place of what is in memory; after the last layer what ends a pass, too."""
         program = self._model.program
         self._empty()
         self._load_operations(program.layers[number])
@@ -348,20 +354,14 @@ class Loader:
         self._note()
 
     def load_heads(self, *, lm_head: bool) -> None:
-        """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""
         program = self._model.program
         self._empty()
         if lm_head and program.head is not None:
             self._model.memory.tables[program.head] = self._table(program.head)
-        self._load(weight for linear in program.score for weight in linear.weights)
+        self._load(program.score_weights)
         self._note()
 
-    def unload(self) -> None:
-        """Drop what is in memory."""
-        self._model.drop_weights()
-
     def read_ahead(self, number: int) -> None:
-        """Let the system read a layer from its file beside what is computed; a layer that is not there: the LM head."""
         program = self._model.program
         weights = [] if program.head is None else [program.head]
         if number < len(program.layers):
@@ -370,11 +370,12 @@ class Loader:
             self._source.extent(name).read_ahead()
 
     def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
-        """Raise OutOfMemoryError if the largest part does not fit. sizes: of all weights in memory"""
+        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: of each weight"""
         program = self._model.program
         ends = {weight for operation in program.end for weight in operation.weights}
         parts = [{weight for one in layer for weight in one.weights} | ends for layer in program.layers]
         parts += [set(program.embed.weights), set() if program.head is None else {program.head}]
+        self.total = needed_for(sizes)
         self.needed = max(needed_for({weight: sizes[weight] for weight in part}) for part in parts)
         check_fits(self.needed, f"the largest part of {checkpoint.name}", REMEDY)
 
@@ -393,7 +394,7 @@ class Loader:
         parts = zip(weight.parts, self._split.of(weight), strict=True)
         return [self._source.read(name, part) for (name, _), part in parts]
 
-    def _count(self, weight: Weight) -> None:
+    def count(self, weight: Weight) -> None:
         """Count the bytes of a weight that is read."""
         self.bytes_read += sum(self._source.extent(name).size for name, _ in weight.parts)
 
@@ -453,7 +454,7 @@ class Loader:
             parts = [kernels.StoredRows(half.type, half.rows[at : at + kernels.LANES]) for half, at in whole]
         blocks = self._model.kernels.pack_blocks(parts, weight.inputs[0], self._pool)
         if blocks is not None:
-            self._count(weight)
+            self.count(weight)
             self._types |= types
             if self._model.config.invariant:
                 blocks = self._model.kernels.in_one_form(blocks)
@@ -487,7 +488,7 @@ class Loader:
 
     def _words(self, weight: Weight, inputs: int, *, gated: bool = False) -> np.ndarray:
         """Return a matrix packed, with zeros up to so many inputs."""
-        self._count(weight)
+        self.count(weight)
         parts = self._read(weight)
         if fill := inputs - weight.inputs[0]:
             parts = [np.pad(part, ((0, 0), (0, fill))) for part in parts]
@@ -498,7 +499,7 @@ class Loader:
     def _array(self, weight: Weight) -> np.ndarray:
         """Return a weight as an array: that of the mapped file where it is one there, in the dtype."""
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
-        self._count(weight)
+        self.count(weight)
         if len(weight.parts) == 1 and not weight.offset:
             (values,) = self._read(weight)
             if self._is_wanted(values, dtype):

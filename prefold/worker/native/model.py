@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from ...model.program import Linear, Program, Weight
 from ...model.rotary import AngleTables
 from ...model.shard import OneRank, own_rows
 from .arrays import ClassificationHead
-
-if TYPE_CHECKING:
-    from .load import Loader
 
 LOW_BYTES = sizeof(RowLow)
 
@@ -68,6 +65,33 @@ class Memory:
         return sum({id(one): one.nbytes for one in every}.values())
 
 
+class PartLoader(Protocol):
+    """Loads one part of a model's weights in place of another, again and again.
+
+    bytes_read  bytes of the weights that were read, as files have them; a weight that is read twice counts twice
+    most_bytes  the most bytes of weights that were in memory at once
+    needed      bytes that loading the largest part needs
+    total       bytes that loading all weights needs
+    """
+
+    bytes_read: int
+    most_bytes: int
+    needed: int
+    total: int
+
+    def load_embedding(self) -> None:
+        """Load what a pass begins with, in place of what is in memory."""
+
+    def load_layer(self, number: int) -> None:
+        """Load a layer in place of what is in memory; after the last layer what ends a pass, too."""
+
+    def load_heads(self, *, lm_head: bool) -> None:
+        """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""
+
+    def read_ahead(self, number: int) -> None:
+        """Let the system read a layer from its file beside what is computed; after the last layer: the LM head."""
+
+
 class NativeModel:
     """A NativeModel is a model as the native executor has it.
 
@@ -99,7 +123,7 @@ class NativeModel:
         self.local, self.vocab, self.program = shard.local(config), shard.vocab, shard.program(config)
         self.widths = padded_widths(self.program)
         self.memory = Memory()
-        self.loader: Loader | None = None
+        self.loader: PartLoader | None = None
         self.stored_as = ""
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them

@@ -44,6 +44,7 @@ from ...model.program import (
 )
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
+from ..parts import CallFields
 from .memory import LINE, Workspace, place_buffers
 from .model import NativeModel, PackedAdapters, PackedTable, in_turn
 from .steps import NativePath, SlotBatch, StreamBatch
@@ -514,7 +515,7 @@ class NativeProgram:
         batch: SlotBatch | StreamBatch,
         memory: NativeStore | StreamMemory,
         first: int = 0,
-        fields: Mapping[str, Any] = NO_FIELDS,
+        fields: CallFields = NO_FIELDS,
     ) -> np.ndarray:
         """Return the residual stream [rows, hidden] after the program's part of a pass. After the last layer of a pass
         only the rows that are read are left.
