@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from contextlib import suppress
@@ -20,14 +21,19 @@ LEAST_MAPPED = 1 << 16
 def mapped_bytes(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
     """Return bytes of a file as a read-only array [size], mapped for as long as an array over it lives.
 
-    Raises CheckpointError for bytes beyond the end of the file.
+    Raises CheckpointError for bytes beyond the end of the file, and MemoryError if the process may not map as many.
     """
     if start + size > os.fstat(file.fileno()).st_size:
         raise CheckpointError(f"{file.name} is damaged, or was not copied whole: {start + size:,} bytes are expected")
     if size < LEAST_MAPPED:
         return np.frombuffer(os.pread(file.fileno(), size, start), np.uint8)
     before = start % mmap.ALLOCATIONGRANULARITY
-    mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+    try:
+        mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"{size / 1e9:.2f} GB of {file.name} cannot be mapped") from error
     return np.frombuffer(mapping, np.uint8, size, before)
 
 

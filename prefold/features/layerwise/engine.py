@@ -116,14 +116,13 @@ class LayerwisePlanner:
 
 
 class LayerwisePart(EnginePart):
-    """The EnginePart for a model whose weights are read layer by layer."""
+    """The EnginePart for a model whose weights are read layer by layer. max_rows: as of LayerwiseFacts"""
 
     def __init__(self, facts: LayerwiseFacts, meter: Meter):
-        self._facts, self._meter = facts, meter
+        self.max_rows, self._meter = facts.max_rows, meter
 
     def stream_scheduler(self, inner: MakePlanner) -> MakePlanner:
-        most = self._facts.max_rows
-        return lambda *arguments, **options: LayerwisePlanner(inner(*arguments, **options), most)
+        return lambda *arguments, **options: LayerwisePlanner(inner(*arguments, **options), self.max_rows)
 
     def take_result(self, result: StepResult) -> None:
         if isinstance(result, LayerwiseResult):

@@ -42,10 +42,10 @@ class LayerPaths:
 
 def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
     """Return the part of a worker for a model whose weights are read by a loader, layer by layer."""
-    workspace, paths = Workspace(), dict[int, LayerPaths]()
+    paths: dict[int, LayerPaths] = {}
 
     def run(worker: NativeWorker, message: LayerwiseStep) -> Ticket:
-        window = LayerwiseWindow(worker, loader, workspace, message.steps, paths)
+        window = LayerwiseWindow(worker, loader, message.steps, paths)
         return CompletedTicket(window.run())
 
     def run_step(worker: NativeWorker, step: StreamStep) -> Ticket:
@@ -88,12 +88,12 @@ class LayerwiseWindow:
         self,
         worker: NativeWorker,
         loader: PartLoader,
-        workspace: Workspace,
         steps: Sequence[StreamStep],
         paths: dict[int, LayerPaths],
     ):
         """paths: of each stream that has not ended, by its number"""
-        self._model, self._loader, self._workspace, self._paths = worker.model, loader, workspace, paths
+        self._model, self._loader, self._paths = worker.model, loader, paths
+        self._workspace = Workspace()
         self._adapters = list(worker.adapters.values())
         self._stream, self._readout = steps[0].stream, steps[0].read_out.readout
         self._batches = [batch for step in steps if (batch := worker.prepare(step)) is not None]
@@ -106,6 +106,7 @@ class LayerwiseWindow:
         before = self._loader.bytes_read
         try:
             planes, hidden = self._through_layers(self._embedded())
+            self._workspace = Workspace()  # the heads take the memory of buffers
             result, above = self._read(hidden)
         finally:
             self._model.drop_weights()

@@ -135,8 +135,8 @@ class NativeModel:
         self._logits = np.empty(0, np.float32)
 
     def drop_weights(self) -> None:
-        """Drop all weights that were loaded, and the LM head as products take it."""
-        self.memory, self._head = Memory(), None
+        """Drop all weights that were loaded, and what reading logits has left."""
+        self.memory, self._head, self._logits = Memory(), None, np.empty(0, np.float32)
 
     @property
     def head_matrix(self) -> np.ndarray | Blocks | None:

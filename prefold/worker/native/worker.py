@@ -93,7 +93,8 @@ class NativeWorker(Worker):
         self._arrays = NumpyArrays(model.kernels)
         self._lock = threading.Lock()
         give_back()  # what loading needed beside the weights
-        keep_freed()
+        if model.loader is None:  # weights that are loaded again and again take what steps free
+            keep_freed()
         self._last = GivesBack()  # goes when all above has gone
 
     @property
