@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def _windows(count: int) -> str:
-    return f"layer by layer: {count:,} window{'s' * (count != 1)}, each of which read all weights once"
+    return f"{count:,} window{'s' * (count != 1)} went through the model layer by layer"
 
 
 def _bytes(count: int) -> str:
     from ...jobs.report.progress import format_bytes
 
-    return f"{format_bytes(count)} of weights read"
+    return f"{format_bytes(count)} of weights, once a window"
 
 
 add_counter(FeatureCounter("weight_reads", title="layerwise", text=_windows, is_brief=True))

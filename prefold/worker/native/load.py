@@ -40,8 +40,9 @@ COMFORTABLE = 0.5
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
 # Layer by layer: the most rows at once, the share of the free memory that their hidden states may take, and bytes of a
-# row's place in plans.
-MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 17, 0.4, 256
+# row's place in plans. Hidden states never go to disk: those of 6 * hidden rows are half as large as a layer of
+# 12 * hidden**2 weights, so fewer rows and more reads of the weights always move fewer bytes.
+MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 16, 0.4, 256
 REMEDY = "use a smaller model, or more memory"
 
 
