@@ -46,8 +46,8 @@ class LLM(NumericTasks, Texts):
                mappings: looped={"exits": "save"}, images={"mmproj": FILE}
 
     Raises CheckpointError where the model cannot be found or read, UnsupportedModelError (a CheckpointError) where
-    prefold cannot run it, OutOfMemoryError where it does not fit, ForkedError in a process forked from one that made
-    an LLM, and InputError for a wrong argument. `stats` adds up over all calls.
+    prefold cannot run it, OutOfMemoryError if it does not fit (see layerwise), ForkedError in a process forked from one
+    that made an LLM, and InputError for a wrong argument. `stats` adds up over all calls.
     """
 
     def __init__(

@@ -137,10 +137,10 @@ more than 4,096 tokens are refused. A job's summary and a server's log say which
 **Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
 GPU, which is slower than the kernels there.
 
-**gpt-oss** has experts in MXFP4, four bits a number, in safetensors and in GGUF files. On a CPU they stay so: the weights
-of gpt-oss-20b take 14 GB of memory, and those of gpt-oss-120b 65 GB. PyTorch, on a GPU or on several ranks, has them in
-bfloat16 (42 and 234 GB). Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints that are quantised
-in safetensors are refused.
+**gpt-oss** has experts in MXFP4, four bits a number, in safetensors and in GGUF files. On a CPU they stay so: the
+weights of gpt-oss-20b take 14 GB of memory, and those of gpt-oss-120b 65 GB. PyTorch, on a GPU or on several ranks,
+has them in bfloat16 (42 and 234 GB). Nothing is lost: every number of MXFP4 is one of bfloat16. Other checkpoints
+that are quantised in safetensors are refused.
 
 **GGUF files** of Starcoder 2 do not say its sliding window, which then is not there; those of SmolLM 3 do not say which
 layers rotate nothing: every fourth one, as in llama.cpp. Files of OLMo 3 with yarn are refused where they have an

@@ -148,6 +148,7 @@ class ModelKeywords(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     arithmetic: Literal["float", "int8"]
     weights: Literal["auto", "file", "fast", "dtype", "int8"]
+    layerwise: Literal["auto", "on", "off"]
     kv_dtype: Literal["auto", "bfloat16"]
     invariant: bool
     executor: Literal["auto", "native", "torch"]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .mapped import MappedFile
+from .mapped import Extent, MappedFile
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -190,6 +190,13 @@ class GGUFFile:
                 f"{self.path}: {name} has rows of {row} weights; their type needs multiples of {block_size}"
             )
         return row // block_size * type_size
+
+    def extent(self, name: str, first: int, count: int) -> Extent:
+        """Return the bytes of `count` numbers of a tensor, from the one at `first` on."""
+        tensor = self.tensors[name]
+        _, block_size, type_size = _type_of(self.path, tensor)
+        start = self._data_start + tensor.offset + first // block_size * type_size
+        return Extent(self._mapped.file, start, count // block_size * type_size)
 
     def dequantize(self, name: str, rows: slice | np.ndarray | None = None) -> np.ndarray:
         """Returns the tensor as float32 in its NumPy shape; read-only where it is stored as float32. rows: those along

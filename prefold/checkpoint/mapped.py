@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
@@ -28,7 +31,7 @@ class MappedFile:
     def bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Return bytes of the file as a read-only array [size].
 
-        Raises CheckpointError for bytes beyond the end of the file.
+        Raises CheckpointError for bytes beyond the end of the file, and MemoryError if the process may not map as many.
         """
         values = self._alive.get((start, size))
         if values is None:
@@ -42,5 +45,30 @@ def _mapped(file: BinaryIO, start: int, size: int) -> NDArray[np.uint8]:
     if size < LEAST_MAPPED:
         return np.frombuffer(os.pread(file.fileno(), size, start), np.uint8)
     before = start % mmap.ALLOCATIONGRANULARITY
-    mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+    try:
+        mapping = mmap.mmap(file.fileno(), before + size, access=mmap.ACCESS_READ, offset=start - before)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"{size / 1e9:.2f} GB of {file.name} cannot be mapped") from error
     return np.frombuffer(mapping, np.uint8, size, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The bytes of a file that a tensor is read from. file: of the tensors' owner, which closes it when it goes; None:
+    the tensor is in no file"""
+
+    file: BinaryIO | None
+    start: int
+    size: int
+
+    def read(self, most: int) -> int:
+        """Read the bytes, at most so many, and return how many were read."""
+        return 0 if self.file is None else len(os.pread(self.file.fileno(), min(most, self.size), self.start))
+
+    def read_ahead(self) -> None:
+        """Let the system read the bytes into its cache now. It does so beside the caller, if it knows how to."""
+        if self.file is not None and hasattr(os, "posix_fadvise"):
+            with suppress(OSError):  # a file system without it
+                os.posix_fadvise(self.file.fileno(), self.start, self.size, os.POSIX_FADV_WILLNEED)

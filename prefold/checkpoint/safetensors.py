@@ -6,6 +6,7 @@ The `safetensors` package checks the header. Its own arrays are copies, and it h
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
-from .mapped import MappedFile
+from .mapped import Extent, MappedFile
 
 DTYPES = {
     name: np.dtype(kind)
@@ -68,6 +69,13 @@ class SafetensorsFile:
     def __reduce__(self) -> tuple[type[SafetensorsFile], tuple[Path]]:
         """A copy in another process opens the file itself."""
         return SafetensorsFile, (self.path,)
+
+    def extent(self, name: str, first: int = 0, count: int | None = None) -> Extent:
+        """Return the bytes of a tensor, or of `count` numbers of it from the one at `first` on."""
+        tensor = self.tensors[name]
+        total = math.prod(tensor.shape)
+        size = tensor.size // max(1, total)
+        return Extent(self._mapped.file, tensor.start + first * size, size * (total if count is None else count))
 
     def array(self, name: str) -> np.ndarray:
         """Return a tensor's numbers: a read-only array over the file, or a copy if the file has them unaligned.

@@ -19,6 +19,7 @@ from .specs import takes_job
 if TYPE_CHECKING:
     from ..jobs import JobPlan
     from ..jobs.opening import Input
+    from ..jobs.plan import LayerwisePlan
 
 _SHOWN_SEGMENTS = 32
 _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longest", "saved", "outputs",
@@ -48,7 +49,7 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     """
     from ..jobs import plan_job
     from ..jobs.opening import open_input
-    from ..jobs.plan import cost_of, kv_row_bytes, place
+    from ..jobs.plan import cost_of, kv_row_bytes, place, plan_layerwise
     from ..jobs.report import open_progress
     from ..jobs.report.progress import format_seconds
     from ..model import config_from
@@ -67,10 +68,15 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     decode = None if input.tokenizer is None else readable(input.tokenizer.decode)
     segments = place(job_plan, config, replicas) if replicas and job_plan.tokens else []
     other = _plan_other_order(input, rows) if job_plan.tokens else None
+    layerwise = None
+    if job_plan.tokens:
+        layerwise = plan_layerwise(
+            job_plan, spec.model, input.checkpoint, window=spec.input.window, measure=not as_json
+        )  # fmt: skip
     if as_json:
         counts = {name: getattr(job_plan, name) for name in _COUNTS}
         counts |= {"kv_row_bytes": row_bytes, "flops": {"full": asdict(costs[0]), "off": asdict(costs[1])}}
-        counts |= {"seconds": seconds}
+        counts |= {"seconds": seconds} | ({} if layerwise is None else {"layerwise": asdict(layerwise)})
         if other is not None:
             flops = cost_of(other[1].shape, config)[0]
             counts |= {"other_order": {"first": other[0], "rows": other[1].rows, "flops": asdict(flops)}}
@@ -81,6 +87,9 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
     else:
         speed = _speed(input, job_plan, gflops) if job_plan.tokens else None
         lines = _lines(job_plan, costs, row_bytes, seconds, decode, speed)
+        if layerwise is not None:
+            at = next(number for number, line in enumerate(lines, 1) if line.startswith("at "))
+            lines.insert(at, _layerwise_line(layerwise))
         if other is not None and speed is not None:
             first, swapped = other
             about = format_seconds(cost_of(swapped.shape, config)[0].total / speed.flops)
@@ -144,6 +153,19 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
         lines.append(f"\n{'tokens':>8}{'prompts':>10}{'saved':>14}  shared most")
         lines += [f"{p.length:>8,}{p.prompts:>10,}{p.saved:>14,}  {one_line(p.text, 64)!r}" for p in shared]
     return lines
+
+
+def _layerwise_line(layerwise: LayerwisePlan) -> str:
+    from ..jobs.report.progress import format_bytes, format_seconds
+
+    windows = "1 window" if layerwise.windows == 1 else f"{layerwise.windows:,} windows"
+    line = f"layer by layer: about {windows}, each reads {format_bytes(layerwise.bytes)} of weights"
+    if layerwise.windows > 1:
+        line += f", {format_bytes(layerwise.total)} in all"
+    if layerwise.rate is None:
+        return line
+    about = format_seconds(layerwise.total / layerwise.rate)
+    return f"{line}; about {about} at the {format_bytes(layerwise.rate)}/s at which the file is read now"
 
 
 def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:

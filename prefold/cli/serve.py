@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import click
@@ -74,9 +74,13 @@ def serve(spec: JobSpec, **options: Any) -> None:
         find_model(spec.model_name, spec.model, notice, weights=False)
     from ..serve import serve as run
 
+    if spec.model.layerwise == "on":
+        raise JobError("--layerwise on is for jobs of read-outs; a server needs all weights in memory")
+    model = replace(spec.model, layerwise="off")
+
     def load() -> Any:
         checkpoint = find_model(spec.model_name, spec.model, notice)
-        llm = load_llm(spec.model, checkpoint, tokenizer_or_none(checkpoint), is_job=False)
+        llm = load_llm(model, checkpoint, tokenizer_or_none(checkpoint), is_job=False)
         if llm.images is not None:
             llm.images = llm.images.with_reader(**image_reading(spec))
         return llm

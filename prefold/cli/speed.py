@@ -101,7 +101,8 @@ class _Probe:
         if self.config.layers != depth:
             raise JobError(f"the speed of {input.checkpoint.name} cannot be measured in part; give --gflops X")
         model = input.spec.model
-        model = replace(model, adapters=None, load_format="auto", images=replace(model.images, mmproj=None))
+        whole = {"adapters": None, "load_format": "auto", "layerwise": "off"}
+        model = replace(model, **whole, images=replace(model.images, mmproj=None))
         self._llm = load_llm(model, checkpoint, input.tokenizer)
         self._task = input.tasks[task]
         dtype = str(self._llm.dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from .meter import StepBudget, StepInfo
 from .requests import adapter_number, check_logits
 from .schedule.parts import hooks, stream_scheduler
 from .schedule.steps import StepResult
-from .schedule.windows import PlannedStep, WindowPlanner
+from .schedule.windows import PlannedStep, StreamPlanner
 from .worker import Ticket, Worker
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def run_stream(
 class _PreparedStep:
     """A _PreparedStep is a planned step with the tensors that the worker has prepared for it."""
 
-    scheduler: WindowPlanner
+    scheduler: StreamPlanner
     results: _WindowResults
     plan: PlannedStep
     message: Any
@@ -101,6 +101,7 @@ class _StreamRun:
 
     def __post_init__(self) -> None:
         self._using = hooks(self.engine.parts, "using")
+        self._take_result = hooks(self.engine.parts, "take_result")
         self._make_scheduler = stream_scheduler(self.engine.parts)
         self.number = next(_NUMBERS)
 
@@ -152,6 +153,8 @@ class _StreamRun:
     def finish(self, step: _StartedStep) -> Iterator[tuple[bytes, Result]]:
         """Waits for a step, counts it, and yields the results that it completes."""
         result, plan, message = step.ticket.result(), step.plan, step.plan.message
+        for take in self._take_result:
+            take(result)
         seconds = time.perf_counter() - step.started_at
         spent = {"model": seconds, "compile": self.worker.compile_seconds()}
         counts = {"rows_computed": message.num_rows, "path_rows_peak": len(message.keep)}

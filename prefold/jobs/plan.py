@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..model import ModelConfig
-from ..model.machine import DTYPES
+from ..checkpoint import Checkpoint
+from ..checkpoint.mapped import Extent
+from ..errors import CheckpointError
+from ..model import ModelConfig, config_from
+from ..model.machine import DTYPES, available_memory, choose_device, choose_dtype
+from ..model.sources import open_source
+from ..spec.model import ModelSpec
 from ..spec.requests import Request
 from ..trie import RowCost, StreamCost, Window, common_prefix_lengths, lexsort_sequences
 from ..trie.segments import keys_seen
@@ -126,6 +133,65 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
         plan.limits.append(sampling.n * min(limits, default=0))
         plan.outputs += sampling.n
         plan.output_tokens += plan.limits[-1]
+
+
+@dataclass(frozen=True)
+class LayerwisePlan:
+    """What a job reads of weights that do not stay in memory but are read layer by layer.
+
+    windows     how often all weights are read, about
+    bytes       of all weights, as the file has them
+    total       bytes of all windows
+    rate        bytes a second at which the file is read now; None: it is not here, or not measured
+    """
+
+    windows: int
+    bytes: int
+    total: int
+    rate: float | None = None
+
+
+MEASURED_BYTES = 64 << 20  # of a file, to measure how fast it is read
+
+
+def plan_layerwise(
+    plan: JobPlan, model: ModelSpec, checkpoint: Checkpoint, *, window: int, measure: bool
+) -> LayerwisePlan | None:
+    """Return what a job would read of weights layer by layer; None: they would stay in memory, or not run at all.
+
+    window: tokens of a window of the job; measure: whether to measure `rate`
+    """
+    from ..worker.native.load import shapes_of, window_extents, window_rows
+
+    config, device = config_from(checkpoint.config), choose_device(model.device)
+    if model.layerwise == "off" or plan.outputs or device != "cpu" or config.resident is not None:
+        return None
+    source, extents = None, list[Extent]()
+    with suppress(CheckpointError):  # the weights are not here
+        source = open_source(checkpoint, config, shapes_of(config.program().weights), 0, {})
+        extents = window_extents(source, config)
+    itemsize = DTYPES[choose_dtype(model.dtype, checkpoint.config, device)]
+    stored = sum(extent.size for extent in extents) or config.num_parameters * DTYPES.get(config.dtype or "", 4)
+    held = config.num_parameters * itemsize
+    if model.weights != "dtype":
+        held = min(held, stored)
+    if model.layerwise == "auto" and (checkpoint.format == "dummy" or held <= available_memory()):
+        return None
+    rows = window_rows(config, itemsize, 2 * held // config.layers)
+    windows = max(-(-plan.rows // rows), -(-plan.tokens // window))
+    rate = _rate(extents) if measure else None
+    del source  # with its files
+    return LayerwisePlan(windows, stored, windows * stored, rate)
+
+
+def _rate(extents: Sequence[Extent]) -> float | None:
+    """Return the bytes a second at which some of a model's bytes are read now; None: they are in no file."""
+    started, size = time.perf_counter(), 0
+    for extent in extents:
+        size += extent.read(MEASURED_BYTES - size)
+        if size >= MEASURED_BYTES:
+            break
+    return size / max(time.perf_counter() - started, 1e-9) if size else None
 
 
 def kv_row_bytes(config: ModelConfig) -> int:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         COLUMNS,
         LANES,
         WHOLE_TYPES,
+        Arena,
         Blocks,
         PanelPool,
         StoredRows,
@@ -55,6 +56,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "WHOLE_TYPES",
     "Activation",
+    "Arena",
     "Blocks",
     "CollectiveError",
     "Kernels",
@@ -88,7 +90,8 @@ _MODULES = {
     "installed": "foreseen",
     "interface": "BFLOAT16 DTYPES FLOAT32 RowLists SlotLists address",
     "loader": "Kernels calm_openmp load status",
-    "products": "BLOCK_TYPES COLUMNS LANES WHOLE_TYPES Blocks PanelPool StoredRows can_pack_words matrix_addresses",
+    "products": "BLOCK_TYPES COLUMNS LANES WHOLE_TYPES Arena Blocks PanelPool StoredRows can_pack_words"
+    " matrix_addresses",
     "program": "CollectiveError",
 }
 

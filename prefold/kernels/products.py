@@ -283,10 +283,44 @@ class PanelPool:
         """Returns an uninitialised int32 array that starts at a cache line."""
         size = int(np.prod(shape))
         if size > len(self._free):
-            self._free = np.empty(max(size, self._piece // 4) + 15, np.int32)
-            self._free = self._free[-address(self._free) // 4 % 16 :]
+            self._free = self._next_piece(size)
         memory, self._free = self._free[:size], self._free[-(-size // 16) * 16 :]
         return memory.reshape(shape)
+
+    def _next_piece(self, size: int) -> np.ndarray:
+        """Returns memory for so many numbers at least, int32, that starts at a cache line."""
+        piece = np.empty(max(size, self._piece // 4) + 15, np.int32)
+        return piece[-address(piece) // 4 % 16 :]
+
+
+class Arena(PanelPool):
+    """A PanelPool that keeps its pieces, and hands them out again after `rewind`. Arrays of before are then void."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pieces: list[np.ndarray] = []
+        self._taken = 0
+
+    def rewind(self) -> None:
+        """Let all memory be handed out again."""
+        self._free, self._taken = np.empty(0, np.int32), 0
+
+    def _next_piece(self, size: int) -> np.ndarray:
+        for number in range(self._taken, len(self._pieces)):
+            if len(self._pieces[number]) >= size:
+                # Those that are too small stand behind, for smaller matrices.
+                self._pieces.insert(self._taken, self._pieces.pop(number))
+                self._taken += 1
+                return self._pieces[self._taken - 1]
+        piece = super()._next_piece(size)
+        self._pieces.insert(self._taken, piece)
+        self._taken += 1
+        return piece
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all pieces."""
+        return sum(piece.nbytes for piece in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)

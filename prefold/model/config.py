@@ -528,6 +528,12 @@ class ModelConfig:
         return None
 
     @property
+    def resident(self) -> str | None:
+        """Return why all weights stay in memory while the model runs, in words; None: a pass may read them layer by
+        layer."""
+        return "layers use keys and values that a layer before them computed" if self.kv_layers else None
+
+    @property
     def scale(self) -> float:
         """Returns the factor of the products of queries and keys in attention."""
         return (self.query_scalar or self.head_dim) ** -0.5

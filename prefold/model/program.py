@@ -522,8 +522,13 @@ class Program:
             found[self.head] = None
         if self.head_bias is not None:
             found[self.head_bias] = None
-        found |= dict.fromkeys(weight for linear in self.score for weight in linear.weights)
+        found |= dict.fromkeys(self.score_weights)
         return list(found | dict.fromkeys(self.beside))
+
+    @property
+    def score_weights(self) -> list[Weight]:
+        """Return the weights of the classification head."""
+        return [weight for linear in self.score for weight in linear.weights]
 
     def linears(self, layer: int) -> list[Linear]:
         """Return the linears of a layer that every row goes through; adapters may add to them."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from .. import kernels
 from ..checkpoint import Checkpoint, read_json
 from ..checkpoint.gguf import GGUFFile
+from ..checkpoint.mapped import Extent
 from ..checkpoint.safetensors import SafetensorsFile
 from ..checkpoint.settings import Settings
 from ..errors import CheckpointError
@@ -50,6 +51,9 @@ class TensorSource(Protocol):
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         """Copy the tensor, or that part of it, into `target`, of its shape and any dtype. Rounds to the nearest."""
+
+    def extent(self, name: str) -> Extent:
+        """Return the bytes of a file that the tensor is read from; their number is right even if they lie apart."""
 
 
 class StoredSource(TensorSource, Protocol):
@@ -129,6 +133,18 @@ class TensorPlace:
         if self.outputs is not None:
             values = values[self.outputs]
         return in_order(values[part] if part else values, self.order)
+
+    def extent(self, numbers: int) -> Extent:
+        """Return the bytes that the tensor, of so many numbers, is read from."""
+        shape = self.file.tensors[self.name].shape
+        if self.scales is not None:  # two numbers a byte; its scales lie elsewhere
+            numbers = numbers // 2 + numbers // mxfp4.BLOCK
+        first, begin = 0, self.outputs.start if isinstance(self.outputs, slice) else 0
+        if self.matrix is not None:
+            first = self.matrix * math.prod(shape[1:])
+        elif begin and not self.transposed and not self.flat:
+            first = begin * math.prod(shape[1:])
+        return self.file.extent(self.name, first, numbers)
 
 
 def rows_of_parts(sizes: Sequence[int], groups: int = 1) -> Sequence[slice | np.ndarray]:
@@ -299,6 +315,9 @@ class SafetensorsSource:
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         put(target, self.read(name, part))
 
+    def extent(self, name: str) -> Extent:
+        return self._places[name].extent(math.prod(self.shapes[name]))
+
     def stored_type(self, name: str) -> tuple[str, int]:
         place, shape = self._places[name], self.shapes[name]
         if place.scales is not None:
@@ -437,6 +456,12 @@ class GGUFSource:
             first, last = max(start, begin), min(stop, end)
             put(target[first - begin : last - begin], block[(slice(first - start, last - start), *part[1:])])
 
+    def extent(self, name: str) -> Extent:
+        stored, part = self._stored[name]
+        first = int(part.start if isinstance(part, slice) else part[0])
+        numbers = 1 if self._is_vector(name) else self.file.tensors[stored].shape[-1]
+        return self.file.extent(stored, first * numbers, math.prod(self.shapes[name]))
+
     def stored_type(self, name: str) -> tuple[str, int]:
         stored, shape = self._stored[name][0], self.shapes[name]
         return (self.file.type_name(stored), self.file.row_bytes(stored)) if len(shape) == 2 else ("", 0)
@@ -512,6 +537,9 @@ class RandomSource:
         self, shapes: Mapping[str, tuple[int, ...]], seed: int, offsets: Mapping[str, float] = MappingProxyType({})
     ):
         self.shapes, self.seed, self.offsets = shapes, seed, offsets
+
+    def extent(self, name: str) -> Extent:
+        return Extent(None, 0, 4 * math.prod(self.shapes[name]))
 
     def stored_type(self, name: str) -> tuple[str, int]:
         return "", 0

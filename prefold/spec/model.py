@@ -218,6 +218,12 @@ class ModelSpec(StepOptions, SlotOptions):
         " int8: quantise to 8 bits at load, only with --arithmetic int8.",
         one_of=("auto", "file", "fast", "dtype", "int8"), on="machine",
     )  # fmt: skip
+    layerwise: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Whether weights are read from the file layer by layer, once for many rows, instead of staying in memory: for"
+        " embeddings, reranking, classification, decisions and scores on a CPU. auto: if the weights do not fit.",
+        one_of=("auto", "on", "off"), on="machine",
+    )  # fmt: skip
     kv_dtype: Literal["auto", "bfloat16"] = option(
         "auto",
         "What keys and values are kept in while text is generated, on a CPU. bfloat16: in half of the memory where the"

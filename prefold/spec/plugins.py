@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import CheckpointError
 from . import environment
 
-FEATURES = ("heads", "hf", "hybrid", "images", "looped", "shifted")
+FEATURES = ("heads", "hf", "hybrid", "images", "layerwise", "looped", "shifted")
 # {NAME of `prefold verify --reuse NAME`: a package whose module `options` has the options of the command line and their
 # `names`, and whose module `verify` runs it}. Help is printed without importing a feature, so the table is here.
 MEASUREMENTS = {"shifted": "prefold.features.shifted"}

@@ -102,6 +102,8 @@ class Stats(Jsonable):
     steps           forward passes
     path_rows_peak  most rows whose K/V was held between two steps
     state_bytes_peak  most bytes of states that were held between two steps, of a model with layers of states
+    weight_reads    windows that went through the model layer by layer, each of which read all weights once
+    weight_bytes    bytes of weights that these windows read
     tower_runs      images that were encoded
     repeats         prompts that were not run, as they got the answer of an equal prompt
     kept            prompts that were not run, as an earlier run had kept their answers
@@ -116,6 +118,8 @@ class Stats(Jsonable):
     steps: int = 0
     path_rows_peak: int = 0
     state_bytes_peak: int = 0
+    weight_reads: int = 0
+    weight_bytes: int = 0
     tower_runs: int = 0
     repeats: int = 0
     kept: int = 0

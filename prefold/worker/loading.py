@@ -90,6 +90,9 @@ def _check_torch(config: ModelConfig, options: ModelSpec) -> None:
     if options.arithmetic == "int8":
         message = "there is no int8 arithmetic in PyTorch's executor"
         raise InputError(message, field="arithmetic", remedy="use the executor auto, or leave --arithmetic out")
+    if options.layerwise == "on":
+        message = "layerwise is on, and PyTorch's executor, which runs this model here, holds all weights"
+        raise InputError(message, field="layerwise", remedy="leave --layerwise out, or use the executor auto on a CPU")
     if options.weights == "file":
         message = "PyTorch's executor, which runs this model here, keeps no weights as the checkpoint stores them"
         raise InputError(message, field="weights", remedy="leave --weights out, or use the executor auto on a CPU")

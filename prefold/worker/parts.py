@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..engine.schedule.steps import Message
+from ..engine.schedule.steps import Message, StreamStep
 from ..engine.worker import Ticket
 from ..spec.plugins import load_plugins
 from ..trie import MEDIA_BASE
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from ..model import MediaRows, ModelConfig
     from .native.model import NativeModel
     from .torch.model import CausalLM
+
+
+CallFields = Mapping[str, Any]  # of a call of the kernels, beside those that each call has
+
+
+class LayerCarry(Protocol):
+    """What a feature carries through the rows of a stream beside K/V, while each layer runs over several steps before
+    the next layer does."""
+
+    def run(self, layer: int, step: StreamStep) -> AbstractContextManager[CallFields]:
+        """Return a context in which a layer runs over the rows of a step, with further fields of the kernels' call. The
+        steps come in order, for each layer anew."""
+
+    def commit(self) -> None:
+        """Let later steps of the stream go on from here. Until then they would go on from where they did before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,7 @@ class WorkerPart:
     forget    takes the number of a stream that has ended, at any time and in any thread; None: the part keeps nothing
     varies    what of it depends on the batch, so that a batch-invariant model cannot have it; "": nothing
     passes    in words what computes a forward pass, of the native worker; "": the worker's own program
+    carry     takes the number of a stream, and returns what the feature carries through its layers; None: nothing
     """
 
     handlers: Mapping[type[Message], Callable[[Any, Any], Ticket]]
@@ -39,6 +56,7 @@ class WorkerPart:
     forget: Callable[[int], object] | None = None
     varies: str = ""
     passes: str = ""
+    carry: Callable[[int], LayerCarry] | None = None
 
 
 def in_vocabulary(tokens: np.ndarray) -> np.ndarray:

@@ -88,12 +88,13 @@ def test_a_script_is_a_command_that_writes_its_file(tmp_path):
 
 
 BENCHMARKS = harness.ROOT / "benchmarks"
-# peers.py runs in other systems' environments, which have neither click nor prefold; resident.py in a process that
-# imports no more than a user's program.
+# peers.py runs in other systems' environments, which have neither click nor prefold; resident.py and limited.py in a
+# process that imports no more than a user's program.
+APART = ("peers", "resident", "limited")
 SCRIPTS = {
     path.relative_to(BENCHMARKS).as_posix(): text
     for path in sorted(BENCHMARKS.rglob("*.py"))
-    if '__name__ == "__main__"' in (text := path.read_text(encoding="utf-8")) and path.stem not in ("peers", "resident")
+    if '__name__ == "__main__"' in (text := path.read_text(encoding="utf-8")) and path.stem not in APART
 }
 
 

@@ -14,9 +14,10 @@ from ...spec.requests import Asked, Sharing
 from ..cache import SlotPool
 from .generate_step import HoldsRows
 from .scheduler import Scheduler
-from .steps import MakeStore
-from .windows import WindowPlanner
+from .steps import MakeStore, StepResult
+from .windows import StreamPlanner, WindowPlanner
 
+MakePlanner = Callable[..., StreamPlanner]
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 MAKERS: list[MakePart] = []
 # Functions of features that take the ModelSpec and the identity of a model before it is loaded, and return the
@@ -45,9 +46,13 @@ class EnginePart:
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> Any:
         """Returns the feature's own scheduler of generation, or None. Arguments: those of Scheduler."""
 
-    def stream_scheduler(self) -> Callable[..., WindowPlanner] | None:
-        """Returns what makes the scheduler of each window of a new row stream, in turn, with the arguments of
-        WindowPlanner; None: the feature has none of its own."""
+    def stream_scheduler(self, inner: MakePlanner) -> MakePlanner:
+        """Return what makes the planner of each window of a new row stream, in turn, with the arguments of
+        WindowPlanner. inner: what makes it without this feature"""
+        return inner
+
+    def take_result(self, result: StepResult) -> None:
+        """Take the result of a step of a row stream, in the thread that runs the stream."""
 
     def set_tenants(self, tenant_of: Callable[[Hashable], Hashable]) -> None:
         """Sets the function that returns the tenant of a namespace."""
@@ -108,10 +113,12 @@ def hooks(parts: Sequence[EnginePart], name: str) -> tuple[Callable[..., Any], .
     return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(EnginePart, name))
 
 
-def stream_scheduler(parts: Sequence[EnginePart]) -> Callable[..., WindowPlanner]:
-    """Returns what makes the scheduler of each window of a new row stream."""
-    own = (make() for make in hooks(parts, "stream_scheduler"))
-    return next((scheduler for scheduler in own if scheduler is not None), WindowPlanner)
+def stream_scheduler(parts: Sequence[EnginePart]) -> MakePlanner:
+    """Returns what makes the planner of each window of a new row stream."""
+    make: MakePlanner = WindowPlanner
+    for hook in hooks(parts, "stream_scheduler"):
+        make = hook(make)
+    return make
 
 
 def make_scheduler(parts: Sequence[EnginePart], worker: Any, options: Any, max_batch_rows: int) -> Any:

@@ -10,6 +10,7 @@ attention, no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -36,6 +37,16 @@ class PlannedStep:
     requests: np.ndarray
     request_reads: np.ndarray
     targets: np.ndarray
+
+
+class StreamPlanner(Protocol):
+    """A StreamPlanner cuts one window of a row stream into steps, as a WindowPlanner does."""
+
+    def plan(self, max_rows: int | None = None) -> PlannedStep | None: ...
+
+    def commit(self, step: PlannedStep) -> None: ...
+
+    def halves(self, step: PlannedStep) -> tuple[PlannedStep, PlannedStep]: ...
 
 
 class WindowPlanner:

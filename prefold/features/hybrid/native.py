@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import addressof
 from typing import Any
 
 import numpy as np
 
+from ...engine.schedule.steps import StreamStep
 from ...engine.worker import DONE, Ticket
 from ...kernels.abi import PlaceLists, RunLists, StatePlane, StateStep
-from ...model.config import StateShape
+from ...model.config import ModelConfig, StateShape
 from ...worker.native.model import NativeModel
 from ...worker.native.steps import StreamBatch
 from ...worker.native.worker import NativeWorker
-from ...worker.parts import WorkerPart
+from ...worker.parts import CallFields, WorkerPart
 from .states import StateFlow, StateTable
 from .steps import MakeStates, StateFacts, StateRuns, StateSlotStep, StateStreamStep
+
+LayerTables = dict[int, StateTable]  # of one stream, by layer
 
 
 class StateCall:
@@ -47,10 +51,45 @@ class StateCall:
         self.fields = {"states": addressof(planes), "state_step": addressof(step)}
 
 
+class StateCarry:
+    """The states of a stream while each layer runs over several steps before the next layer does: a table a layer.
+
+    tables: those of the stream before these steps, by layer
+    """
+
+    def __init__(self, config: ModelConfig, zeros: Callable[[int, StateShape], np.ndarray], tables: LayerTables):
+        self._config, self._zeros, self._before = config, zeros, tables
+        self._tables: LayerTables = {}
+
+    @contextmanager
+    def run(self, layer: int, step: StreamStep) -> Iterator[CallFields]:
+        assert isinstance(step, StateStreamStep)
+        if not self._config.states(layer):
+            yield {}
+            return
+        table = self._table(layer)
+        placed = table.place(step.runs)
+        call = StateCall(StateFlow(table, placed, len(step.end) - step.path), step.runs)
+        yield call.fields
+        table.store(step.runs, placed)
+        table.keep(np.append(step.kept_states, step.runs.slots))
+
+    def _table(self, layer: int) -> StateTable:
+        if (table := self._tables.get(layer)) is None:
+            before = self._before.get(layer)
+            table = StateTable(self._config, 1, self._zeros, layers=(layer,)) if before is None else before.copy()
+            self._tables[layer] = table
+        return table
+
+    def commit(self) -> None:
+        self._before |= self._tables
+
+
 def state_part(model: NativeModel) -> WorkerPart:
     """Return the part of a worker that holds states."""
     config = model.config
     paths: dict[int, StateTable] = {}
+    by_layer: dict[int, LayerTables] = {}
     table: StateTable | None = None
     last: StateCall | None = None  # of the last step over slots, if each state is where it was before
 
@@ -98,5 +137,13 @@ def state_part(model: NativeModel) -> WorkerPart:
         StateSlotStep: run_slots,
         MakeStates: make_states,
     }
+
+    def forget(stream: int) -> None:
+        paths.pop(stream, None)
+        by_layer.pop(stream, None)
+
+    def carry(stream: int) -> StateCarry:
+        return StateCarry(config, zeros, by_layer.setdefault(stream, {}))
+
     state_bytes = sum(part.nbytes for parts in StateTable(config, 1, zeros).tensors for part in parts)
-    return WorkerPart(handlers, StateFacts(state_bytes), forget=lambda stream: paths.pop(stream, None))
+    return WorkerPart(handlers, StateFacts(state_bytes), forget=forget, carry=carry)

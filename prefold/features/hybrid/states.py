@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -60,14 +61,21 @@ class StateTable:
     """
 
     def __init__(
-        self, config: ModelConfig, rows: int, zeros: Callable[[int, StateShape], Any], *, in_place: bool = True
+        self,
+        config: ModelConfig,
+        rows: int,
+        zeros: Callable[[int, StateShape], Any],
+        *,
+        in_place: bool = True,
+        layers: Iterable[int] | None = None,
     ):
         """Makes a table of so many rows, which grows.
 
         zeros: returns an array, or a tensor, of so many states of a shape. A page of a CPU's memory takes room when it
-        is first written
+        is first written. layers: whose states it holds; None: all
         """
-        self._shapes, self._zeros = [config.states(number) for number in range(config.layers)], zeros
+        layers = range(config.layers) if layers is None else layers
+        self._shapes, self._zeros = [config.states(number) for number in layers], zeros
         self.tensors = [[zeros(rows, part) for part in parts] for parts in self._shapes]
         self.rows, self.in_place = rows, in_place
         self._row_of = {ZERO: 0}
@@ -108,6 +116,13 @@ class StateTable:
         """Lets the states of all other keys go."""
         for key in self._row_of.keys() - {ZERO, *keys.tolist()}:
             self._free.append(self._row_of.pop(key))
+
+    def copy(self) -> StateTable:
+        """Return a table with the same states in memory of its own."""
+        other = copy(self)
+        other.tensors = [[tensor.copy() for tensor in parts] for parts in self.tensors]
+        other._row_of, other._free = self._row_of.copy(), self._free.copy()
+        return other
 
     def _grow(self, rows: int) -> None:
         for parts, shapes in zip(self.tensors, self._shapes, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 from ...engine.meter import Meter
 from ...engine.protocol import EngineOptions
 from ...engine.schedule.generate_step import HoldsRows
-from ...engine.schedule.parts import EnginePart, over_store
+from ...engine.schedule.parts import EnginePart, MakePlanner, over_store
 from ...engine.schedule.steps import StreamStep
 from ...engine.schedule.windows import PlannedStep, WindowPlanner, reusable_rows
 from ...engine.worker import Worker
@@ -123,7 +123,7 @@ class States(EnginePart):
     def __init__(self, worker: Worker, options: EngineOptions, facts: StateFacts, meter: Meter):
         self._worker, self._options, self._facts, self._meter = worker, options.generation, facts, meter
 
-    def stream_scheduler(self) -> StateStreams:
+    def stream_scheduler(self, inner: MakePlanner) -> StateStreams:
         return StateStreams(self._note)
 
     def scheduler(self, max_batch_rows: int, holds_rows: HoldsRows | None) -> StateScheduler:

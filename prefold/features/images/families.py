@@ -40,6 +40,10 @@ class SeeingConfig(ModelConfig):
         return (tower_model(self.tower),)
 
     @property
+    def resident(self) -> str:
+        return "the model takes images, whose tower stays in memory (--no-tower: text alone)"
+
+    @property
     def span_rows(self) -> int:
         return self.tower.rows if self.tower.span else 0
 

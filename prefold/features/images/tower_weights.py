@@ -12,6 +12,7 @@ import numpy as np
 
 from ...checkpoint import Checkpoint
 from ...checkpoint.gguf import GGUFFile
+from ...checkpoint.mapped import Extent
 from ...errors import CheckpointError, UnsupportedModelError
 from ...kernels import StoredRows
 from ...model.checks import check_tensors
@@ -75,6 +76,9 @@ class _StoredTower:
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
         put(target, self.read(name, part))
+
+    def extent(self, name: str) -> Extent:
+        return Extent(None, 0, self.read(name).nbytes)
 
     def stored_type(self, name: str) -> tuple[str, int]:
         return "", 0

@@ -235,6 +235,10 @@ class LoopedConfig(ModelConfig):
     def fixed(self) -> str:
         return super().fixed or "it is looped, and what its rows have at a visit may depend on more than their tokens"
 
+    @property
+    def resident(self) -> str:
+        return "the model is looped: its layers are visited more than once"
+
     def program(self, copies: int = 1) -> Program:
         return replace(super().program(copies), beside=tuple(self._weights_beside()))
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from ... import kernels
 from ...checkpoint import Checkpoint
+from ...checkpoint.mapped import Extent
 from ...errors import InputError
-from ...kernels import BFLOAT16, Blocks, PanelPool
+from ...kernels import BFLOAT16, Arena, Blocks, PanelPool
 from ...model.adapters import read_adapter
 from ...model.checks import check_tensors, settled_lm_head
 from ...model.config import ModelConfig
@@ -29,7 +30,7 @@ from ...text import Tokenizer
 from ..loaded import Loaded
 from ..parts import native_parts
 from .int8 import Probe, probe_tokens
-from .model import LatentMatrices, NativeModel, PackedTable, Table, in_turn
+from .model import LatentMatrices, NativeModel, PackedTable, PartLoader, Table, in_turn
 from .program import COMPILE
 from .worker import NativeWorker
 
@@ -41,6 +42,11 @@ SPARSE = 8
 # Bytes of a packed matrix to those of its file: scales of six bits have bytes of their own.
 PACKED = 1.03
 EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # that have kernels
+# Layer by layer: the most rows at once, the share of the free memory that their hidden states may take, and bytes of a
+# row's place in plans. Hidden states never go to disk: those of 6 * hidden rows are half as large as a layer of
+# 12 * hidden**2 weights, so fewer rows and more reads of the weights always move fewer bytes.
+MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 16, 0.4, 256
+REMEDY = "use a smaller model, or more memory"
 
 
 def missing(config: ModelConfig, dtype: str, *, ranks: int = 1) -> str | None:
@@ -99,6 +105,7 @@ def load_native(
     keep: str = "dtype",
     ranks: OneRank[np.ndarray] | None = None,
     int8: np.ndarray | None = None,
+    layerwise: str = "off",
 ) -> NativeModel:
     """Return the model of a checkpoint.
 
@@ -107,6 +114,7 @@ def load_native(
     keep    which matrices stay as the checkpoint stores them: see `kept_as_stored`
     ranks   this process among those that the model is split over: this one's part is read; None: it has the whole
     int8    tokens of a text: the linears of layers multiply in int8 if it changes little of it; None: none does
+    layerwise  whether weights are read layer by layer, as of `reads_by_layer`; then none is read now
 
     Raises OutOfMemoryError before anything is read, and CheckpointError with the names of tensors that are missing,
     unexpected or misshapen.
@@ -114,10 +122,11 @@ def load_native(
     compiled = kernels.load()
     assert compiled is not None
     program, number = config.program(), DTYPES[dtype]
-    if keep == "dtype" or checkpoint.format == "dummy":
+    may_read = reads_by_layer(layerwise, checkpoint, config, 1 if ranks is None else ranks.size, int8 is not None)
+    if not may_read and (keep == "dtype" or checkpoint.format == "dummy"):
         # By its numbers alone, before what is far too large is looked at.
         size = replace(config, lm_head=False).num_parameters * number.itemsize
-        check_fits(size, checkpoint.name, "use a smaller model, or more memory")
+        check_fits(size, checkpoint.name, REMEDY)
     offsets = {name: weight.offset for weight in program.weights for name, _ in weight.parts}
     source = open_source(checkpoint, config, shapes_of(program.weights), seed, offsets)
     config = settled_lm_head(config, source)
@@ -128,6 +137,12 @@ def load_native(
     if keep == "file" and not stored:
         message = "weights are to stay as the checkpoint stores them, and there is no code for its types"
         raise InputError(message, field="weights", remedy="leave --weights out")
+    sizes = sizes_of(model.program.weights, number, stored)
+    if layerwise == "on" or (may_read and needed_for(sizes) > available_memory()):
+        loader = Loader(model, source, stored, pool=Arena())
+        loader.check_memory(checkpoint, sizes)
+        model.loader = loader
+        return model
     # One memory for all ranks.
     check_memory(checkpoint, model.program if model.ranks.rank else whole, number, stored)
     fill(model, source, stored, None if int8 is None else Probe(model, int8))
@@ -145,7 +160,7 @@ def fill(
     stored  the matrices that stay as they are stored, as of `kept_as_stored`
     probe   says which layers multiply in int8; None: none does
     """
-    _Loader(model, source, stored, probe).load()
+    Loader(model, source, stored, probe).load()
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
@@ -157,12 +172,37 @@ def check_memory(
     checkpoint: Checkpoint, program: Program, dtype: np.dtype, stored: Mapping[Weight, int] = MappingProxyType({})
 ) -> None:
     """Raise OutOfMemoryError if the weights of a program do not fit. stored: as of `fill`"""
-    sizes = [stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in program.weights]
-    remedy = "use a smaller model, or more memory"
+    sizes, remedy = sizes_of(program.weights, dtype, stored), REMEDY
     if dtype.itemsize == 4:
-        remedy = f"use bfloat16 ({sum(sizes) / 2e9:.1f} GB), or a smaller model"
-    # While a matrix is packed it is there twice.
-    check_fits(sum(sizes) + max(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
+        remedy = f"use bfloat16 ({sum(sizes.values()) / 2e9:.1f} GB), or a smaller model"
+    check_fits(needed_for(sizes), f"{checkpoint.name} in {dtype.name}", remedy)
+
+
+def sizes_of(weights: Iterable[Weight], dtype: np.dtype, stored: Mapping[Weight, int]) -> dict[Weight, int]:
+    """Return the bytes in memory of each weight. stored: as of `fill`"""
+    return {weight: stored.get(weight, weight.size * _itemsize(weight, dtype)) for weight in weights}
+
+
+def needed_for(sizes: Mapping[Weight, int]) -> int:
+    """Return the bytes that loading weights of these sizes needs: while a matrix is packed it is there twice."""
+    return sum(sizes.values()) + max(sizes.values(), default=0)
+
+
+def reads_by_layer(wish: str, checkpoint: Checkpoint, config: ModelConfig, ranks: int, int8: bool) -> bool:
+    """Return whether the weights of a model may be read layer by layer, once for many rows, and not stay in memory.
+
+    wish: "on", "off", or "auto": if the weights do not fit, but random ones, which no file has
+
+    Raise InputError if they are to be, and cannot.
+    """
+    reason = config.resident
+    if ranks > 1:
+        reason = "the model is split over ranks"
+    if int8:
+        reason = "which layers multiply in int8 is found out with all weights in memory"
+    if wish == "on" and reason is not None:
+        raise InputError(f"layerwise is on, and {reason}", field="layerwise", remedy="leave --layerwise out")
+    return wish == "on" or (wish == "auto" and reason is None and checkpoint.format != "dummy")
 
 
 def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[Weight, int]:
@@ -228,6 +268,27 @@ def _stored_size(weight: Weight, gated: bool, source: StoredSource, dtype: np.dt
     return size if size < weight.size * _itemsize(weight, dtype) else 0
 
 
+def window_rows(config: ModelConfig, itemsize: int, needed: int) -> int:
+    """Return how many rows go through a model layer by layer at once. itemsize: bytes of a number; needed: bytes that
+    the largest part needs
+
+    Their hidden states take a share of the free memory. More rows than MOST_ROWS gain nothing: by then the weights are
+    read much faster than they are used.
+    """
+    row_bytes = config.hidden * itemsize + PLAN_BYTES
+    return max(1, min(MOST_ROWS, int((available_memory() - needed) * STATES_SHARE) // row_bytes))
+
+
+def window_extents(source: StoredSource, config: ModelConfig) -> list[Extent]:
+    """Return the bytes of files that a window with logits reads of a model layer by layer. They can be read while their
+    source lives."""
+    program = config.program()
+    parts: list[Iterable[Weight]] = [program.embed.weights, program.score_weights]
+    parts += [[weight for one in operations for weight in one.weights] for operations in (*program.layers, program.end)]
+    parts += [[] if program.head is None or program.head.parts[0][0] not in source.shapes else [program.head]]
+    return [source.extent(name) for part in parts for weight in dict.fromkeys(part) for name, _ in weight.parts]
+
+
 def load_worker(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -244,8 +305,9 @@ def load_worker(
     settle_threads(options.threads)
     int8 = probe_tokens(tokenizer, config) if options.arithmetic == "int8" else None
     model = load_native(
-        checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, ranks=ranks, int8=int8
-    )
+        checkpoint, config, dtype=dtype, seed=options.seed, keep=options.weights, ranks=ranks, int8=int8,
+        layerwise=options.layerwise,
+    )  # fmt: skip
     shard = model.shard if model.ranks.size > 1 else None
     adapters = {
         name: read_adapter(folder, model.config, name=name, shard=shard)
@@ -266,27 +328,32 @@ def settle_threads(threads: int | None) -> None:
         kernels.set_threads(threads)
 
 
-class _Loader:
-    """Fills the memory of a model. probe: says which layers multiply in int8; None: none does"""
+class Loader(PartLoader):
+    """Fills the memory of a model: with all weights, or with one part of them in place of another."""
 
     def __init__(
-        self, model: NativeModel, source: StoredSource, stored: Mapping[Weight, int], probe: Probe | None = None
+        self,
+        model: NativeModel,
+        source: StoredSource,
+        stored: Mapping[Weight, int],
+        probe: Probe | None = None,
+        pool: PanelPool | None = None,
     ):
+        """stored: as of `fill`; probe: says which layers multiply in int8; None: none does; pool: an Arena, if parts
+        are to be loaded"""
         self._model, self._source, self._stored, self._probe = model, source, stored, probe
-        self._pool, self._types = PanelPool(), set[str]()
+        self._pool, self._types = pool or PanelPool(), set[str]()
         self._split = model.shard.split(model.config)
-
-    def _read(self, weight: Weight) -> list[np.ndarray]:
-        """Return this rank's part of each tensor of a weight."""
-        parts = zip(weight.parts, self._split.of(weight), strict=True)
-        return [self._source.read(name, part) for (name, _), part in parts]
+        self.bytes_read = self.most_bytes = self.needed = self.total = 0
 
     def load(self) -> None:
+        """Load all weights."""
         model, program = self._model, self._model.program
         words = []
         for weight in dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])]):
             model.memory.tables[weight] = self._table(weight)
         self._load(model.program.embed.weights)
+        self._load_operations(program.begin)
         for number, layer in enumerate(program.layers):
             self._load_layer(number, layer)
         self._load_operations(program.end)
@@ -296,6 +363,69 @@ class _Loader:
         if self._types:
             words.append(f"weights lie in memory as stored ({', '.join(sorted(self._types))})")
         model.stored_as = "; ".join(words)
+
+    # ------------------------------------------------------------------------------------- a part in place of another
+
+    def load_embedding(self) -> None:
+        embed = self._model.program.embed
+        self._empty()
+        self._model.memory.tables[embed.table] = self._table(embed.table)
+        self._load(embed.weights)
+        self._note()
+
+    def load_layer(self, number: int) -> None:
+        program = self._model.program
+        self._empty()
+        self._load_operations(program.layers[number])
+        if number == len(program.layers) - 1:
+            self._load_operations(program.end)
+        self._note()
+
+    def load_heads(self, *, lm_head: bool) -> None:
+        program = self._model.program
+        self._empty()
+        if lm_head and program.head is not None:
+            self._model.memory.tables[program.head] = self._table(program.head)
+            self._load([] if program.head_bias is None else [program.head_bias])
+        self._load(program.score_weights)
+        self._note()
+
+    def read_ahead(self, number: int) -> None:
+        program = self._model.program
+        weights = [] if program.head is None else [program.head]
+        if number < len(program.layers):
+            weights = [weight for operation in program.layers[number] for weight in operation.weights]
+        for name in dict.fromkeys(name for weight in weights for name, _ in weight.parts):
+            self._source.extent(name).read_ahead()
+
+    def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
+        """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: of each weight"""
+        program = self._model.program
+        ends = {weight for operation in program.end for weight in operation.weights}
+        parts = [{weight for one in layer for weight in one.weights} | ends for layer in program.layers]
+        parts += [set(program.embed.weights), set() if program.head is None else {program.head}]
+        self.total = needed_for(sizes)
+        self.needed = max(needed_for({weight: sizes[weight] for weight in part}) for part in parts)
+        check_fits(self.needed, f"the largest part of {checkpoint.name}", REMEDY)
+
+    def _empty(self) -> None:
+        self._model.drop_weights()
+        assert isinstance(self._pool, Arena)
+        self._pool.rewind()
+
+    def _note(self) -> None:
+        self.most_bytes = max(self.most_bytes, self._model.memory.num_bytes)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def _read(self, weight: Weight) -> list[np.ndarray]:
+        """Return this rank's part of each tensor of a weight."""
+        parts = zip(weight.parts, self._split.of(weight), strict=True)
+        return [self._source.read(name, part) for (name, _), part in parts]
+
+    def count(self, weight: Weight) -> None:
+        """Count the bytes of a weight that is read."""
+        self.bytes_read += sum(self._source.extent(name).size for name, _ in weight.parts)
 
     def _load_operations(self, operations: Iterable[Operation]) -> None:
         memory = self._model.memory
@@ -368,6 +498,7 @@ class _Loader:
         compiled = self._model.kernels
         parts = [rows for name, _ in weight.parts if (rows := self._source.stored(name)) is not None]
         blocks = compiled.pack_blocks(parts, weight.inputs[0], self._pool, gated=gated, experts=experts)
+        self.count(weight)
         self._types |= {part.type for part in parts}
         return compiled.in_one_form(blocks) if self._model.config.invariant else blocks
 
@@ -407,6 +538,7 @@ class _Loader:
 
     def _words(self, weight: Weight, inputs: int, *, gated: bool = False) -> np.ndarray:
         """Return a matrix packed, with zeros up to so many inputs."""
+        self.count(weight)
         parts = self._read(weight)
         if fill := inputs - weight.inputs[0]:
             parts = [np.pad(part, ((0, 0), (0, fill))) for part in parts]
@@ -417,6 +549,7 @@ class _Loader:
     def _array(self, weight: Weight) -> np.ndarray:
         """Return a weight as an array: that of the mapped file where it is one there, in the dtype."""
         dtype = np.dtype(np.float32) if weight.wide else self._model.dtype
+        self.count(weight)
         if len(weight.parts) == 1 and not weight.offset:
             (values,) = self._read(weight)
             if self._is_wanted(values, dtype):

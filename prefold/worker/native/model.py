@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p, sizeof
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +83,33 @@ class Memory:
         return sum({id(one): one.nbytes for one in every}.values())
 
 
+class PartLoader(Protocol):
+    """Loads one part of a model's weights in place of another, again and again.
+
+    bytes_read  bytes of the weights that were read, as files have them; a weight that is read twice counts twice
+    most_bytes  the most bytes of weights that were in memory at once
+    needed      bytes that loading the largest part needs
+    total       bytes that loading all weights needs
+    """
+
+    bytes_read: int
+    most_bytes: int
+    needed: int
+    total: int
+
+    def load_embedding(self) -> None:
+        """Load what a pass begins with, in place of what is in memory."""
+
+    def load_layer(self, number: int) -> None:
+        """Load a layer in place of what is in memory; after the last layer what ends a pass, too."""
+
+    def load_heads(self, *, lm_head: bool) -> None:
+        """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""
+
+    def read_ahead(self, number: int) -> None:
+        """Let the system read a layer from its file beside what is computed; after the last layer: the LM head."""
+
+
 class NativeModel:
     """A NativeModel is a model as the native executor has it.
 
@@ -94,6 +121,7 @@ class NativeModel:
     stored_as  in words, which weights lie in memory as the checkpoint stores them
     ranks      this process among those that the model is split over
     shard      what it holds
+    loader     loads parts of the weights in turn, if they do not all stay in memory; None: they do
     vocab      the tokens that its embedding and its LM head have
     """
 
@@ -113,6 +141,7 @@ class NativeModel:
         self.local, self.vocab, self.program = shard.local(config), shard.vocab, shard.program(config)
         self.widths = padded_widths(self.program)
         self.memory = Memory()
+        self.loader: PartLoader | None = None
         self.stored_as = ""
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
@@ -123,6 +152,10 @@ class NativeModel:
         self._score: ClassificationHead | None = None
         self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens
         self._logits = np.empty(0, np.float32)
+
+    def drop_weights(self) -> None:
+        """Drop all weights that were loaded, and what reading logits has left."""
+        self.memory, self._head, self._logits = Memory(), None, np.empty(0, np.float32)
 
     @property
     def head_matrix(self) -> np.ndarray | Blocks | None:

@@ -48,6 +48,7 @@ from ...model.program import (
 )
 from ..attention.row_plan import RowPlan
 from ..attention.slot_plan import SlotPlan
+from ..parts import CallFields
 from .memory import LINE, Workspace, place_buffers
 from .model import NativeModel, PackedAdapters, PackedTable, in_turn
 from .steps import NativePath, PathKV, SlotBatch, StreamBatch
@@ -93,10 +94,12 @@ class StreamMemory:
     fields  of the kernels' call
     """
 
-    def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath):
+    def __init__(self, model: NativeModel, batch: StreamBatch, path: NativePath, planes: Sequence[int] | None = None):
+        """planes: of the model that the path has; None: all of them"""
         config, dtype = model.local, model.dtype
+        planes = range(len(config.planes)) if planes is None else planes
         kept_path, kept_new = len(batch.keep_path), len(batch.keep_new)
-        every = [config.kv_sizes(plane) for plane in range(len(config.planes))]
+        every = [config.kv_sizes(plane) for plane in planes]
         self.kv: PathKV = [_path_rows(sizes, kept_path + kept_new, dtype) for sizes in every]
         self._paths, self._before = (PathPlane * len(every))(), path.kv
         for plane, rows in enumerate(self.kv):
@@ -108,7 +111,9 @@ class StreamMemory:
             "keep_path": batch.keep_path.ctypes.data, "keep_new": batch.keep_new.ctypes.data,
         }  # fmt: skip
         if batch.scatter is not None and batch.gather is not None:
-            most = max(config.heads * (of.dim + of.value_dim) + of.heads * (of.dim + of.value_dim) for of in every)
+            most = max(
+                [config.heads * (of.dim + of.value_dim) + of.heads * (of.dim + of.value_dim) for of in every], default=0
+            )
             if (latent := config.latent) is not None:
                 most = config.heads * (latent.dim + latent.tail + latent.value_dim) + latent.kept.dim
             self._room = np.empty((len(batch.scatter), most), dtype)
@@ -463,6 +468,7 @@ class NativeProgram:
         program = model.program
         self._part = part or Part(tuple(visits_of(model.config)), embeds=True, is_last=True, ends=True)
         every = self._part.visits
+        self._planes = list(dict(sorted((plane, like) for _, plane, like in every if plane >= 0)).values())
         compiler = Compiler(model)
         self._number, self._windows = compiler.number, compiler.windows
         if self._part.embeds:
@@ -572,14 +578,20 @@ class NativeProgram:
         self, batch: StreamBatch, path: NativePath, x: np.ndarray | None = None, fields: Mapping[str, Any] = NO_FIELDS
     ) -> tuple[np.ndarray, PathKV]:
         """Return the hidden states of the rows of a step of a row stream that are read, [rows, hidden], and the K/V of
-        the path above the next step, as of NativePath. x, fields: as of `over_slots`"""
-        memory = StreamMemory(self.model, batch, path)
+        the path above the next step, as of NativePath, in the planes of the program's part. x, fields: as of
+        `over_slots`"""
+        memory = StreamMemory(self.model, batch, path, self._planes)
         step = self._prepared(batch, x, paths=memory.paths(), **memory.fields, **fields)
         step.keepalive = (*step.keepalive, memory)
         return self._run(step), memory.kv
 
     def through(
-        self, x: np.ndarray | None, batch: SlotBatch | StreamBatch, memory: NativeStore | StreamMemory, first: int = 0
+        self,
+        x: np.ndarray | None,
+        batch: SlotBatch | StreamBatch,
+        memory: NativeStore | StreamMemory,
+        first: int = 0,
+        fields: CallFields = NO_FIELDS,
     ) -> np.ndarray:
         """Return the residual stream [rows, hidden] after the program's part of a pass. After the last layer of a pass
         only the rows that are read are left.
@@ -587,12 +599,13 @@ class NativeProgram:
         x       the residual stream before, which is written into; None: the part begins with the embedding
         memory  has the K/V
         first   the plane of the first visit
+        fields  further ones of the call, which stay the same for a batch and its memory
         """
         step = self._last if self.memory is self._workspace.memory else None
         if step is None or step.batch is not batch or step.memory is not memory:
             slots = batch.slots.ctypes.data if isinstance(batch, SlotBatch) else None
-            fields = memory.fields if isinstance(memory, StreamMemory) else {}
-            self._last = step = self._prepared(batch, None, slots=slots, none=NOT_FINITE, **fields)
+            own = memory.fields if isinstance(memory, StreamMemory) else {}
+            self._last = step = self._prepared(batch, None, slots=slots, none=NOT_FINITE, **own, **fields)
             step.memory = memory
         if x is None:
             x = self._empty(len(batch.tokens))

@@ -32,7 +32,10 @@ class NativePath:
     hidden: np.ndarray | None = None
 
     def truncate(self, rows: int) -> NativePath:
-        """Return the first `rows` rows: the next window shares no more than these with the last one."""
+        """Return the first `rows` rows: the next window shares no more than these with the last one. Raise ValueError
+        if there are fewer."""
+        if rows > self.rows:
+            raise ValueError(f"the step goes on with {rows} rows, its stream left {self.rows}")
         if rows == self.rows:
             return self
         return NativePath(rows, self.kv if rows else (), None if self.hidden is None else self.hidden[:rows])

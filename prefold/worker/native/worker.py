@@ -44,6 +44,7 @@ class NativeWorker(Worker):
 
     adapters  LoRA adapters by name
     parts     what features add to it
+    carries   what parts carry through the layers of a stream beside K/V (`WorkerPart.carry`)
     paths     the path of each stream that has not ended, by the stream's number
     store     the KV store of generation, once a `MakeStore` has come
     """
@@ -65,6 +66,7 @@ class NativeWorker(Worker):
         self._passes = next((part.passes for part in parts if part.passes), "")
         self._media = next((part.media for part in parts if part.media is not None), None)
         self._forgets = [part.forget for part in parts if part.forget is not None]
+        self.carries = [part.carry for part in parts if part.carry is not None]
         self.layouts = layouts_of(model.kernels, model.local, model.dtype)
         self.facts = Facts(
             max_rows=ROWS,
@@ -84,7 +86,8 @@ class NativeWorker(Worker):
         self._arrays = NumpyArrays(model.kernels)
         self._lock = threading.Lock()
         give_back()  # what loading needed beside the weights
-        keep_freed()
+        if model.loader is None:  # weights that are loaded again and again take what steps free
+            keep_freed()
         self._last = GivesBack()  # goes when all above has gone
 
     @property
@@ -151,10 +154,7 @@ class NativeWorker(Worker):
     ) -> Ticket:
         """Run a prepared step of a row stream by a function as `NativeProgram.over_rows`, and return its ticket."""
         step = batch.step
-        path = self.paths.get(step.stream, NO_PATH)
-        if (rows := path.rows) < step.path:
-            raise ValueError(f"the step goes on with {step.path} rows, its stream left {rows}")
-        path = path if rows == step.path else path.truncate(step.path)
+        path = self.paths.get(step.stream, NO_PATH).truncate(step.path)
         hidden, kv = over_rows(batch, path)
         ticket, states = read_stream(self._arrays, self.model, batch, path.hidden, hidden)
         self.paths[step.stream] = NativePath(len(batch.keep_path) + len(batch.keep_new), kv, states)

@@ -1,0 +1,186 @@
+"""The part of the native worker that runs the steps of a window layer by layer, with one layer's weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ...engine.schedule.steps import MakeStore, StepResult, StreamStep
+from ...engine.worker import CompletedTicket, Ticket
+from ...errors import InputError, OutOfMemoryError
+from ...model.machine import available_memory
+from ...worker.native.arrays import NumpyArrays
+from ...worker.native.load import window_rows
+from ...worker.native.memory import Workspace
+from ...worker.native.model import NativeModel, PartLoader
+from ...worker.native.program import NativeProgram, Part, StreamMemory, Visit, visits_of
+from ...worker.native.steps import NativePath, StreamBatch
+from ...worker.native.worker import NO_PATH, NativeWorker
+from ...worker.parts import CallFields, LayerCarry, WorkerPart
+from ...worker.readouts import read_stream
+from .engine import LayerwiseFacts, LayerwiseResult, LayerwiseStep
+
+# Read-outs that need the LM head.
+WITH_HEAD = ("logits", "logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPaths:
+    """What is held between two windows of a stream.
+
+    planes  the path in each plane: its K/V alone
+    hidden  as of NativePath
+    """
+
+    planes: tuple[NativePath, ...]
+    hidden: np.ndarray | None = None
+
+
+def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
+    """Return the part of a worker for a model whose weights are read by a loader, layer by layer."""
+    paths: dict[int, LayerPaths] = {}
+
+    def run(worker: NativeWorker, message: LayerwiseStep) -> Ticket:
+        window = LayerwiseWindow(worker, loader, message.steps, paths)
+        return CompletedTicket(window.run())
+
+    def run_step(worker: NativeWorker, step: StreamStep) -> Ticket:
+        return run(worker, LayerwiseStep((step,)))
+
+    def run_batch(worker: NativeWorker, batch: StreamBatch) -> Ticket:
+        return run_step(worker, batch.step)
+
+    handlers: dict[type, Callable[[Any, Any], Ticket]] = {
+        LayerwiseStep: run,
+        StreamStep: run_step,
+        StreamBatch: run_batch,
+        MakeStore: lambda worker, message: refuse(loader),
+    }
+    return WorkerPart(
+        handlers,
+        LayerwiseFacts(window_rows(model.config, model.dtype.itemsize, loader.needed)),
+        forget=lambda stream: paths.pop(stream, None),
+        passes="weights are read layer by layer, once for all rows of a window",
+    )
+
+
+def refuse(loader: PartLoader) -> NoReturn:
+    """Raise the error of a step over slots: InputError, or OutOfMemoryError if the weights do not fit in memory."""
+    message = "layer by layer (--layerwise) a model reads embeddings, scores, labels and decisions in jobs; text"
+    message += " generation, servers and cache_prefill need all weights in memory"
+    if (free := available_memory()) < loader.total:
+        size = f"{loader.total / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise OutOfMemoryError(f"{message}: {size}; use a smaller model, or more memory")
+    raise InputError(message, field="layerwise", remedy="use --layerwise off")
+
+
+class LayerwiseWindow:
+    """One pass of neighbouring steps of a row stream through a model, layer by layer.
+
+    Until all layers have run nothing is changed that later steps go on from.
+    """
+
+    def __init__(
+        self,
+        worker: NativeWorker,
+        loader: PartLoader,
+        steps: Sequence[StreamStep],
+        paths: dict[int, LayerPaths],
+    ):
+        """paths: of each stream that has not ended, by its number"""
+        self._model, self._loader, self._paths = worker.model, loader, paths
+        self._workspace = Workspace()
+        self._adapters = list(worker.adapters.values())
+        self._stream, self._readout = steps[0].stream, steps[0].read_out.readout
+        self._batches = [batch for step in steps if (batch := worker.prepare(step)) is not None]
+        self._carries: list[LayerCarry] = [carry(self._stream) for carry in worker.carries]
+        planes = (NO_PATH,) * len(self._model.config.planes)
+        self._before = paths.get(self._stream, LayerPaths(planes))
+
+    def run(self) -> LayerwiseResult:
+        """Run all layers, and return the values that are read."""
+        before = self._loader.bytes_read
+        try:
+            planes, hidden = self._through_layers(self._embedded())
+            self._workspace = Workspace()  # the heads take the memory of buffers
+            result, above = self._read(hidden)
+        finally:
+            self._model.drop_weights()
+        self._paths[self._stream] = LayerPaths(planes, above)
+        for carry in self._carries:
+            carry.commit()
+        return LayerwiseResult(result.values, result.greedy, self._loader.bytes_read - before)
+
+    def _program(self, part: Part) -> NativeProgram:
+        return NativeProgram(self._model, self._adapters, part, self._workspace)
+
+    def _embedded(self) -> list[np.ndarray]:
+        """Return the embeddings of the rows of each step, [rows, hidden]."""
+        self._loader.load_embedding()
+        self._loader.read_ahead(0)
+        program = self._program(Part(embeds=True))
+        return [
+            program.through(None, batch, StreamMemory(self._model, batch, NO_PATH, planes=()))
+            for batch in self._batches
+        ]
+
+    def _through_layers(self, states: list[np.ndarray]) -> tuple[tuple[NativePath, ...], list[np.ndarray]]:
+        """Return the path above the next step in each plane, and the hidden states that each step reads. states: the
+        residual stream of each step, which is written into"""
+        visits, planes = visits_of(self._model.config), list(self._before.planes)
+        for at, (number, plane, like) in enumerate(visits, 1):
+            self._loader.load_layer(number)
+            self._loader.read_ahead(number + 1)
+            is_last = at == len(visits)
+            visit = (number, min(plane, 0), like)
+            states, path = self._through_layer(visit, is_last, planes[plane] if plane >= 0 else NO_PATH, states)
+            if plane >= 0:
+                planes[plane] = path
+        return tuple(planes), states
+
+    def _through_layer(
+        self, visit: Visit, is_last: bool, path: NativePath, states: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], NativePath]:
+        """Return the residual stream of each step after a layer, or after the last layer the hidden states that are
+        read; and the path above the next step in the layer's plane."""
+        program, after = self._program(Part((visit,), is_last=is_last, ends=is_last)), list[np.ndarray]()
+        has_plane = visit[1] >= 0
+        for batch, x in zip(self._batches, states, strict=True):
+            above = path.truncate(batch.step.path) if has_plane else NO_PATH
+            with self._carried(visit[0], batch.step) as fields:
+                if is_last:
+                    x, kv = program.over_rows(batch, above, x, fields)
+                else:
+                    memory = StreamMemory(self._model, batch, above, planes=[visit[2]] if has_plane else ())
+                    x, kv = program.through(x, batch, memory, fields=fields), memory.kv
+            after.append(x)
+            path = NativePath(len(batch.keep_path) + len(batch.keep_new), kv) if has_plane else NO_PATH
+        return after, path
+
+    @contextmanager
+    def _carried(self, layer: int, step: StreamStep) -> Iterator[CallFields]:
+        """Yield further fields of the kernels' call of a layer over a step."""
+        with ExitStack() as stack:
+            fields: dict[str, Any] = {}
+            for carry in self._carries:
+                fields |= stack.enter_context(carry.run(layer, step))
+            yield fields
+
+    def _read(self, hidden: Sequence[np.ndarray]) -> tuple[StepResult, np.ndarray | None]:
+        """Return the values of all steps, and for mean pooling the hidden states of the path above the next step."""
+        self._loader.load_heads(lm_head=self._readout.kind in WITH_HEAD)
+        arrays, above, results = NumpyArrays(self._model.kernels), self._before.hidden, list[StepResult]()
+        for batch, states in zip(self._batches, hidden, strict=True):
+            above = None if above is None else above[: batch.step.path]
+            ticket, above = read_stream(arrays, self._model, batch, above, states)
+            values = ticket.result()
+            # The memory of logits is used again by the next step.
+            results.append(StepResult(values.values.copy(), values.greedy))
+        greedy = [one.greedy for one in results if one.greedy is not None]
+        return StepResult(
+            np.concatenate([one.values for one in results]), np.concatenate(greedy) if greedy else None
+        ), above
