@@ -131,23 +131,29 @@ class LayerwiseWindow:
     def _through_layers(self, states: list[np.ndarray]) -> tuple[tuple[NativePath, ...], list[np.ndarray]]:
         """Return the path above the next step in each plane, and the hidden states that each step reads. states: the
         residual stream of each step, which is written into"""
-        visits, planes = visits_of(self._model.config), list(self._before.planes)
-        for at, (number, plane, like) in enumerate(visits, 1):
-            self._loader.load_layer(number)
-            self._loader.read_ahead(number + 1)
-            is_last = at == len(visits)
+        config = self._model.config
+        visits, planes, reading = visits_of(config), list(self._before.planes), config.reading_layer
+        # Layers behind that one have none but the rows that are read, and no plane.
+        parts = [*((visit,) for visit in visits[:reading]), tuple(visits[reading:])]
+        for part in parts:
+            number, plane, like = part[0]
+            stop = number + len(part)
+            self._loader.load_layers(number, stop)
+            self._loader.read_ahead(stop)
             visit = (number, min(plane, 0), like)
-            states, path = self._through_layer(visit, is_last, planes[plane] if plane >= 0 else NO_PATH, states)
+            above = planes[plane] if plane >= 0 else NO_PATH
+            states, path = self._through_layers_of((visit, *part[1:]), stop == config.layers, above, states)
             if plane >= 0:
                 planes[plane] = path
         return tuple(planes), states
 
-    def _through_layer(
-        self, visit: Visit, is_last: bool, path: NativePath, states: Sequence[np.ndarray]
+    def _through_layers_of(
+        self, visits: tuple[Visit, ...], is_last: bool, path: NativePath, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], NativePath]:
-        """Return the residual stream of each step after a layer, or after the last layer the hidden states that are
-        read; and the path above the next step in the layer's plane."""
-        program, after = self._program(Part((visit,), is_last=is_last, ends=is_last)), list[np.ndarray]()
+        """Return the residual stream of each step after layers of which only the first has a plane or states, or after
+        the last layer the hidden states that are read; and the path above the next step in the plane."""
+        program, after = self._program(Part(visits, is_last=is_last, ends=is_last)), list[np.ndarray]()
+        visit = visits[0]
         has_plane = visit[1] >= 0
         for batch, x in zip(self._batches, states, strict=True):
             above = path.truncate(batch.step.path) if has_plane else NO_PATH

@@ -373,11 +373,12 @@ class Loader(PartLoader):
         self._load(embed.weights)
         self._note()
 
-    def load_layer(self, number: int) -> None:
+    def load_layers(self, first: int, stop: int) -> None:
         program = self._model.program
         self._empty()
-        self._load_operations(program.layers[number])
-        if number == len(program.layers) - 1:
+        for layer in program.layers[first:stop]:
+            self._load_operations(layer)
+        if stop == len(program.layers):
             self._load_operations(program.end)
         self._note()
 
@@ -401,8 +402,9 @@ class Loader(PartLoader):
     def check_memory(self, checkpoint: Checkpoint, sizes: Mapping[Weight, int]) -> None:
         """Set `needed` and `total`. Raise OutOfMemoryError if the largest part does not fit. sizes: of each weight"""
         program = self._model.program
-        ends = {weight for operation in program.end for weight in operation.weights}
-        parts = [{weight for one in layer for weight in one.weights} | ends for layer in program.layers]
+        reading, ends = self._model.config.reading_layer, {weight for one in program.end for weight in one.weights}
+        layers = [*([layer] for layer in program.layers[:reading]), program.layers[reading:]]
+        parts = [{weight for layer in some for one in layer for weight in one.weights} | ends for some in layers]
         parts += [set(program.embed.weights), set() if program.head is None else {program.head}]
         self.total = needed_for(sizes)
         self.needed = max(needed_for({weight: sizes[weight] for weight in part}) for part in parts)

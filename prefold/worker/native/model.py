@@ -100,8 +100,9 @@ class PartLoader(Protocol):
     def load_embedding(self) -> None:
         """Load what a pass begins with, in place of what is in memory."""
 
-    def load_layer(self, number: int) -> None:
-        """Load a layer in place of what is in memory; after the last layer what ends a pass, too."""
+    def load_layers(self, first: int, stop: int) -> None:
+        """Load the layers from `first` to before `stop` in place of what is in memory; with the last layer what ends a
+        pass, too."""
 
     def load_heads(self, *, lm_head: bool) -> None:
         """Load the classification head, and the LM head if it is wanted, in place of what is in memory."""

@@ -115,7 +115,7 @@ def test_methods_give_the_same(plain):
 
 
 class CountingLoader(Loader):
-    """Counts how often each tensor is read; `fails` calls of `load_layer` end as if memory ran out."""
+    """Counts how often each tensor is read; `fails` calls of `load_layers` end as if memory ran out."""
 
     def __init__(self, *arguments, fails=(), **options):
         super().__init__(*arguments, **options)
@@ -125,11 +125,11 @@ class CountingLoader(Loader):
         self.read.update(name for name, _ in weight.parts)
         super().count(weight)
 
-    def load_layer(self, number):
+    def load_layers(self, first, stop):
         self.loads += 1
         if self.loads in self.fails:
             raise MemoryError("made up")
-        super().load_layer(number)
+        super().load_layers(first, stop)
 
 
 def counted(path, **options):
