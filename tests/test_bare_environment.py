@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
     (folder / "model" / "decision.json").write_text('{"labels": {"noul": ["yes", "no"]}}')
     shutil.copytree(folder / "model", folder / "foreign")
     config = json.loads((folder / "model" / "config.json").read_text())
-    of_transformers = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+    of_transformers = {"architectures": ["DiffLlamaForCausalLM"], "model_type": "diffllama"}
     (folder / "foreign" / "config.json").write_text(json.dumps(config | of_transformers))
     (folder / "questions.yaml").write_text(yaml.safe_dump(QUESTIONS, sort_keys=False))
     (folder / "rows.csv").write_text("id,body\n" + "".join(f"{i},{text}\n" for i, text in enumerate([*TEXTS, ""])))

@@ -60,7 +60,7 @@ def test_models_that_cannot_be_are_refused_by_name(tmp_path):
     with LLM(str(seeing), invariant=True, images=False) as llm:
         assert llm.embed(["text alone"]).shape[0] == 1
     with pytest.raises(InputError, match="modules of transformers"):
-        LLM(str(checkpoint_of(tmp_path / "helium", "helium", {})), invariant=True)
+        LLM(str(checkpoint_of(tmp_path / "diffllama", "diffllama", {})), invariant=True)
     with pytest.raises(InputError, match=r"products of PyTorch.*leave --invariant out"):
         LLM(str(tiny_checkpoint(tmp_path)), executor="torch", invariant=True)
 

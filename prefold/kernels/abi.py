@@ -70,6 +70,7 @@ class Kind(IntEnum):
     NORM_HEADS = 15
     XIELU = 16
     BY_POSITION = 17
+    SCALE_ROWS = 18
 
 
 class Run(Structure):
@@ -246,6 +247,7 @@ class ExpertsCall(Structure):
         ("gate_up_bias", c_void_p),
         ("down_bias", c_void_p),
         ("correction", c_void_p),
+        ("scales", c_void_p),
         ("out", c_void_p),
         ("rows", c_int64),
         ("x_row", c_int64),

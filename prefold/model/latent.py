@@ -52,7 +52,7 @@ def latent_decoder(hf: HFConfig, *, value_dim: int | None = 128, **options: Any)
 
 
 def _temperature(config: ModelConfig) -> float:
-    """Return what YaRN multiplies the scores with in DeepSeek's models (`yarn_apply_mscale` of transformers)."""
+    """Return what YaRN multiplies the scores with in DeepSeek's models (as transformers does)."""
     assert config.rope is not None
     settings = config.rope.settings
     if config.rope.kind != "yarn" or not settings["mscale_all_dim"] or settings["factor"] <= 1:

@@ -106,6 +106,10 @@ class Embed(Operation):
     scale: float = 1.0
     first: int = 0
 
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.table.inputs[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Norm(Operation):
@@ -200,6 +204,7 @@ class Experts(Operation):
     down           [experts * inputs, width]
     gated          whether an expert is activation(gate) * up, and down; else it is activation(up), and down
     by             the buffer that the router reads; None: source
+    scales         float32 [experts], further factors of the weights; None: there are none
     activation     "silu", "gelu_tanh", "clamped" (gpt-oss) or "relu2"
     summed         each rank has some columns of every expert: the result is the sum over all ranks
     """
@@ -225,6 +230,7 @@ class Experts(Operation):
     summed: bool = False
     gated: bool = True
     by: Buffer | None = None
+    scales: Weight | None = None
 
     @property
     def fills(self) -> tuple[Buffer, int]:
@@ -347,10 +353,12 @@ class AttendLatent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Operation):
-    """Multiply `source` with sigmoids of `by`, in place.
+    """Multiply `source` with sigmoids of `by`, or with its numbers themselves, in place.
 
     `source` has `groups` groups of numbers side by side. The gates of a group begin `stride` numbers after those of the
     group before it, the first ones at `at`. A group has one gate, or as many as it has numbers (`each`).
+
+    activation  of the gates: "sigmoid"; "": none
     """
 
     source: Buffer
@@ -360,6 +368,19 @@ class Gate(Operation):
     at: int = 0
     stride: int = 0
     each: bool = True
+    activation: Literal["sigmoid", ""] = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Operation):
+    """source *= factor * weight, in place.
+
+    weight  one number; None: there is none
+    """
+
+    source: Buffer
+    factor: float = 1.0
+    weight: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -400,7 +400,7 @@ def random_stacks(
 ) -> tuple[list[np.ndarray], dict]:
     """Gate, up and down of experts, [experts, outputs, inputs], and the fields of a call with them.
 
-    plain     the experts have no gate: up is both
+    plain     the experts have no gate; gate is then what up is otherwise
     types     of the blocks of gate and up, and of down; (): the matrices are packed
     one_form  as of `in_one_form`
     """
@@ -408,7 +408,7 @@ def random_stacks(
         dtype, fill = machine.dtype, -width % LANES
         gate, up = (normal(rng, count, width, hidden, scale=hidden**-0.5, dtype=dtype) for _ in range(2))
         down = normal(rng, count, hidden, width, scale=width**-0.5, dtype=dtype)
-        firsts = up if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
+        firsts = gate if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
         gate_up = np.stack([pack(matrix) for matrix in firsts])
         packed = np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])
         return [gate, up, down], {"gate_up": gate_up, "down": packed}

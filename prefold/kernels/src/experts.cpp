@@ -184,7 +184,10 @@ class Experts {
     const auto* logits = static_cast<const float*>(call_.logits);
     parallel_ranges(call_.rows, 4 * call_.experts, call_.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
-        route(call_, logits + r * call_.experts, &experts_of_[r * call_.chosen], &shares_[r * call_.chosen]);
+        int32_t* experts = &experts_of_[r * call_.chosen];
+        float* shares = &shares_[r * call_.chosen];
+        route(call_, logits + r * call_.experts, experts, shares);
+        for (int64_t i = 0; call_.scales && i < call_.chosen; ++i) shares[i] *= call_.scales[experts[i]];
       }
     });
     const Sorted sorted(experts_of_.data(), pairs_, call_.experts);

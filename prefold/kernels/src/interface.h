@@ -370,6 +370,7 @@ struct ExpertsCall {
   const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up (or of up alone), of the dtype of x; null: none
   const void* down_bias;     // [experts, hidden], of the dtype of x; null: none
   const float* correction;   // [experts], added to the scores that choose experts; null: none
+  const float* scales;       // [experts], factors of the weights; null: none
   void* out;                 // [rows, hidden]
   int64_t rows, x_row, experts, chosen, hidden;
   int64_t width;             // of an expert, a multiple of sixteen
@@ -493,7 +494,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kHead     ids = the most likely tokens of `source`; this rank has `columns` ids from `at` on
 // kAdd      source += eps * beside
 // kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has
-//           `columns` gates: one for each number, or one for all.
+//           `columns` gates: one for each number, or one for all. wide: the gates themselves, not their sigmoid
 // kExperts  out = the mixture of experts `call` of source; the router's matrix and bias are the operation's, and it reads
 //           `beside`
 // kShortConv, kGatedDelta, kMamba2
@@ -502,6 +503,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kNormHeads   norm `heads` heads of `dim` of `source` from `at` on, in place: weight, bias (null: an RMS norm) and eps as
 //           of NormHeads, `columns` from one head's weights to the next's
 // kXielu    source = xIELU of it, in place; weight: its p, n, beta and eps (activations.h)
+// kScaleRows  source *= eps
 // kByPosition  multiply `heads` heads of `dim` of `source` from `at` on, in place, with
 //           1 + eps log(1 + floor(position / positions))
 //
@@ -509,7 +511,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // program fills in the rest.
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
-  kAttendLatent, kNormHeads, kXielu, kByPosition,
+  kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows,
 };
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.

@@ -59,6 +59,7 @@ std::string text() {
       {"Kind.NORM_HEADS", kNormHeads},
       {"Kind.XIELU", kXielu},
       {"Kind.BY_POSITION", kByPosition},
+      {"Kind.SCALE_ROWS", kScaleRows},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},
@@ -178,6 +179,7 @@ std::string text() {
       PLACE(ExpertsCall, gate_up_bias),
       PLACE(ExpertsCall, down_bias),
       PLACE(ExpertsCall, correction),
+      PLACE(ExpertsCall, scales),
       PLACE(ExpertsCall, out),
       PLACE(ExpertsCall, rows),
       PLACE(ExpertsCall, x_row),

@@ -238,7 +238,7 @@ struct Pass {
   // Rounds the sigmoid before the product, as PyTorch does.
   void gate(const Operation& op) const {
     const int64_t row = call.widths[op.source], gates_row = call.widths[op.beside], apart = stride(op);
-    const auto of_gate = [](const Floats& gate) { return rounded_to<E>(sigmoid(gate)); };
+    const auto of_gate = [&](const Floats& gate) { return op.wide ? gate : rounded_to<E>(sigmoid(gate)); };
     parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         for (int64_t h = 0; h < op.heads; ++h) {
@@ -271,6 +271,17 @@ struct Pass {
       for (int64_t i = first * width; i < stop * width; i += kLanes) {
         const int64_t count = stop * width - i;
         store_some(x + i, function.of(load_some(x + i, count)), count);
+      }
+    });
+  }
+
+  void scale(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    E* x = buffer(op.source);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t i = first * width; i < stop * width; i += kLanes) {
+        const int64_t count = stop * width - i;
+        store_some(x + i, load_some(x + i, count) * Floats(op.eps), count);
       }
     });
   }
@@ -546,6 +557,7 @@ struct Pass {
         case kNormHeads: norm_heads(op); break;
         case kXielu: xielu(op); break;
         case kByPosition: scale_by_position(op); break;
+        case kScaleRows: scale(op); break;
         case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;

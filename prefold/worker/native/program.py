@@ -41,6 +41,7 @@ from ...model.program import (
     Operation,
     Pick,
     Rope,
+    Scale,
     ShortConv,
     Weight,
     X,
@@ -348,8 +349,19 @@ def _xielu(compiler: Compiler, xielu: Xielu) -> None:
 def _gate(compiler: Compiler, gate: Gate) -> None:
     compiler.add(
         Kind.GATE, source=compiler.number[gate.source], beside=compiler.number[gate.by], at=gate.at, heads=gate.groups,
-        dim=gate.dim, stride=gate.stride or 1, columns=gate.dim if gate.each else 1,
+        dim=gate.dim, stride=gate.stride or 1, columns=gate.dim if gate.each else 1, wide=not gate.activation,
     )  # fmt: skip
+
+
+def _embed(compiler: Compiler, embed: Embed) -> None:
+    compiler.embed(embed, compiler.model.vocab.start, compiler.model.tokens)
+
+
+def _scale(compiler: Compiler, scale: Scale) -> None:
+    factor = scale.factor
+    if scale.weight is not None:
+        factor *= float(compiler.floats(scale.weight)[0])
+    compiler.add(Kind.SCALE_ROWS, source=compiler.number[scale.source], eps=factor)
 
 
 def _experts(compiler: Compiler, experts: Experts) -> None:
@@ -367,7 +379,7 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         down_bias=bias(experts.down_bias) if compiler.is_added(experts.summed) else None,
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
         correction=bias(experts.correction), groups=experts.groups, chosen_groups=experts.chosen_groups,
-        group_best=experts.group_best,
+        group_best=experts.group_best, scales=bias(experts.scales),
         scale=experts.scale, is_sigmoid=experts.score == "sigmoid", is_plain=not experts.gated,
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
@@ -441,6 +453,8 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     ByPosition: _by_position,
     Xielu: _xielu,
     Gate: _gate,
+    Scale: _scale,
+    Embed: _embed,
     Experts: _experts,
     ShortConv: _short_conv,
     GatedDelta: _gated_delta,

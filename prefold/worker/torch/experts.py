@@ -73,6 +73,7 @@ class ExpertWeights(nn.Module):
         biased = operation.down_bias is not None and place.ranks.rank == 0
         self.down = ExpertLinear(experts, width, inputs, gated=False, bias=biased, **options)
         self.correction = None if operation.correction is None else place.empty(operation.correction)
+        self.scales = None if operation.scales is None else place.empty(operation.scales)
 
 
 def experts(operation: Experts, weights: ExpertWeights, rows: Rows) -> None:
@@ -116,6 +117,8 @@ def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logit
     """Sort pairs of a row and an expert by expert, so that each expert's rows are one product with its matrices."""
     chosen = operation.chosen
     shares, experts = choose_experts(operation, logits, weights.correction)
+    if weights.scales is not None:
+        shares = shares * weights.scales[experts]
     experts, pairs = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(operation.experts, device=h.device), right=True)
     gate_up = grouped(h[pairs // chosen], weights.gate_up.matrices(), ends)

@@ -21,6 +21,7 @@ from ...model.program import (  # fmt: skip
     AttendLatent,
     Buffer,
     ByPosition,
+    Embed,
     Experts,
     Gate,
     Linear,
@@ -29,6 +30,7 @@ from ...model.program import (  # fmt: skip
     Operation,
     Pick,
     Rope,
+    Scale,
     Weight,
     X,
     Xielu,
@@ -312,11 +314,25 @@ def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
-    """The sigmoids of a buffer times another buffer."""
+    """The sigmoids of a buffer, or its numbers, times another buffer."""
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
-    rows.put(operation.source, (x.view(len(x), groups, operation.dim) * torch.sigmoid(gates)).flatten(1))
+    gates = torch.sigmoid(gates) if operation.activation else gates
+    rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
+
+
+def scale(operation: Scale, weights: Weights, rows: Rows) -> None:
+    """A buffer times a factor."""
+    x = rows.get(operation.source) * operation.factor
+    rows.put(operation.source, x if weights.weight is None else x * weights.weight)
+
+
+def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
+    """Embeddings beside those that a pass begins with."""
+    assert rows.tokens is not None
+    x = F.embedding(rows.tokens, weights.table)
+    rows.put(operation.out, x * torch.tensor(operation.scale, dtype=x.dtype, device=x.device))
 
 
 def add(operation: Add, weights: Weights, rows: Rows) -> None:
@@ -366,6 +382,8 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     Attend: Execution(attend),
     AttendLatent: Execution(attend_latent),
     Gate: Execution(gate),
+    Scale: Execution(scale),
+    Embed: Execution(embed),
     Add: Execution(add),
     Pick: Execution(pick),
     Experts: "prefold.worker.torch.experts:EXECUTION",
