@@ -196,7 +196,7 @@ def _rate(extents: Sequence[Extent]) -> float | None:
 
 def kv_row_bytes(config: ModelConfig) -> int:
     """Returns the bytes of one row's K/V in all planes, in the dtype that the checkpoint is stored in."""
-    return 2 * config.kv_size * len(config.planes) * DTYPES.get(config.dtype or "float32", 4)
+    return config.kv_numbers * DTYPES.get(config.dtype or "float32", 4)
 
 
 def _rows_mlp(window: Window, max_batch_rows: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedModelError
 from ..spec.plugins import named_class
-from .config import ATTENTION, HeadNorm, Latent, ModelConfig, StateShape
+from .config import ATTENTION, HeadNorm, KVSizes, Latent, ModelConfig, StateShape
 from .program import (
     DELTA,
     OUT,
@@ -27,6 +27,7 @@ from .program import (
     Pick,
     Program,
     Rope,
+    Scale,
     Weight,
     X,
     Xielu,
@@ -41,6 +42,8 @@ LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's is
 # give in place of the MLP's own rows.
 MIXED_BESIDE, SHARED, SHARED_WIDE, SHARED_GATE = "mixed_beside", "shared", "shared_wide", "shared_gate"
 LATENT, LATENT_OUT = "latent", "latent_out"
+# What layers have of embeddings of their own, and of the residual stream at their end. What a router reads.
+LAYER_INPUTS, LAYER_CONTEXT, LAYER_INPUT, ROUTED = "layer_inputs", "layer_context", "layer_input", "routed"
 # The name of a module, and its outputs.
 Module = tuple[str, int]
 
@@ -52,11 +55,12 @@ class LayerBuilder:
     number   of the layer
     is_last  whether this is the layer of a pass that leaves out the rows that are not read
     copies   how many ranks have each KV head
+    begun    buffers beside the residual stream that are filled before the first layer
     mixed    the buffer that a mixer fills
     """
 
-    def __init__(self, config: ModelConfig, number: int, copies: int = 1):
-        self.config, self.number, self.copies = config, number, copies
+    def __init__(self, config: ModelConfig, number: int, copies: int = 1, begun: Sequence[Buffer] = ()):
+        self.config, self.number, self.copies, self.begun = config, number, copies, begun
         self.is_last = number == config.reading_layer
         self.prefix, self.mixed = f"layers.{number}.", DELTA
         self.in_norms, self.out_norms = config.in_norms_of(number), config.out_norms_of(number)
@@ -117,7 +121,20 @@ class LayerBuilder:
             self.norm("post_attention_layernorm", X, X)
         if config.mlp_of(self.number) != NO_MLP:
             self.mlp_part("pre_feedforward_layernorm" if normed else "post_attention_layernorm")
+        if config.layer_inputs:
+            self._layer_input(config.layer_inputs)
+        if config.layer_scales:
+            self.add(Scale(X, weight=Weight(((f"{self.prefix}layer_scalar", 1),), wide=True)))
         return tuple(self.operations)
+
+    def _layer_input(self, size: int) -> None:
+        """Add what the layer makes of its own embedding of the rows' tokens (Gemma 3n). size: of the embedding"""
+        gate, hidden = [("per_layer_input_gate", size)], self.config.hidden
+        self.linear("", gate, X, LAYER_INPUT, hidden, activation=self.config.activation)
+        self.add(Gate(LAYER_INPUT, LAYER_INPUTS, 1, size, at=self.number * size, activation=""))
+        self.linear("", [("per_layer_projection", hidden)], LAYER_INPUT, DELTA, size)
+        self.norm("post_per_layer_input_norm", DELTA, DELTA)
+        self.add(Add(X, DELTA))
 
     def mlp_part(self, name: str) -> None:
         """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
@@ -137,7 +154,7 @@ class LayerBuilder:
         """Leave out the rows that are not read, in the last layer of a pass. buffers: those that further operations
         read, beside the residual stream and the results of mixers"""
         before = (DELTA,) if self.mixed != DELTA else ()
-        self.add(Pick(tuple(dict.fromkeys((X, *before, *buffers)))))
+        self.add(Pick(tuple(dict.fromkeys((X, *before, *buffers, *self.begun)))))
 
     def _mix(self, h: Buffer, mixers: Sequence[str]) -> float:
         """Add what mixes rows along the sequence; DELTA gets the result. Return its scale. h: what it reads"""
@@ -162,46 +179,47 @@ class LayerBuilder:
         if config.latent is not None:
             self._latent_attention(h, config.latent)
             return
-        sizes = config.kv_sizes(config.plane_of(self.number)) if config.kv_layers else None
-        heads, kv_heads, dim = config.heads, config.kv_heads, config.head_dim
-        if sizes is not None:
-            kv_heads, dim = sizes.heads, sizes.dim
+        plane = config.plane_of(self.number)
+        sizes, tied = config.kv_sizes(plane), config.planes[plane].tied
+        heads, kv_heads, dim = config.heads, sizes.heads, sizes.dim
         stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
         queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
-        keys, values = (k, size), (v, size)
+        keys, values = (k, size), (k if tied else v, size)
         q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates else []
-        kv = self.kv_buffer
+        kv, q_buffer, qkv, attended = self.kv_buffer, *map(self._of_plane, (Q, QKV, ATTENDED))
         is_own = config.kv_layer(self.number) == self.number
-        if self.is_last or kv != KV or not is_own:
+        if self.is_last or config.kv_layers:
             if is_own:
                 self.linear("kv", [keys, values], h, kv, config.hidden, biased=self._biased([keys], [values]))
-                self._rope(kv, 0, kv_heads, dim, "k_norm")
+                self._rope(kv, 0, kv_heads, dim, dim, "k_norm")
+                self._norm_values(kv, size, sizes)
             if self.is_last:
                 self.pick(h)
-            self.linear("q", [*q_modules, *gates], h, Q, config.hidden, biased=self._biased(q_modules, []))
-            self._rope(Q, 0, heads, stride, "q_norm")
-            source, beside, at, gates_at = Q, kv, 0, queries
+            self.linear("q", [*q_modules, *gates], h, q_buffer, config.hidden, biased=self._biased(q_modules, []))
+            self._rope(q_buffer, 0, heads, dim, stride, "q_norm")
+            source, beside, at, gates_at = q_buffer, kv, 0, queries
         else:
             biased = self._biased([*q_modules, keys], [values])
-            self.linear("qkv", [*q_modules, keys, values, *gates], h, QKV, config.hidden, biased=biased)
+            self.linear("qkv", [*q_modules, keys, values, *gates], h, qkv, config.hidden, biased=biased)
             if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth:
-                self._rope(QKV, 0, heads, stride, "q_norm")
-                self._rope(QKV, queries, kv_heads, dim, "k_norm")
+                self._rope(qkv, 0, heads, dim, stride, "q_norm")
+                self._rope(qkv, queries, kv_heads, dim, dim, "k_norm")
             else:
-                self._rope(QKV, 0, heads + kv_heads, dim, "")
-            source, beside, at, gates_at = QKV, QKV, queries, queries + 2 * size
+                self._rope(qkv, 0, heads + kv_heads, dim, dim, "")
+            self._norm_values(qkv, queries + size, sizes)
+            source, beside, at, gates_at = qkv, qkv, queries, queries + 2 * size
         sinks = Weight(((f"{self.prefix}self_attn.sinks", heads),), wide=True) if config.sinks else None
-        self.add(Attend(source, 0, stride, beside, at, ATTENDED, heads, kv_heads, dim, sinks, is_own=is_own))
+        self.add(Attend(source, 0, stride, beside, at, attended, heads, kv_heads, dim, sinks, is_own=is_own))
         if config.gated:
-            self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
+            self.add(Gate(attended, source, heads, dim, at=dim, stride=stride))
         if gates:
-            self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=1, each=False))
+            self.add(Gate(attended, source, heads, dim, at=gates_at, stride=1, each=False))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.q_size
-            self._inner_norm("self_attn.attn_sub_norm", ATTENDED, config.q_size, whole)
+            self._inner_norm("self_attn.attn_sub_norm", attended, heads * dim, whole)
         o = [("self_attn.o_proj", config.hidden)]
-        self.linear("o", o, ATTENDED, self.mixed, config.q_size, biased=o if config.o_bias else (), summed=True)
+        self.linear("o", o, attended, self.mixed, heads * dim, biased=o if config.o_bias else (), summed=True)
 
     def _latent_attention(self, h: Buffer, sizes: Latent) -> None:
         """Add attention over latents."""
@@ -240,46 +258,59 @@ class LayerBuilder:
         """Return the buffer that has the keys and values that this layer's attention reads. It is kept if other layers
         read them too."""
         of = self.config.kv_layer(self.number)
-        return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else KV
+        return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else self._of_plane(KV)
+
+    def _of_plane(self, buffer: Buffer) -> Buffer:
+        """Return the name of a buffer whose width depends on the sizes of the layer's plane."""
+        sizes = self.config.planes[self.config.plane_of(self.number)].sizes
+        return buffer if sizes is None else f"{buffer}:{sizes.heads}x{sizes.dim}"
+
+    def _norm_values(self, buffer: Buffer, at: int, sizes: KVSizes) -> None:
+        """Add the norm of value heads, which begin at `at`, if the model has it."""
+        if self.config.value_norm:
+            dim = sizes.value_dim
+            self.add(NormHeads(buffer, at, sizes.heads, dim, dim, self.config.norm_eps))
 
     def _biased(self, of_qk: Sequence[Module], of_v: Sequence[Module]) -> list[Module]:
         """Return which of these modules have a bias."""
         config = self.config
         return [*of_qk, *of_v] if config.qkv_bias else [*of_qk] if config.qk_bias else []
 
-    def _rope(self, source: Buffer, at: int, heads: int, stride: int, name: str) -> None:
+    def _rope(self, source: Buffer, at: int, heads: int, dim: int, stride: int, name: str) -> None:
         """Add the norm and the rotation of some heads, and the factor of queries. name: of the norm"""
         config, weight, head_norm = self.config, None, None
         if isinstance(config.qk_norm, HeadNorm):
-            head_norm = self._head_norm(config.qk_norm, source, at, heads, stride, name)
+            head_norm = self._head_norm(config.qk_norm, source, at, heads, dim, stride, name)
             if not config.qk_norm.after:
                 self.add(head_norm)
         elif config.row_qk_norm and name:
-            size, whole = heads * config.head_dim, config.whole
+            size, whole = heads * dim, config.whole
             row = Weight(((f"{self.prefix}self_attn.{name}.weight", size),), offset=config.norm_offset)
             of_all = 0 if whole is None else whole.q_size if name == "q_norm" else whole.kv_size
             copies = self.copies if name == "k_norm" else 1
             self.add(Norm(source, source, row, config.norm_eps, at=at, whole=of_all, copies=copies))
         elif config.qk_norm and name:
             weight = Weight(
-                ((f"{self.prefix}self_attn.{name}.weight", config.head_dim),),
+                ((f"{self.prefix}self_attn.{name}.weight", dim),),
                 offset=config.norm_offset,
                 wide=bool(config.norm_offset),
             )
         if config.rope is not None or weight is not None:
-            turned = 0 if config.rope is None else config.rotated_dim or config.head_dim
-            self.add(Rope(source, at, heads, config.head_dim, turned, stride, weight, config.norm_eps))
+            turned = 0 if config.rope is None else config.rotated_dim or dim
+            self.add(Rope(source, at, heads, dim, turned, stride, weight, config.norm_eps))
         if head_norm is not None and isinstance(config.qk_norm, HeadNorm) and config.qk_norm.after:
             self.add(head_norm)
         if config.query_growth is not None and name == "q_norm":
-            self.add(ByPosition(source, at, heads, config.head_dim, stride, *config.query_growth))
+            self.add(ByPosition(source, at, heads, dim, stride, *config.query_growth))
 
-    def _head_norm(self, kind: HeadNorm, source: Buffer, at: int, heads: int, stride: int, name: str) -> NormHeads:
+    def _head_norm(
+        self, kind: HeadNorm, source: Buffer, at: int, heads: int, dim: int, stride: int, name: str
+    ) -> NormHeads:
         """Return the norm of some heads."""
         config, tensor = self.config, f"{self.prefix}self_attn.{name}"
 
         def weight(end: str) -> Weight:
-            dim, offset = config.head_dim, config.norm_offset if end == "weight" else 0.0
+            offset = config.norm_offset if end == "weight" else 0.0
             rows = dim if kind.weights == "shared" else heads * dim
             parts: tuple[tuple[str, int], ...] = ((f"{tensor}.{end}", rows),)
             if kind.weights == "apart":
@@ -287,7 +318,7 @@ class LayerBuilder:
             return Weight(parts, offset=offset, wide=bool(offset))
 
         own, bias = None if kind.weights == "none" else weight("weight"), weight("bias") if kind.biased else None
-        return NormHeads(source, at, heads, config.head_dim, stride, config.norm_eps, own, bias, kind.kind)
+        return NormHeads(source, at, heads, dim, stride, config.norm_eps, own, bias, kind.kind)
 
     def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
         """Add a norm before the last linear of a part. whole: numbers of all ranks; None: this one has all"""
@@ -331,6 +362,8 @@ class LayerBuilder:
         config, width = self.config, first[0][1]
         biased, is_xielu = config.mlp_bias, config.activation == "xielu"
         inside = WIDE if named else SHARED_WIDE
+        if named and config.mlp_widths:
+            inside = f"{WIDE}:{width}"
         self.linear(
             "gate_up" if named else "",
             first,
@@ -374,15 +407,32 @@ def add_mlp(name: str, kind: MlpKind) -> None:
 
 
 def _build_gated(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    builder.gated_mlp(h, out, builder.config.intermediate)
+    builder.gated_mlp(h, out, builder.config.mlp_width(builder.number))
 
 
 def _build_plain(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    builder.plain_mlp(h, out, builder.config.intermediate)
+    builder.plain_mlp(h, out, builder.config.mlp_width(builder.number))
 
 
-def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
-    """Add a mixture of experts, and the MLP beside it."""
+def _build_beside(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
+    """Add a gated MLP, and a mixture of experts beside it; each of the three, with the router, has a norm of its own,
+    and experts have factors (Gemma 4)."""
+    hidden, mixture = builder.config.hidden, builder.config.experts
+    _build_gated(builder, h, out)
+    builder.norm("post_feedforward_layernorm_1", out, out)
+    builder.add(Norm(X, ROUTED, Weight(((f"{builder.prefix}router.scale", hidden),)), builder.config.norm_eps))
+    builder.add(Scale(ROUTED, hidden**-0.5))
+    builder.norm("pre_feedforward_layernorm_2", X, H)
+    scales = Weight(((f"{builder.prefix}router.per_expert_scale", mixture.count if mixture else 0),), wide=True)
+    _build_experts(builder, H, SHARED, by=ROUTED, scales=scales)
+    builder.norm("post_feedforward_layernorm_2", SHARED, SHARED)
+    builder.add(Add(out, SHARED))
+
+
+def _build_experts(
+    builder: LayerBuilder, h: Buffer, out: Buffer, by: Buffer | None = None, scales: Weight | None = None
+) -> None:
+    """Add a mixture of experts, and the MLP beside it. by, scales: as of Experts"""
     mixture, hidden, mlp = builder.config.experts, builder.config.hidden, f"{builder.prefix}mlp."
     if mixture is None:
         raise UnsupportedModelError("mlp is 'experts', and the config has no mixture")
@@ -429,7 +479,8 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
             down_bias=bias(downs),
             summed=not together,
             gated=mixture.gated,
-            by=h if mixture.latent else None,
+            by=by or (h if mixture.latent else None),
+            scales=scales,
         )
     )
     if mixture.latent:
@@ -444,11 +495,12 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     builder.add(Add(out, SHARED, summed=together))
 
 
-EXPERTS, NO_MLP = "experts", "none"
+EXPERTS, BESIDE_EXPERTS, NO_MLP = "experts", "beside_experts", "none"
 MLPS = {
     "gated": MlpKind(_build_gated),
     "plain": MlpKind(_build_plain),
     EXPERTS: MlpKind(_build_experts),
+    BESIDE_EXPERTS: MlpKind(_build_beside),
 }
 
 
@@ -482,21 +534,43 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
     table = Weight(((EMBEDDING, vocabulary),), (hidden,))
     positions = config.max_positions + config.first_position
     learned = None if config.rope else Weight((("embed_positions.weight", positions),), (hidden,))
+    begin = _begin(config)
+    begun = [LAYER_INPUTS] if begin else []
     build = named_class(config.layer_builder)
-    layers = tuple(build(LayerBuilder(config, number, copies)) for number in range(config.layers))
+    layers = tuple(build(LayerBuilder(config, number, copies, begun)) for number in range(config.layers))
     head = None
     if config.lm_head:
         head = table if config.tie_embeddings else Weight(((LM_HEAD, vocabulary),), (hidden,))
     shared = {buffer for layer in layers for one in layer for buffer in one.buffers if buffer.startswith(f"{KV}@")}
     return Program(
-        widths=widths_of(config, layers),
+        widths=widths_of(config, (begin, *layers)),
         embed=Embed(X, table, learned, config.embedding_scale, config.first_position),
         layers=layers,
         end=(norm(config, "norm", X, OUT),),
         head=head,
         score=score_head(config),
-        kept=tuple(sorted(shared)),
+        begin=begin,
+        kept=(*begun, *sorted(shared)),
         head_bias=Weight(((LM_HEAD_BIAS, vocabulary),), wide=True) if head and config.lm_head_bias else None,
+    )
+
+
+def _begin(config: ModelConfig) -> tuple[Operation, ...]:
+    """Return what computes, before the first layer, what each layer has of a row beside the residual stream: the sum of
+    an embedding of its own and of a linear of the first one (Gemma 3n)."""
+    size, hidden, layers = config.layer_inputs, config.hidden, config.layers
+    if not size:
+        return ()
+    table = Weight((("embed_tokens_per_layer.weight", config.vocab_size),), (layers * size,))
+    linear = Weight((("per_layer_model_projection.weight", layers * size),), (hidden,))
+    own_norm = Weight((("per_layer_projection_norm.weight", size),))
+    return (
+        Embed(LAYER_INPUTS, table, scale=size**0.5),
+        Linear(X, LAYER_CONTEXT, linear),
+        Scale(LAYER_CONTEXT, hidden**-0.5),
+        NormHeads(LAYER_CONTEXT, 0, layers, size, size, config.norm_eps, own_norm),
+        Add(LAYER_INPUTS, LAYER_CONTEXT),
+        Scale(LAYER_INPUTS, 2**-0.5),
     )
 
 

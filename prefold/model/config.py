@@ -87,11 +87,13 @@ class Plane:
     window  the sliding window: a key is visible while position(query) - position(key) < window; None: always
     rope    the rotary settings of this layer; None: the model's
     sizes   of its keys and values; None: kv_heads heads of head_dim. Planes with one window have one size
+    tied    values are what the linear of keys gives
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     sizes: KVSizes | None = None
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +235,16 @@ class ModelConfig:
     out_norms      norms on what attention and the MLP give, before it is added to the residual stream; likewise
     inner_norms    RMS norms on what attention and the MLP give before their last linears
     embedding_norm a norm on the residual stream before the first layer
+    value_norm     an RMS norm without a weight over head_dim on every value head
     norm_weight    whether norms have weights
     sum_norms      RMS norms on the residual stream after each of these is added, which then is what the norm gives
     norm_offset    what is added to the norm weights of the checkpoint (1: they are stored less one)
     parallel       the MLP reads what attention reads, and both results are added to the residual stream together
     mlp_norm       in a parallel layer the MLP has a norm of its own
+    mlp_widths     of each layer the width of its MLP; (): intermediate
+    layer_inputs   each layer adds what it makes of so many numbers, which tokens have for it in an embedding beside
+                   the first one; 0: it does not
+    layer_scales   after each layer the residual stream is multiplied with a number of the layer
     activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
     gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
@@ -306,11 +313,15 @@ class ModelConfig:
     out_norms: bool | tuple[bool, ...] = False
     inner_norms: bool = False
     embedding_norm: bool = False
+    value_norm: bool = False
     norm_weight: bool = True
     sum_norms: bool = False
     norm_offset: float = 0.0
     parallel: bool = False
     mlp_norm: bool = False
+    mlp_widths: tuple[int, ...] = ()
+    layer_inputs: int = 0
+    layer_scales: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"] = "silu"
     gate_scale: float = 1.0
     gated: bool = False
@@ -373,7 +384,7 @@ class ModelConfig:
             raise UnsupportedModelError("norms over all heads do not go with heads whose numbers change their places")
         whole_blocks = (self.sum_norms, self.parallel, self.row_qk_norm, self.residual_scale != 1)
         layers = range(self.layers)
-        for name in ("mixers", "mlp", "in_norms", "out_norms"):
+        for name in ("mixers", "mlp", "in_norms", "out_norms", "mlp_widths"):
             every = getattr(self, name)
             if every and isinstance(every, tuple) and len(every) != self.layers:
                 raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
@@ -392,6 +403,8 @@ class ModelConfig:
         by_window = {plane.window: plane.sizes for plane in self.planes}
         if any(by_window[plane.window] != plane.sizes for plane in self.planes):
             raise UnsupportedModelError("layers with one sliding window have keys of different sizes")
+        if uneven := next((of.heads for of in map(self.kv_sizes, range(len(self.planes))) if self.heads % of.heads), 0):
+            raise UnsupportedModelError(f"{self.heads} query heads cannot share {uneven} key heads evenly")
         if not all(self.in_norms_of(number) or self.out_norms_of(number) for number in layers):
             raise UnsupportedModelError("a layer needs norms, in_norms or out_norms")
         if any(len({*self.mixers_of(number)} - {ATTENTION}) > 1 for number in layers):
@@ -461,6 +474,10 @@ class ModelConfig:
         """Return the kind of a layer's MLP."""
         return self.mlp if isinstance(self.mlp, str) else self.mlp[number]
 
+    def mlp_width(self, number: int) -> int:
+        """Return the width of the inside of a layer's MLP."""
+        return self.mlp_widths[number] if self.mlp_widths else self.intermediate
+
     def in_norms_of(self, number: int) -> bool:
         """Return whether a layer has norms on what its parts read."""
         return self.in_norms[number] if isinstance(self.in_norms, tuple) else self.in_norms
@@ -505,6 +522,8 @@ class ModelConfig:
         """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
         if self.latent is not None:
             return "its keys and values are made of latents"
+        if self.kv_layers or any(plane.sizes for plane in self.planes):
+            return "its layers share keys and values, or have heads of several sizes"
         if self.has_states:
             return "some of its layers have a state that runs along the sequence, so that a row depends on all before"
         norm = self.qk_norm
@@ -525,13 +544,17 @@ class ModelConfig:
             return "a model with latent attention is not split over ranks"
         if any(plane.sizes for plane in self.planes):
             return "a model with heads of several sizes is not split over ranks"
+        if self.kv_layers or self.layer_inputs:
+            return "a model whose layers read keys of other layers, or embeddings of their own, is not split over ranks"
         return None
 
     @property
     def resident(self) -> str | None:
         """Return why all weights stay in memory while the model runs, in words; None: a pass may read them layer by
         layer."""
-        return "layers use keys and values that a layer before them computed" if self.kv_layers else None
+        if self.kv_layers or self.layer_inputs:
+            return "layers read what was computed before, beside the residual stream"
+        return None
 
     @property
     def scale(self) -> float:
@@ -577,6 +600,11 @@ class ModelConfig:
     def turned(self) -> int:
         """Returns how many numbers of each head are rotated, in the layers that rotate."""
         return next((rope.turned(self.head_dim) for rope in self.ropes if rope.kind != "none"), self.head_dim)
+
+    @property
+    def rotated_dims(self) -> list[int]:
+        """Return how many numbers of a head the rotary settings of each plane are for."""
+        return [self.rotated_dim or self.kv_sizes(number).dim for number in range(len(self.planes))]
 
     @property
     def q_size(self) -> int:

@@ -156,9 +156,9 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf.get(key) is not None:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), num_layers(hf))
-    config = _gemma(hf, _rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
-    local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
+    types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 6), num_layers(hf))
+    config = gemma_decoder(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
+    local = read_rope(rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
     planes = zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
@@ -188,9 +188,9 @@ def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
 def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(4, num_layers(hf))
-    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
-    local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
+    types = hf.texts("layer_types", None) or full_every(4, num_layers(hf))
+    config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
+    local = read_rope(rope_of(hf, SLIDING, "rope_theta", 5e5))
     planes = zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
@@ -231,21 +231,21 @@ def gemma(hf: HFConfig) -> ModelConfig:
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     scalar = hf.size("head_dim", 256)
     settings = hf | {"hidden_activation": activation, "query_pre_attn_scalar": scalar}
-    return _gemma(settings, settings, [FULL] * num_layers(hf), out_norms=False)
+    return gemma_decoder(settings, settings, [FULL] * num_layers(hf), out_norms=False)
 
 
 def gemma2(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
     second layer with a sliding window. options: further arguments of `decoder`."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(2, num_layers(hf))
+    types = hf.texts("layer_types", None) or full_every(2, num_layers(hf))
     # A missing key is not null, which says that there is no cap.
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
     attention, logits = hf.number("attn_logit_softcapping", None), hf.number("final_logit_softcapping", None)
-    return _gemma(hf, hf, types, attention_cap=attention, logit_cap=logits, **options)
+    return gemma_decoder(hf, hf, types, attention_cap=attention, logit_cap=logits, **options)
 
 
-def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
+def gemma_decoder(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
     """Returns the config of what the Gemmas have in common. rope: the config as `read_rope` reads it."""
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModelError(
@@ -259,10 +259,9 @@ def _gemma(hf: Settings, rope: Settings, types: list[str], **options: Any) -> Mo
         windows=windows_of(hf, types),
         qkv_bias=bias,
         o_bias=bias,
-        norm_offset=1.0,
         embedding_scale=hf.size("hidden_size") ** 0.5,
         query_scalar=hf.number("query_pre_attn_scalar", 256),
-        **{"out_norms": True} | options,
+        **{"out_norms": True, "norm_offset": 1.0} | options,
     )
 
 
@@ -275,7 +274,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
         if hf.get(key, value) != value:
             raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
+    types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
     windows = windows_of(hf, types)
     epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
     defaults = {"tie_word_embeddings": True, "rms_norm_eps": epsilon, "pad_token_id": 0}
@@ -317,7 +316,7 @@ def exaone4(hf: HFConfig) -> ModelConfig:
     hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
     windows: list[int | None] = [None] * num_layers(hf)
     if window_of(hf) is not None:
-        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
+        types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
         windows = windows_of(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
@@ -461,12 +460,12 @@ def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
-def _every(pattern: int, layers: int) -> list[str]:
+def full_every(pattern: int, layers: int) -> list[str]:
     """Returns layer types where one layer in `pattern` is full: the last of each."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
-def _rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
+def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
     """Returns the config as `read_rope` reads it, for the layers of one kind.
 
     Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full

@@ -39,6 +39,7 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
+from .gemma4 import gemma4, gemma4_with_towers
 from .hybrids import (  # fmt: skip
     bamba,
     falcon_h1,
@@ -362,6 +363,8 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -462,6 +465,7 @@ for _causal, _other, _family in (
     ("GemmaForCausalLM", "Gemma", gemma),
     ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Gemma4ForCausalLM", "Gemma4Text", gemma4),
     ("Cohere2ForCausalLM", "Cohere2", cohere2),
     ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
     ("Exaone4ForCausalLM", "Exaone4", exaone4),
@@ -525,6 +529,7 @@ for _causal, _other, _family in (
     ("BambaForCausalLM", "Bamba", bamba),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
+FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 

@@ -137,6 +137,10 @@ class Norm(Operation):
         if self.weight is not None:
             object.__setattr__(self, "size", self.weight.rows)
 
+    @property
+    def fills(self) -> tuple[Buffer, int] | None:
+        return None if self.out == self.source else (self.out, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class NormHeads(Operation):
@@ -545,6 +549,12 @@ class Program:
             found[self.head_bias] = None
         found |= dict.fromkeys(self.score_weights)
         return list(found | dict.fromkeys(self.beside))
+
+    @property
+    def tables(self) -> list[Weight]:
+        """Return the embeddings and the LM head, each once: their rows are read by token, or multiplied last."""
+        embeds = [self.embed, *(operation for operation in self.begin if isinstance(operation, Embed))]
+        return list(dict.fromkeys([*(one.table for one in embeds), *([] if self.head is None else [self.head])]))
 
     @property
     def score_weights(self) -> list[Weight]:

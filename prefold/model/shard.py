@@ -42,7 +42,7 @@ class Split:
 
     def of(self, weight: Weight) -> tuple[tuple[slice, ...], ...]:
         """Return the part of each tensor of a weight of the rank's program; (): all of it."""
-        return tuple(self._part(tensor, shape) for tensor, shape in weight.shapes.items())
+        return tuple(self._part(tensor, (rows, *weight.inputs)) for tensor, rows in weight.parts)
 
     def _part(self, tensor: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         if self.part is None or (whole := self.shapes[tensor]) == shape:

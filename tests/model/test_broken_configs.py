@@ -98,7 +98,7 @@ def check(folder, config: dict) -> bool:
     if made.num_parameters < 10_000_000 and made.layers < 100:
         named_class(made.model)(made, dtype=torch.float32, device=torch.device("meta"))
         if made.rope is not None and made.head_dim < 10_000:
-            RotaryTables(made.ropes, made.head_dim, torch.device("cpu"))(torch.arange(3))
+            RotaryTables(made.ropes, made.rotated_dims, torch.device("cpu"))(torch.arange(3))
     return True
 
 

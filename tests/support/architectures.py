@@ -32,7 +32,14 @@ LARGER_LAST |= {"per_layer_config": {"2": {"head_dim": 16, "num_key_value_heads"
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5,
     "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 300, "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 307, "use_double_wide_mlp": True,
+}  # fmt: skip
+
+# The larger ones: experts beside the MLP, keys that values are made of, and no embeddings of layers.
+GEMMA4_26B: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8,
+    "global_head_dim": 16, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+    "enable_moe_block": True, "top_k_experts": 2, "final_logit_softcapping": 5.0,
 }  # fmt: skip
 
 # Queries that grow from the fifth position on.
@@ -101,6 +108,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "falcon with one key head": {},
     "falcon with all key heads": {"multi_query": False, "parallel_attn": False, "bias": True},
     "falcon with one norm": {"num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    "gemma4_text": GEMMA4,
+    "gemma4_text with experts": GEMMA4_26B,
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "gpt_bigcode": {},
@@ -245,6 +254,8 @@ def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, se
         for name, buffer in model.named_buffers():
             if name.endswith(CORRECTIONS):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             if name.endswith(STATE_OUTPUTS):  # else each layer makes the differences of rounding much larger
                 parameter.mul_(0.5)

@@ -232,7 +232,7 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
         raise InputError(message, field="weights", remedy="leave --weights out")
     if is_split or wish == "dtype":
         return {}
-    matrices = dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])], False)
+    matrices = dict.fromkeys(program.tables, False)
     matrices |= {one.weight: one.gated for one in program.operations if isinstance(one, Linear)}
     for one in program.operations:
         matrices |= {one.gate_up: True, one.down: False} if isinstance(one, Experts) else {}
@@ -350,7 +350,7 @@ class Loader(PartLoader):
         """Load all weights."""
         model, program = self._model, self._model.program
         words = []
-        for weight in dict.fromkeys([program.embed.table, *([] if program.head is None else [program.head])]):
+        for weight in program.tables:
             model.memory.tables[weight] = self._table(weight)
         self._load(model.program.embed.weights)
         self._load_operations(program.begin)

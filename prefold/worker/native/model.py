@@ -147,8 +147,7 @@ class NativeModel:
         ropes = config.ropes
         if config.rope is None and config.qk_norm:  # the kernel that rotates heads is the one that norms them
             ropes = (STILL,) * len(config.planes)
-        dims = [config.rotated_dim or config.kv_sizes(number).dim for number in range(len(ropes))]
-        self.angles = AngleTables(ropes, dims) if ropes else None
+        self.angles = AngleTables(ropes, config.rotated_dims) if ropes else None
         self._head: np.ndarray | Blocks | None = None
         self._score: ClassificationHead | None = None
         self._columns: dict[tuple[int, ...], np.ndarray] = {}  # of the head, by tokens

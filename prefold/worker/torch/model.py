@@ -323,6 +323,5 @@ class CausalLM(nn.Module):
     def rotary(self, device: torch.device) -> RotaryTables:
         """Returns the tables of cosines and sines of a model with rotary positions."""
         if self._rotary is None or self._rotary.device != device:
-            dim = self.config.rotated_dim or self.config.head_dim
-            self._rotary = RotaryTables(self.config.ropes, dim, device)
+            self._rotary = RotaryTables(self.config.ropes, self.config.rotated_dims, device)
         return self._rotary

@@ -78,6 +78,12 @@ class Rows:
         """Return what a buffer has, [rows, width]."""
         if name == X and self.delta is not None:
             self.buffers[X], self.delta = self.buffers[X] + self.delta, None
+        if name in self.heads:
+            x = self.buffers[name].clone()
+            for at, (columns, values) in self.heads.pop(name).items():
+                heads, dim = values.shape[1:] if values.dim() == 3 else (1, values.shape[1])
+                x.narrow(1, at, columns).view(len(x), heads, -1)[..., :dim] = values.view(len(x), heads, dim)
+            self.buffers[name] = x
         return self.buffers[name]
 
     def put(self, name: Buffer, values: Tensor) -> None:

@@ -48,10 +48,11 @@ class RotaryTables:
     table_of  by plane, the number of its table in the order in which planes have them first
     """
 
-    def __init__(self, ropes: Sequence[RopeConfig], dim: int, device: torch.device):
-        distinct, self.table_of = distinct_values(ropes)
+    def __init__(self, ropes: Sequence[RopeConfig], dims: Sequence[int], device: torch.device):
+        """ropes, dims: of each plane"""
+        distinct, self.table_of = distinct_values(list(zip(ropes, dims, strict=True)))
         self.device = device
-        self._tables = [RotaryTable(rope, dim, device) for rope in distinct]
+        self._tables = [RotaryTable(rope, dim, device) for rope, dim in distinct]
 
     def __call__(self, positions: Tensor) -> list[Tensor]:
         """Returns the result of each plane's `RotaryTable` for positions int64 [rows]."""
