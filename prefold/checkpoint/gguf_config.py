@@ -34,6 +34,11 @@ LAYER_NORM = {"cohere2", "starcoder2"}
 FUSED_QUERIES = {"phi3"}
 # Config keys of an architecture that say whether the first layer has a tensor.
 BY_TENSOR: dict[str, dict[str, str]] = {}
+# Settings that are one number for each layer: the first one stands in the place of the list, which has ".layers" behind
+# its name.
+BY_LAYER: set[str] = set()
+# Architectures whose values may be what the linear of keys gives; files then lack the tensor of values.
+TIED_VALUES: set[str] = set()
 # Architectures some of whose layers have no attention, and no KV heads.
 WITHOUT_HEADS = ("lfm2", "lfm2moe", "granitehybrid")
 # Settings that are lists of different values, most of them one for each layer.
@@ -101,6 +106,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
     }
     config |= {key: f"blk.0.{name}" in file.tensors for key, name in BY_TENSOR.get(arch, {}).items()}
+    if arch in TIED_VALUES:
+        keys, values = ([name for name in file.tensors if name.endswith(f".attn_{part}.weight")] for part in "kv")
+        config["has_tied_values"] = len(values) < len(keys)
     window = gguf.size("attention.sliding_window", 0, least=0, most=MOST_POSITIONS)
     if arch == "llama" and window:
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
@@ -252,7 +260,9 @@ def _of_architecture(file: GGUFFile, arch: str) -> Settings:
     prefix, settings = arch + ".", {}
     for key, value in file.metadata.items():
         if key.startswith(prefix):
-            if isinstance(value, list) and value and not key.endswith(LISTS):
+            if isinstance(value, list) and value and key in BY_LAYER:
+                settings[key.removeprefix(prefix) + ".layers"], value = value, value[0]
+            elif isinstance(value, list) and value and not key.endswith(LISTS):
                 if any(number != value[0] for number in value):
                     raise UnsupportedModelError(f"{file.path}: {key} differs from layer to layer")
                 value = value[0]

@@ -370,13 +370,13 @@ class ModelConfig:
             raise UnsupportedModelError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
         if self.rope is not None and self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        for rope in self.ropes:
-            factors, turned = rope.settings.get("factors"), rope.turned(self.head_dim)
+        for rope, dim in zip(self.ropes, self.rotated_dims, strict=False):
+            factors, turned = rope.settings.get("factors"), rope.turned(dim)
             if factors is not None and len(factors) != turned // 2:
                 raise UnsupportedModelError(f"{len(factors)} rotary factors for {turned} rotated numbers of a head")
-            if turned % 2 or not 0 < turned <= self.head_dim:
+            if turned % 2 or not 0 < turned <= dim:
                 raise UnsupportedModelError(
-                    f"{rope.share} of heads of {self.head_dim} is rotated; it must be a part with an even size"
+                    f"{rope.share} of heads of {dim} is rotated; it must be a part with an even size"
                 )
         if len({rope.share for rope in self.ropes if rope.kind != "none"}) > 1:
             raise UnsupportedModelError("the rotated part of a head must be of one size in all layers")
@@ -433,6 +433,12 @@ class ModelConfig:
     def kv_layer(self, number: int) -> int:
         """Return the layer whose keys and values a layer's attention reads."""
         return self.kv_layers[number] if self.kv_layers else number
+
+    def is_unread(self, name: str) -> bool:
+        """Return whether a tensor is of keys or values of a layer that reads those of another one. Checkpoints may have
+        such tensors."""
+        found = re.match(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name) if self.kv_layers else None
+        return found is not None and self.kv_layer(int(found[1])) != int(found[1])
 
     def plane_of(self, number: int) -> int:
         """Return the plane that a layer's attention reads, in a model that visits each layer once."""

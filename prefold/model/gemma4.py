@@ -38,7 +38,7 @@ def gemma4(hf: HFConfig) -> ModelConfig:
     types = [*types[:-1], FULL]
     config = gemma_decoder(
         hf,
-        rope_of(hf, FULL, "rope_theta", 1e6),
+        rope_of(hf, SLIDING, "rope_theta", 1e4),
         types,
         qk_norm=True,
         value_norm=True,
@@ -51,9 +51,9 @@ def gemma4(hf: HFConfig) -> ModelConfig:
     if config.layer_inputs and (rows := hf.size("vocab_size_per_layer_input", 262_144)) != config.vocab_size:
         message = f"vocab_size_per_layer_input is {rows}; embeddings of layers must have vocab_size rows"
         raise UnsupportedModelError(f"{message}, {config.vocab_size}")
-    local, tied = read_rope(rope_of(hf, SLIDING, "rope_theta", 1e4)), hf.flag("attention_k_eq_v")
-    far = Plane(sizes=_far_sizes(hf, config, types, tied), tied=tied)
-    near = Plane(config.planes[types.index(SLIDING)].window, local) if SLIDING in types else far
+    tied, rope = hf.flag("attention_k_eq_v"), read_rope(rope_of(hf, FULL, "rope_theta", 1e6))
+    far = Plane(rope=rope, sizes=_far_sizes(hf, config, types, tied), tied=tied)
+    near = config.planes[types.index(SLIDING)] if SLIDING in types else far
     reads = _reads(types, config.layers - hf.size("num_kv_shared_layers", 0, least=0))
     own = [kind for number, kind in enumerate(types) if reads[number] == number]
     wide = 2 if hf.flag("use_double_wide_mlp") else 1

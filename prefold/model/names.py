@@ -185,6 +185,20 @@ GGUF_OUT_NORMS = replace(
         "post_ffw_norm": ("post_feedforward_layernorm",),
     },
 )
+_GEMMA4 = {
+    "per_layer_token_embd": ("embed_tokens_per_layer",),
+    "per_layer_model_proj": ("per_layer_model_projection",),
+    "per_layer_proj_norm": ("per_layer_projection_norm",),
+    "inp_gate": ("per_layer_input_gate",),
+    "proj": ("per_layer_projection",),
+    "post_norm": ("post_per_layer_input_norm",),
+    "layer_output_scale.weight": ("layer_scalar",),
+    "ffn_gate_inp.scale": ("router.scale",),
+    "ffn_down_exps.scale": ("router.per_expert_scale",),
+    "pre_ffw_norm_2": ("pre_feedforward_layernorm_2",),
+    "post_ffw_norm_1": ("post_feedforward_layernorm_1",),
+    "post_ffw_norm_2": ("post_feedforward_layernorm_2",),
+}
 _LFM2 = {
     "token_embd_norm": ("norm",),  # the norm behind the layers
     "shortconv.in_proj": ("conv.in_proj",),
@@ -220,6 +234,7 @@ _MAMBA = {
 }
 GGUF_OF |= {
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
+    "gemma4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, **_GEMMA4}),
     "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
     "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2, "exp_probs_b.bias": ("mlp.gate.correction",)}),
     "qwen35": _QWEN35,

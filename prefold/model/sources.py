@@ -218,7 +218,7 @@ class SafetensorsSource:
                     self._add_stack(checkpoint, files, stored, templates, names.in_turn)
                     continue
                 own_names = names.of_tensor(stored)
-                if not own_names:
+                if not own_names or config.is_unread(own_names[0]):
                     continue
                 if own_names[0] in self._places:
                     raise CheckpointError(f"{checkpoint.path} has the tensor {stored!r} twice")
@@ -404,6 +404,8 @@ class GGUFSource:
                     self.shapes[name] = shape
                 continue
             own_names = names.of_tensor(stored)
+            if config.is_unread(own_names[0]):
+                continue
             sizes = config.fused_sizes(own_names) if len(own_names) > 1 else tensor.shape[:1]
             if len(own_names) > 1 and tensor.shape[0] != sum(sizes):
                 raise CheckpointError(f"{stored} of {file.path} has {tensor.shape[0]} outputs, not {sum(sizes)}")

@@ -1,0 +1,79 @@
+"""The config keys of Gemma 4, of the metadata of GGUF files."""
+
+from __future__ import annotations
+
+from ..errors import UnsupportedModelError
+from .gguf_config import (
+    ARCHITECTURES,
+    BY_LAYER,
+    FULL,
+    MIXTURES,
+    OF_ARCHITECTURE,
+    SLIDING,
+    TIED_VALUES,
+    Keys,
+    windows_of,
+)
+from .settings import Settings
+
+HEADS, WIDTH = "attention.head_count_kv", "feed_forward_length"
+
+
+def _gemma4(gguf: Settings, config: Keys) -> Keys:
+    layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    shared = gguf.size("attention.shared_kv_layers", 0, least=0, most=layers)
+    near = gguf.size("attention.key_length_swa", head_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if gguf.size(key, near) != near:
+            raise UnsupportedModelError(f"{gguf.file}: {key} must equal attention.key_length_swa, {near}")
+    windows = windows_of(gguf, 6)
+    types = windows.get("layer_types", [FULL] * layers)
+    widths = _of_each(gguf, WIDTH, ["shared" if number >= layers - shared else "own" for number in range(layers)])
+    if widths and widths.get("shared", 0) not in (0, widths["own"], 2 * widths["own"]):
+        raise UnsupportedModelError(f"{gguf.file}: the last {shared} layers have MLPs of {widths['shared']} numbers")
+    heads = _of_each(gguf, HEADS, types)
+    return windows | {
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": near,
+        "global_head_dim": head_dim,
+        "num_key_value_heads": heads.get(SLIDING, config["num_key_value_heads"]),
+        "num_global_key_value_heads": heads.get(FULL),
+        "attention_k_eq_v": config.pop("has_tied_values"),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": widths.get("shared") == 2 * widths.get("own", 0),
+        "hidden_size_per_layer_input": gguf.size("embedding_length_per_layer_input", 0, least=0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "final_logit_softcapping": gguf.number("final_logit_softcapping", None),
+        "rope_parameters": {
+            FULL: config["rope_parameters"],
+            SLIDING: {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)},
+        },
+    }
+
+
+def _of_each(gguf: Settings, key: str, kinds: list[str]) -> dict[str, int]:
+    """Return the value of a setting for each kind of layer; {}: the file has one for all. kinds: of each layer"""
+    values = gguf.get(f"{key}.layers")
+    if values is None:
+        return {}
+    found = dict(zip(kinds, values, strict=False))
+    if len(values) != len(kinds) or any(found[kind] != value for kind, value in zip(kinds, values, strict=True)):
+        raise gguf.wrong(key, "one number, or one for each layer, the same for layers of one kind")
+    return found
+
+
+def _experts(gguf: Settings, config: Keys) -> Keys:
+    return {
+        "enable_moe_block": True,
+        "num_experts": gguf.size("expert_count"),
+        "top_k_experts": gguf.size("expert_used_count"),
+        "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
+    }
+
+
+ARCHITECTURES["gemma4"] = "Gemma4ForCausalLM"
+OF_ARCHITECTURE["gemma4"] = _gemma4
+MIXTURES["gemma4"] = _experts
+TIED_VALUES.add("gemma4")
+BY_LAYER |= {f"gemma4.{HEADS}", f"gemma4.{WIDTH}"}
