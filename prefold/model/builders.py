@@ -239,6 +239,8 @@ class LayerBuilder:
             source, inputs, name = QUERY_LATENT, sizes.query_rank, "q_b_proj"
         self.linear("q", [(f"self_attn.{name}", heads * dim)], source, Q, inputs)
         self._rotate(Q, sizes.dim, heads, sizes.tail, dim)
+        if config.query_growth is not None:
+            self.add(ByPosition(Q, 0, heads, dim, dim, *config.query_growth))
         up = Weight(
             ((f"{self.prefix}self_attn.kv_b_proj.weight", heads * (sizes.dim + sizes.value_dim)),), (sizes.rank,)
         )

@@ -56,7 +56,7 @@ from .hybrids import (  # fmt: skip
     qwen3_5_with_tower,
     qwen3_next,
 )
-from .latent import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
+from .latent import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, mistral4, youtu
 from .layer_norms import (  # fmt: skip
     codegen,
     cohere,
@@ -387,6 +387,7 @@ MODEL_TYPES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "youtu": "YoutuForCausalLM",
     "cohere": "CohereForCausalLM",
     "glm": "GlmForCausalLM",
@@ -440,7 +441,7 @@ LEFT_TO_OTHERS: dict[str, HFConfig] = {
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
-    codegen, glm4_moe_lite, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
+    codegen, glm4_moe_lite, mistral4, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
 )  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
@@ -486,6 +487,7 @@ for _causal, _other, _family in (
     ("DeepseekV3ForCausalLM", "DeepseekV3", deepseek_v3),
     ("Glm4MoeLiteForCausalLM", "Glm4MoeLite", glm4_moe_lite),
     ("MiniCPM3ForCausalLM", "MiniCPM3", minicpm3),
+    ("Mistral4ForCausalLM", "Mistral4", mistral4),
     ("YoutuForCausalLM", "Youtu", youtu),
     ("CohereForCausalLM", "Cohere", cohere),
     ("GlmForCausalLM", "Glm", glm),

@@ -11,6 +11,7 @@ from ..errors import UnsupportedModelError
 from .builders import EXPERTS
 from .config import Latent, ModelConfig
 from .decoders import HFConfig, decoder
+from .llamas import query_growth, rope_unless_given
 from .mixtures import MOST_EXPERTS, STACKS, mixture
 from .names import Names
 
@@ -125,6 +126,32 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     types = hf.texts("mlp_layer_types", None) or ["dense"] + ["sparse"] * (config.layers - 1)
     kinds = tuple(EXPERTS if kind == "sparse" else "gated" for kind in types)
     return _with_experts(hf, config, kinds, score="sigmoid", corrected=True, group_best=2)
+
+
+def mistral4(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Mistral Small 4: latent attention whose queries grow with their positions, and mixtures
+    whose routers choose groups first. Source: modeling_mistral4.py of transformers."""
+    defaults = {"num_attention_heads": 32, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    defaults |= {"n_routed_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "pad_token_id": 11}
+    rope = {"type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    hf = rope_unless_given(Settings.of(hf), rope)
+    if not hf.get("num_key_value_heads"):
+        hf = hf | {"num_key_value_heads": hf.size("num_attention_heads")}
+    hf = defaults | {"n_shared_experts": 1} | hf
+    hf = hf | {"rope_parameters": _rope_of_tails(hf), "rope_scaling": None}
+    config = latent_decoder(hf, names=_names(hf), query_growth=query_growth(hf))
+    return _with_experts(hf, config, _first_dense(hf, config.layers, 0), group_best=2)
+
+
+def _rope_of_tails(hf: Settings) -> dict[str, Any]:
+    """Return the rotary settings of the tails, which are rotated as a whole. Configs may say which part of a key a tail
+    is."""
+    rope, tail = hf.settings("rope_scaling") or hf.settings("rope_parameters"), hf.size("qk_rope_head_dim", 64)
+    share = rope.number("partial_rotary_factor", None)
+    if share is not None and int(share * (whole := hf.size("qk_nope_head_dim") + tail)) != tail:
+        raise rope.wrong("partial_rotary_factor", f"the part of a key that is rotated, {tail} of {whole}")
+    return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
 
 
 def youtu(hf: HFConfig) -> ModelConfig:

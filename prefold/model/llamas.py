@@ -93,7 +93,7 @@ def cwm(hf: HFConfig) -> ModelConfig:
     """Returns the config of CWM: three layers of four have a sliding window."""
     hf = Settings.of(hf)
     rope = {"rope_type": "llama3", "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
-    hf = _rope_unless_given(hf, rope | {"rope_theta": 1e6, "original_max_position_embeddings": 8192})
+    hf = rope_unless_given(hf, rope | {"rope_theta": 1e6, "original_max_position_embeddings": 8192})
     defaults = {"head_dim": 128, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": 8192}
     hf = defaults | {"rope_theta": 1e6} | hf
     windows = windows_of(hf, hf.texts("layer_types", None) or _full_first(hf))
@@ -111,14 +111,17 @@ def ministral3(hf: HFConfig) -> ModelConfig:
     """Returns the config of Ministral 3: Mistral, whose queries grow with their positions."""
     rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
     rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
-    hf = _rope_unless_given(Settings.of(hf), rope)
-    given = hf.settings("rope_scaling") or hf.settings("rope_parameters")
-    rate = given.number("llama_4_scaling_beta", None, zero=True)
-    period = given.size("original_max_position_embeddings", most=MOST_POSITIONS) if rate else 1
+    hf = rope_unless_given(Settings.of(hf), rope)
     defaults = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "pad_token_id": 11}
     window = window_of(hf) if "sliding_window" in hf else None
-    growth = (float(rate), period) if rate else None
-    return decoder(defaults | hf, windows=[window] * num_layers(hf), query_growth=growth)
+    return decoder(defaults | hf, windows=[window] * num_layers(hf), query_growth=query_growth(hf))
+
+
+def query_growth(hf: Settings) -> tuple[float, int] | None:
+    """Return how queries grow with their positions, as of ModelConfig."""
+    given = hf.settings("rope_scaling") or hf.settings("rope_parameters")
+    rate = given.number("llama_4_scaling_beta", None, zero=True)
+    return (float(rate), given.size("original_max_position_embeddings", most=MOST_POSITIONS)) if rate else None
 
 
 def helium(hf: HFConfig) -> ModelConfig:
@@ -206,7 +209,7 @@ def apertus(hf: HFConfig) -> ModelConfig:
     if hf.size("output_vocab_size", None) not in (None, hf.size("vocab_size")):
         raise UnsupportedModelError("output_vocab_size is not vocab_size; an LM head of some tokens is not supported")
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    hf = _rope_unless_given(hf, rope | {"rope_theta": 12e6, "original_max_position_embeddings": 8192})
+    hf = rope_unless_given(hf, rope | {"rope_theta": 12e6, "original_max_position_embeddings": 8192})
     defaults = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6, "pad_token_id": 3}
     return llama(defaults | hf | {"mlp_bias": False}, mlp="plain", qk_norm=True, names=APERTUS)
 
@@ -281,7 +284,7 @@ def exaone(hf: HFConfig) -> ModelConfig:
     return llama({"num_key_value_heads": 8, "rope_theta": 5e5, "pad_token_id": 0} | hf | renamed, names=EXAONE)
 
 
-def _rope_unless_given(hf: Settings, rope: HFConfig) -> Settings:
+def rope_unless_given(hf: Settings, rope: HFConfig) -> Settings:
     """Return a config with rotary settings, if it has none of its own."""
     return hf if hf.settings("rope_scaling") or hf.settings("rope_parameters") else hf | {"rope_parameters": rope}
 

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 307, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 48,
     "num_key_value_heads": 4, "max_position_embeddings": 512, "pad_token_id": None,
 }  # fmt: skip
-LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Youtu")
+LATENT = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu")
 OWN: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["full_attention"] * 4},
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},

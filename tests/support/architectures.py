@@ -159,6 +159,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "minicpm3": LATENT | {"q_lora_rank": None},
     "lfm3": LFM3,
+    "mistral4": LATENT
+    | GROUPS
+    | {"qk_nope_head_dim": 8, "head_dim": 16, "rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 0.7}},
     "nemotron_h": NEMOTRON_H,
     "olmo_hybrid": OLMO_HYBRID,
     "qwen3_5_moe_text": DELTA,
@@ -231,6 +234,8 @@ def config_for(model_type: str, settings: dict[str, Any]) -> Any:
     import transformers
 
     kind, settings = transformers.CONFIG_MAPPING[model_type], deepcopy(settings)  # which the config may change
+    if model_type == "mistral4":  # whose class the automatic ones lack
+        transformers.AutoModelForCausalLM.register(kind, transformers.Mistral4ForCausalLM, exist_ok=True)
     try:
         keys = kind(**deepcopy(TINY | settings)).to_dict().keys()
     except Exception:

@@ -79,10 +79,12 @@ class Rows:
         if name == X and self.delta is not None:
             self.buffers[X], self.delta = self.buffers[X] + self.delta, None
         if name in self.heads:
-            x = self.buffers[name].clone()
+            x = self.buffers[name]
             for at, (columns, values) in self.heads.pop(name).items():
                 heads, dim = values.shape[1:] if values.dim() == 3 else (1, values.shape[1])
-                x.narrow(1, at, columns).view(len(x), heads, -1)[..., :dim] = values.view(len(x), heads, dim)
+                firsts = torch.arange(heads, device=x.device) * (columns // heads) + at
+                places = (firsts[:, None] + torch.arange(dim, device=x.device)).flatten()
+                x = x.index_copy(1, places, values.reshape(len(x), len(places)))
             self.buffers[name] = x
         return self.buffers[name]
 
@@ -112,7 +114,8 @@ class Rows:
                     x, at = values, at - first
                     break
         if x.dim() == 3:
-            return x if x.shape[1] == heads else x.narrow(1, at // stride, heads)
+            x = x if x.shape[1] == heads else x.narrow(1, at // stride, heads)
+            return x if x.shape[2] == dim else x.narrow(2, at % stride, dim)
         columns, first = heads * stride, 0
         if x.shape[1] == columns:
             first = at  # within each head
@@ -272,6 +275,7 @@ def norm_heads(operation: NormHeads, weights: Weights, rows: Rows) -> None:
 def by_position(operation: ByPosition, weights: Weights, rows: Rows) -> None:
     """Heads times a factor that grows with the row's position."""
     assert rows.positions is not None
+    rows.get(operation.source)  # with what the rotation of a part of each head changed
     x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
     factor = 1 + operation.rate * torch.log1p((rows.positions // operation.period).float())
     x = (wide(x) * factor[:, None, None]).to(x.dtype)
