@@ -1,0 +1,103 @@
+"""Times one sequence and prompts of the shapes that people run now, beside the machine's limits.
+
+    python benchmarks/shapes.py --cases qwen3.5-35b-a3b,lfm3-1.7b,gemma-4-e2b,glm-4.7-flash --json FILE
+
+Weights are random, with the sizes of each model's layers, fewer layers and a small vocabulary; Qwen3.5 has 128 of its
+256 experts. The limit of a decode step is the time to read the weights that a row meets, and the LM head, at the rate
+at which all threads read memory. The limit of a prompt is the time of its operations in linears at the best rate of
+packed products. Both rates are measured in every round.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+from harness import Listed, benchmark, clocked, machine_limits, median, step_seconds, table
+
+from prefold import LLM
+from prefold.model.config import ModelConfig
+
+VOCAB = 32_000
+COMMON: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+QWEN = ["linear_attention"] * 3 + ["full_attention"]
+LFM3 = ["conv", "conv", "full_attention", "conv", "sliding_attention", "conv", "full_attention", "conv"]
+GEMMA = ["sliding_attention"] * 4 + ["full_attention"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "layer_types": QWEN,
+    },
+    "lfm3-1.7b": {
+        "architectures": ["Lfm3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 7680,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "layer_types": LFM3,
+    },
+    "gemma-4-e2b": {
+        "architectures": ["Gemma4ForCausalLM"], "hidden_size": 1536, "intermediate_size": 6144,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCAB, "use_double_wide_mlp": True,
+        "num_kv_shared_layers": 5, "layer_types": GEMMA * 2,
+    },
+    "glm-4.7-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "hidden_size": 2048, "intermediate_size": 10240,
+        "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536, "n_shared_experts": 1, "num_hidden_layers": 3,
+    },
+}  # fmt: skip
+
+
+def step_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of weights that a step of one row reads."""
+    return (config.linear_flops // 2 + config.vocab_size * config.hidden) * itemsize
+
+
+def seconds_of(llm: LLM, prompt: int, tokens: int) -> tuple[float, float]:
+    """Return the seconds of a decode step of one sequence, and of a prompt whose last row is read."""
+    rng = np.random.default_rng(0)
+    text = rng.integers(100, VOCAB, 32).tolist()
+    step = step_seconds(lambda n: llm.generate([text], max_tokens=n, ignore_eos=True, temperature=0), 1 + tokens)
+    rows = rng.integers(100, VOCAB, prompt).tolist()
+    return step, clocked(lambda: llm.embed([rows], pooling="last"))[0]
+
+
+@benchmark("dtype", "repeats", dtype="float32")
+@click.option("--cases", type=Listed(among=SHAPES), default=",".join(SHAPES), show_default=True, help="Shapes.")
+@click.option("--prompt", type=int, default=512, show_default=True, help="Tokens of a prompt.")
+@click.option("--tokens", type=int, default=24, show_default=True, help="Tokens that the sequence generates.")
+def main(options: SimpleNamespace) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    for name in options.cases:
+        shape = COMMON | SHAPES[name]
+        shape = {"num_hidden_layers": len(shape.get("layer_types", ()))} | shape
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(shape))
+            llm = LLM(folder, load_format="dummy", dtype=options.dtype, cache="off")
+        config, itemsize = llm.config, 2 if options.dtype == "bfloat16" else 4
+        seconds_of(llm, options.prompt, 2)
+        rounds: list[dict[str, float]] = []
+        for _ in range(options.repeats):
+            limits, (step, prompt) = machine_limits(), seconds_of(llm, options.prompt, options.tokens)
+            least = step_bytes(config, itemsize) / (limits["memory GB/s"] * 1e9)
+            best = options.prompt * config.linear_flops / (limits["product GFLOP/s"] * 1e9)
+            rounds.append({"step": step, "prompt": prompt, "step_limit": least, "prompt_limit": best})
+        middle = {key: median([one[key] for one in rounds]) for key in rounds[0]}
+        shares = {key: middle[f"{key}_limit"] / middle[key] for key in ("step", "prompt")}
+        rows = [
+            [what, f"{1e3 * middle[what]:.4g}", f"{1e3 * middle[f'{what}_limit']:.4g}", f"{shares[what]:.0%}"]
+            for what in ("step", "prompt")
+        ]
+        print(f"\n{name}, {config.layers} layers\n\n{table(['', 'ms', 'limit, ms', 'of the limit'], rows)}", flush=True)
+        found.append({"shape": name, "layers": config.layers, "rounds": rounds, "shares": shares})
+        llm.close()
+    return {"prompt": options.prompt, "cases": found}
+
+
+if __name__ == "__main__":
+    main()
