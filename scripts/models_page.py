@@ -113,7 +113,7 @@ prefold does not do is an error that names the key. This page is written by `scr
 ## Adding a family
 
 An architecture that is not here is added by a file of your own, which `--plugin` names. One real example of each kind,
-each in under 60 lines and run as one of prefold's tests against transformers:
+each in under 40 lines and run as one of prefold's tests against transformers:
 
 | kind | example | what it shows |
 |---|---|---|
@@ -148,9 +148,18 @@ attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.
 without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
 that overlap is refused.
 
-**Gemma 4** runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), all of its text
-models: layers that share keys and values (each stores them here), heads of two sizes, an embedding for each layer, and
-the mixture. Of a checkpoint with towers (`Gemma4ForConditionalGeneration`) text alone is read. Its GGUF files are not.
+**Gemma 4** has heads of two sizes. In E2B and E4B the last layers read keys and values of earlier layers, which are
+kept once; from the last layer with keys of its own on, rows that nobody reads are left out. Each layer of these models
+has an embedding of its own beside the first one: 2.3 billion numbers in E2B, of which a token reads 8,960. They stay in
+the mapped file, or as a GGUF file stores them. Of checkpoints with towers text alone is read. Gemma 4 is not split over
+ranks (`tensor_parallel`), not computed in int8, and not read layer by layer.
+
+**Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). What is kept of a row is its
+latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token in bfloat16; keys and values of all
+heads would take 0.96 MB. There are two exact ways to attend. In a stream of rows, which embeddings, scores, labels and
+decisions are read from, the keys and values of all heads are made of latents once a step. Generated text attends in the
+space of latents: what makes keys is multiplied into the queries. Such models are not split over ranks and not computed
+in int8.
 
 ## Checkpoints for embedding and reranking
 

@@ -39,7 +39,7 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
-from .gemma4 import gemma4, gemma4_with_towers
+from .gemma4 import gemma4, gemma4_unified, gemma4_unified_with_media, gemma4_with_towers
 from .hybrids import (  # fmt: skip
     bamba,
     falcon_h1,
@@ -365,6 +365,8 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -441,7 +443,7 @@ LEFT_TO_OTHERS: dict[str, HFConfig] = {
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
-    codegen, glm4_moe_lite, mistral4, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
+    codegen, gemma4, gemma4_unified, glm4_moe_lite, mistral4, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
 )  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
@@ -467,6 +469,7 @@ for _causal, _other, _family in (
     ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
     ("Gemma4ForCausalLM", "Gemma4Text", gemma4),
+    ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedText", gemma4_unified),
     ("Cohere2ForCausalLM", "Cohere2", cohere2),
     ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
     ("Exaone4ForCausalLM", "Exaone4", exaone4),
@@ -532,6 +535,7 @@ for _causal, _other, _family in (
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
+FAMILIES["Gemma4UnifiedForConditionalGeneration"] = gemma4_unified_with_media
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ ROPE_OF_FULL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rop
 
 
 def gemma4(hf: HFConfig) -> ModelConfig:
-    """Return the config of Gemma 4, the text model: heads of two sizes, layers that read keys and values of an earlier
+    """Returns the config of Gemma 4, the text model: heads of two sizes, layers that read keys and values of an earlier
     layer, embeddings for each layer (E2B, E4B), experts beside the MLP (26B-A4B). Source: modeling_gemma4.py of
     transformers."""
     hf = Settings.of(hf)
@@ -77,13 +77,30 @@ def gemma4(hf: HFConfig) -> ModelConfig:
     )
 
 
+def gemma4_unified(hf: HFConfig) -> ModelConfig:
+    """Returns the config of the text models of Gemma 4 without towers of their own (12B): Gemma 4 without embeddings of
+    layers and without experts."""
+    hf = Settings.of(hf)
+    return gemma4({"sliding_window": 1024, "hidden_size_per_layer_input": 0, "enable_moe_block": False} | hf)
+
+
 def gemma4_with_towers(hf: HFConfig) -> ModelConfig:
-    """Return the config of a checkpoint of Gemma 4 that has towers for images and sound, of which text alone is
+    """Returns the config of a checkpoint of Gemma 4 that has towers for images and sound, of which text alone is
     read."""
+    return _of_text(hf, gemma4)
+
+
+def gemma4_unified_with_media(hf: HFConfig) -> ModelConfig:
+    """Returns the config of a checkpoint of Gemma 4 that embeds images and sound by itself, of which text alone is
+    read."""
+    return _of_text(hf, gemma4_unified)
+
+
+def _of_text(hf: HFConfig, family: Callable[[HFConfig], ModelConfig]) -> ModelConfig:
     hf = Settings.of(hf)
     for key in ("vision_config", "audio_config"):
         hf.get(key)
-    config = gemma4(hf.settings("text_config"))
+    config = family(hf.settings("text_config"))
     names = replace(
         config.names, prefix="", before=r"model\.language_model\.", other_names=r"model\.(?!language_model)"
     )

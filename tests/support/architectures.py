@@ -110,6 +110,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "falcon with one norm": {"num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     "gemma4_text": GEMMA4,
     "gemma4_text with experts": GEMMA4_26B,
+    "gemma4_unified_text": LARGER_LAST,
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
     "gpt_bigcode": {},
