@@ -70,6 +70,9 @@ class Kind(IntEnum):
     NORM_HEADS = 15
     XIELU = 16
     BY_POSITION = 17
+    SCALE_HEADS = 18
+    ACTIVATE_GATED = 19
+    INTERPOLATE = 20
 
 
 class Run(Structure):

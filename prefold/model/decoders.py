@@ -157,10 +157,8 @@ def gemma3(hf: HFConfig) -> ModelConfig:
         if hf.get(key) is not None:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
     types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), num_layers(hf))
-    config = _gemma(hf, _rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
-    local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    config = _gemma(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
+    return with_local_rope(config, hf, types, "rope_local_base_freq", 1e4)
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
@@ -189,10 +187,8 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or _every(4, num_layers(hf))
-    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
-    local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
+    return with_local_rope(config, hf, types, "rope_theta", 5e5)
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
@@ -466,7 +462,14 @@ def _every(pattern: int, layers: int) -> list[str]:
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
-def _rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
+def with_local_rope(config: ModelConfig, hf: Settings, types: list[str], base: str, default: float) -> ModelConfig:
+    """Returns the config where layers with a sliding window have rotary settings of their own. types: one a layer;
+    base, default: as of `rope_of`"""
+    local, planes = read_rope(rope_of(hf, SLIDING, base, default)), zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
+def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
     """Returns the config as `read_rope` reads it, for the layers of one kind.
 
     Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full

@@ -100,8 +100,11 @@ class NativeLooped:
 
     def norm_rows(self, x: np.ndarray) -> np.ndarray:
         (norm,) = self.native.program.end
-        assert isinstance(norm, Norm) and norm.kind == "rms" and norm.weight is not None
-        return self.native.kernels.add_rms_norm(x, None, self.native.memory.arrays[norm.weight], norm.eps)
+        assert isinstance(norm, Norm) and norm.kind != "layer"
+        factor, eps = norm.plain
+        weight = np.full(norm.size, factor, np.float32)
+        weight = weight if norm.weight is None else self.native.memory.arrays[norm.weight]
+        return self.native.kernels.add_rms_norm(x, None, weight, eps)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:
         return x.astype(self.native.dtype, copy=False)

@@ -59,6 +59,9 @@ std::string text() {
       {"Kind.NORM_HEADS", kNormHeads},
       {"Kind.XIELU", kXielu},
       {"Kind.BY_POSITION", kByPosition},
+      {"Kind.SCALE_HEADS", kScaleHeads},
+      {"Kind.ACTIVATE_GATED", kActivateGated},
+      {"Kind.INTERPOLATE", kInterpolate},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},
