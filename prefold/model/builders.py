@@ -143,8 +143,7 @@ class LayerBuilder:
         return self.norm(name, X, H if self.config.sphere is None else X)
 
     def join_stream(self, scale: float, rate: str) -> None:
-        """Add the result of a part to the residual stream, or move the stream towards it. rate: the tensor that says how
-        far"""
+        """Add the result of a part to the residual stream, or move the stream to it. rate: the tensor of how far"""
         if self.config.sphere is None:
             self.add(Add(X, DELTA, scale))
         else:
@@ -211,7 +210,7 @@ class LayerBuilder:
         else:
             biased = self._biased([*q_modules, keys], [values])
             self.linear("qkv", [*q_modules, keys, values, *gates], h, QKV, config.hidden, biased=biased)
-            if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth:
+            if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth or config.sphere:
                 self._rope(QKV, 0, heads, stride, "q_norm")
                 self._rope(QKV, queries, kv_heads, dim, "k_norm")
             else:
@@ -224,7 +223,7 @@ class LayerBuilder:
         if gates:
             self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=1, each=False))
         if config.head_gates == "each":
-            self.linear("", [("self_attn.g_proj", heads * dim)], h, GATES, config.hidden)
+            self.linear("gates", [("self_attn.g_proj", heads * dim)], h, GATES, config.hidden)
             if config.sphere is not None:
                 scales = self._vector("self_attn.s_gate", heads * dim)
                 self.add(ScaleHeads(GATES, 0, heads, dim, dim, scales, config.sphere.gates, 2))
@@ -327,7 +326,8 @@ class LayerBuilder:
     def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
         """Add a norm before the last linear of a part. whole: numbers of all ranks; None: this one has all"""
         kind = self.config.norm if self.config.norm == "unit" else "rms"
-        weight = None if kind == "unit" else Weight(((f"{self.prefix}{name}.weight", size),))
+        is_bare = kind == "unit" and not self.config.norm_weight
+        weight = None if is_bare else Weight(((f"{self.prefix}{name}.weight", size),))
         self.add(Norm(buffer, buffer, weight, self.config.norm_eps, kind=kind, whole=whole or 0, size=size))
 
     def mlp(self, h: Buffer, out: Buffer) -> None:

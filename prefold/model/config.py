@@ -406,6 +406,11 @@ class ModelConfig:
                 "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
                 "out_norms either"
             )
+        scales = {self.residual_scale, self.gate_scale, *self.part_scales.values()}
+        if self.sphere is not None and (self.parallel or self.experts or self.latent or scales != {1}):
+            raise UnsupportedModelError(
+                "models on the unit sphere have no parallel layers, experts, latents or factors of their parts' results"
+            )
         if self.names.swapped and self.turned != self.head_dim:
             raise UnsupportedModelError("heads that are rotated the other way round must be rotated as a whole")
         if self.activation == "xielu" and {self.mlp_of(number) for number in range(self.layers)} - {"plain", "none"}:
@@ -545,7 +550,7 @@ class ModelConfig:
             return "a model with a tensor of norm weights for each head is not split over ranks"
         if self.has_states:
             return "a model with layers of states is not split over ranks"
-        if self.sphere is not None:
+        if self.sphere is not None or self.norm == "unit":
             return "a model on the unit sphere (nGPT) is not split over ranks"
         if self.latent is not None:
             return "a model with latent attention is not split over ranks"

@@ -24,7 +24,7 @@ class Names:
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
     in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
                  its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
-    halves       matches names in a layer where a checkpoint has two layers for one here, attention and the MLP; "": it has
+    halves       matches names in a layer if a checkpoint has two layers for one here, attention and the MLP; "": it has
                  one
     joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
                  the name here, and theirs

@@ -123,7 +123,7 @@ class Norm(Operation):
     weight  None: the norm has none
     size    as many numbers as the weight has, unless it is given
     kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016);
-            "unit": by the root of the sum of squares, without a weight (Loshchilov et al. 2024, nGPT)
+            "unit": by the root of the sum of squares, to a length of 1 (Loshchilov et al. 2024, nGPT)
     whole   how many numbers all ranks have together, over which the mean is taken; 0: this rank has all
     copies  how many ranks have each of these numbers
     """
@@ -550,7 +550,7 @@ class Program:
     kept    buffers beside X that a layer reads and an earlier one, or `begin`, has filled
     head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
     head_bias  what is added to its products, [vocabulary], on every rank; None: nothing is
-    head_scale  its products are multiplied with `head_factor` times this, [vocabulary], on every rank; None: they are not
+    head_scale, head_factor  its products are first multiplied with factor times scale, [vocabulary]; None: they are not
     score   the linears of the classification head, in float32, with ReLU in between
     beside  weights that a feature's own code reads
     """

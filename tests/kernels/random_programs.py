@@ -34,7 +34,7 @@ from prefold.engine.schedule.steps import SlotStep, StreamStep
 from prefold.kernels import BLOCK_TYPES, LANES, StoredRows, loader
 from prefold.model import ModelConfig
 from prefold.model.adapters import AdapterArrays, LinearAdapter
-from prefold.model.config import HeadNorm, Plane, RopeConfig
+from prefold.model.config import HeadNorm, Plane, RopeConfig, Sphere
 from prefold.model.program import Linear
 from prefold.trie import PrefixMap
 from prefold.worker.native.load import load_native
@@ -51,10 +51,11 @@ def random_model(rng: np.random.Generator) -> NativeModel:
     layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
     kind = str(rng.choice(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
     out_norms = kind not in ("sum_norms", "parallel") and bool(rng.integers(2))
-    norm = str(rng.choice(["rms", "layer"]))
+    norm = str(rng.choice(["rms", "layer", "unit"]))
     kinds = {kind: 0.4 if kind == "residual_scale" else True} if kind else {}
+    sphere = Sphere(60, 60, 60, 20, 50) if kind not in ("parallel", "residual_scale") and not rng.integers(4) else None
     weights = str(rng.choice(["shared", "each", "apart", "none"]))
-    head_norm = HeadNorm(str(rng.choice(["rms", "layer"])), weights, weights != "none", bool(rng.integers(2)))
+    head_norm = HeadNorm(str(rng.choice(["rms", "layer", "unit"])), weights, weights != "none", bool(rng.integers(2)))
     norm_weight = bool(rng.integers(4))
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
@@ -64,7 +65,8 @@ def random_model(rng: np.random.Generator) -> NativeModel:
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
         norm=norm, mlp="plain" if plain else "gated",
         activation=str(rng.choice(["silu", "gelu_tanh", "gelu", "relu", "relu2", *(["xielu"] if plain else [])])),
-        gate_scale=float(rng.choice([1.0, 0.7])), head_gates=bool(rng.integers(2)),
+        gate_scale=1.0 if sphere else float(rng.choice([1.0, 0.7])), sphere=sphere,
+        head_gates=[False, True, "each"][int(rng.integers(3))],
         norm_bias=bool(rng.integers(2)), norm_weight=norm_weight, embedding_norm=not rng.integers(4),
         inner_norms=not rng.integers(4), mlp_norm=bool(rng.integers(2)), first_position=int(rng.integers(3)),
         query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))),

@@ -24,7 +24,9 @@ _INKLING = (
     "not compute; of looped models Dory, Huginn and Ouro work"
 )
 _REFUSED = {f"HrmText{end}": _PREFIX_LM for end in ("ForCausalLM", "Model")}
-_REFUSED |= {f"Inkling2Loop{end}": _INKLING for end in ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel")}
+_REFUSED |= {
+    f"Inkling2Loop{end}": _INKLING for end in ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel")
+}
 
 add_families(
     {

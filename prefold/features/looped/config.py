@@ -419,8 +419,8 @@ DORY = Names(
 
 
 def dory(hf: HFConfig) -> ModelConfig:
-    """Returns the config of a Dory: layers on the unit sphere (nGPT), of which those between input and output layers are
-    visited `n_recurrent_loops` times, each time from the state plus what the input layers gave, both normed."""
+    """Returns the config of Dory: nGPT, whose layers between the first and the last ones are visited
+    `n_recurrent_loops` times. Each visit begins with the state plus what the input layers gave, both normed."""
     hf = {"sliding_window": 1024, "head_dim": 256} | Settings.of(hf)
     loops, mode = _visits(hf, "n_recurrent_loops", 2), hf.text("recurrent_kv_cache_mode", "per_loop")
     _check_choice("recurrent_kv_cache_mode", mode, ("per_loop", "last_loop"))
@@ -450,6 +450,9 @@ def dory(hf: HFConfig) -> ModelConfig:
     bases, given = {FULL: 1e7, SLIDING: 1e4}, hf.settings("rope_parameters")
     if set(given) - set(bases):
         raise hf.wrong("rope_parameters", f"an object with settings for {FULL} and {SLIDING}")
+    for place in (hf, *map(given.settings, bases)):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise place.wrong("partial_rotary_factor", "1, as Dory rotates whole heads")
     ropes = {kind: given.settings(kind) or {"rope_theta": base} for kind, base in bases.items()}
     own = {"num_hidden_layers": layers, "layer_types": types, "rope_parameters": ropes, "rms_norm_eps": 1e-6}
     hidden, dim, deviation = hf.size("hidden_size"), hf.size("head_dim"), hf.number("initializer_range", 0.0177)
@@ -472,8 +475,6 @@ def dory(hf: HFConfig) -> ModelConfig:
         names=DORY,
     )
     config = with_local_rope(config, hf | own, types, "rope_theta", bases[SLIDING])
-    if any(rope.share != 1 for rope in config.ropes):
-        raise UnsupportedModelError("partial_rotary_factor is not 1; Dory rotates whole heads")
     return LoopedConfig.of(config, Loop(blocks=1, order=(0,) * loops, prelude=prelude, coda=coda, between="add"))
 
 

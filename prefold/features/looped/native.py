@@ -102,8 +102,8 @@ class NativeLooped:
         (norm,) = self.native.program.end
         assert isinstance(norm, Norm) and norm.kind != "layer"
         factor, eps = norm.plain
-        weight = np.full(norm.size, factor, np.float32)
-        weight = weight if norm.weight is None else self.native.memory.arrays[norm.weight]
+        weight = np.ones(norm.size, x.dtype) if norm.weight is None else self.native.memory.arrays[norm.weight]
+        weight = weight if factor == 1 else weight.astype(np.float32) * np.float32(factor)
         return self.native.kernels.add_rms_norm(x, None, weight, eps)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:

@@ -182,8 +182,8 @@ class NativeModel:
 
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
         """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
-        largest logit is not that of the largest product. A bias and scales move logits. A cap makes logits equal that are far
-        from it and near to each other."""
+        largest logit is not that of the largest product. A bias and scales move logits. A cap makes logits equal that
+        are far from it and near to each other."""
         is_plain = self.config.logit_cap is None and not self.program.head_vectors
         if not is_plain or (head := self.head_matrix) is None:
             return None

@@ -218,8 +218,8 @@ class Compiler:
     def norm(self, norm: Norm, beside: int = -1) -> None:
         """Add a norm, of the sum of two buffers where `beside` is one."""
         factor, eps = norm.plain
-        own = np.full(norm.size, factor, self.model.dtype if factor == 1 else np.float32)
-        own = own if norm.weight is None else self.memory.arrays[norm.weight]
+        own = np.ones(norm.size, self.model.dtype) if norm.weight is None else self.memory.arrays[norm.weight]
+        own = own if factor == 1 else own.astype(np.float32) * np.float32(factor)
         weight, wide, bias = self.address(own), own.dtype != self.model.dtype, None
         if norm.kind == "layer":  # the bias is of the dtype of the weight
             bias = self.address(
@@ -327,7 +327,8 @@ def _attend_latent(compiler: Compiler, attend: AttendLatent) -> None:
 
 def _norm_heads(compiler: Compiler, norm: NormHeads) -> None:
     factor, eps = norm.plain
-    weight = np.full(norm.dim, factor, np.float32) if norm.weight is None else compiler.floats(norm.weight)
+    weight = np.ones(norm.dim, np.float32) if norm.weight is None else compiler.floats(norm.weight)
+    weight = weight * np.float32(factor)
     bias = None if norm.kind != "layer" else np.zeros_like(weight) if norm.bias is None else compiler.floats(norm.bias)
     compiler.add(
         Kind.NORM_HEADS, source=compiler.number[norm.source], at=norm.at, heads=norm.heads, dim=norm.dim,
