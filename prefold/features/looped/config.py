@@ -421,7 +421,7 @@ DORY = Names(
 def dory(hf: HFConfig) -> ModelConfig:
     """Returns the config of Dory: nGPT, whose layers between the first and the last ones are visited
     `n_recurrent_loops` times. Each visit begins with the state plus what the input layers gave, both normed."""
-    hf = {"sliding_window": 1024, "head_dim": 256} | Settings.of(hf)
+    hf = {"sliding_window": 1024, "head_dim": 256, "num_key_value_heads": 4} | Settings.of(hf)
     loops, mode = _visits(hf, "n_recurrent_loops", 2), hf.text("recurrent_kv_cache_mode", "per_loop")
     _check_choice("recurrent_kv_cache_mode", mode, ("per_loop", "last_loop"))
     if mode == "last_loop" and loops > 1:
