@@ -40,7 +40,7 @@ from prefold.trie import PrefixMap
 from prefold.worker.native.load import load_native
 from prefold.worker.native.model import NativeModel, in_turn
 from prefold.worker.native.program import NativeProgram
-from prefold.worker.native.steps import NativePath, prepare_slots, prepare_stream
+from prefold.worker.native.steps import NativePath, PathKV, prepare_slots, prepare_stream
 from prefold.worker.native.store import NativeStore, layouts_of
 
 SLOTS = 2000
@@ -170,7 +170,9 @@ def over_slots(program: NativeProgram, store: NativeStore, steps: list[SlotStep]
         batch = program.follow(step) if number > 1 else None  # each step of outputs follows on the one before
         if batch is None:
             batch = prepare_slots(step, replace(config, invariant=False))
-        found += [program.over_slots(batch, store), program.greedy(batch, store).copy()]
+        found.append(program.over_slots(batch, store))
+        if (ids := program.greedy(batch, store)) is not None:  # its head has scales
+            found.append(ids.copy())
     return found
 
 
@@ -187,7 +189,7 @@ def over_rows(program: NativeProgram, seed: int) -> list[np.ndarray]:
             step = replace(step, adapter=0)
         hidden, kv = program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), path)
         path, before = NativePath(len(kv[0][0]), kv), stop
-        found += [hidden, kv]
+        found += [hidden, *halves_of(kv)]
     return [*found, *folded_rows(program, rng)]
 
 
@@ -204,7 +206,12 @@ def folded_rows(program: NativeProgram, rng: np.random.Generator) -> list[np.nda
         tokens[fold.gather].astype(np.int32), positions[fold.gather], 0, end, positions, np.arange(len(end)),
         read_rows=read, fold=fold,
     )  # fmt: skip
-    return [*program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), NativePath())]
+    hidden, kv = program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), NativePath())
+    return [hidden, *halves_of(kv)]
+
+
+def halves_of(kv: PathKV) -> list[np.ndarray]:
+    return [half for pair in kv for half in pair if half is not None]
 
 
 def run_all(program: NativeProgram, store: NativeStore, steps: list[SlotStep], seed: int) -> list[np.ndarray]:

@@ -264,19 +264,21 @@ class CausalLM(nn.Module):
         if ids is not None:
             columns = self.ranks.pick(self.head_weight, ids, self.shard.vocab)
             products = self.ranks.sum(wide_product(hidden, columns))
-            return self._shaped(products, torch.as_tensor(ids, device=self.device))
+            return self._shaped(products, ids)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, self.head_weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
         return self._shaped(logits)
 
-    def _shaped(self, products: Tensor, ids: Tensor | slice = slice(None)) -> Tensor:
-        """Return the logits of products of the LM head. ids: the tokens that these are of"""
-        if self.lm_head_scale is not None:
-            products = products * (self.program.head_factor * self.lm_head_scale[ids])
-        if self.lm_head_bias is not None:
-            products = products + self.lm_head_bias[ids]
+    def _shaped(self, products: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Return the logits of products of the LM head. ids: the tokens that these are of; None: all"""
+        if self.program.head_vectors:
+            at = slice(None) if ids is None else torch.as_tensor(ids, device=self.device)
+            if self.lm_head_scale is not None:
+                products = products * (self.program.head_factor * self.lm_head_scale[at])
+            if self.lm_head_bias is not None:
+                products = products + self.lm_head_bias[at]
         return products if self.shape_logits is None else self.shape_logits(products)
 
     def head(self, hidden: Tensor) -> Tensor:
