@@ -78,7 +78,8 @@ CONFIG = {
     ),
     **_keys("harmless", "says nothing to a decoder", "decoder_start_token_id", "is_decoder", "sep_token_id"),
     **_keys("harmless", "names of labels, the other way round", "label2id"),
-    **_keys("harmless", _TRAINING, "attention_dropout", "hidden_dropout", "initializer_range", "output_router_logits"),
+    **_keys("harmless", _TRAINING, "attention_dropout", "hidden_dropout", "output_router_logits"),
+    **_keys("harmless", "of training; Dory reads it, whose factors are stored as multiples of it", "initializer_range"),
     **_keys("harmless", _SPEED, "use_cache", "pretraining_tp", "chunk_size_feed_forward", "_attn_implementation"),
     **_keys("harmless", _RETURNED, "output_attentions", "output_hidden_states", "return_dict", "task_specific_params"),
 }  # fmt: skip

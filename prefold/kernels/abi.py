@@ -71,6 +71,9 @@ class Kind(IntEnum):
     XIELU = 16
     BY_POSITION = 17
     SCALE_ROWS = 18
+    SCALE_HEADS = 19
+    ACTIVATE_GATED = 20
+    INTERPOLATE = 21
 
 
 class Run(Structure):

@@ -11,6 +11,7 @@ from .config import ATTENTION, HeadNorm, KVSizes, Latent, ModelConfig, StateShap
 from .program import (
     DELTA,
     OUT,
+    ActivateGated,
     Add,
     Attend,
     AttendLatent,
@@ -20,6 +21,7 @@ from .program import (
     Experts,
     Gate,
     H,
+    Interpolate,
     Linear,
     Norm,
     NormHeads,
@@ -28,15 +30,19 @@ from .program import (
     Program,
     Rope,
     Scale,
+    ScaleHeads,
     Weight,
     X,
     Xielu,
 )
 
 EMBEDDING, LM_HEAD, LM_HEAD_BIAS = "embed_tokens.weight", "lm_head.weight", "lm_head.bias"
+LM_HEAD_SCALE = "lm_head.logit_scale"
 # Queries, keys and values together, or queries beside keys and values; what attention gives; the inside of an MLP.
 QKV, Q, KV, ATTENDED, WIDE = "qkv", "q", "kv", "attended", "wide"
 KV_LATENT, QUERY_LATENT = "kv_latent", "query_latent"
+# Gates of each number of heads; gate and up of an MLP before the activation.
+GATES, GATE_UP = "gates", "gate_up"
 LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's is
 # What one of several mixers gives; what the MLP beside experts gives, its inside, and its gate; what experts read and
 # give in place of the MLP's own rows.
@@ -106,7 +112,7 @@ class LayerBuilder:
                 self.pick()
             self.mlp_part("input_layernorm")
             return tuple(self.operations)
-        h = self.norm("input_layernorm", X, H) if self.in_norms else X
+        h = self.stream_norm("input_layernorm")
         scale = self._mix(h, mixers)
         if config.parallel:
             self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, H)
@@ -116,7 +122,7 @@ class LayerBuilder:
         normed = self.out_norms or config.sum_norms
         if self.out_norms:
             self.norm("post_attention_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, scale))
+        self.join_stream(scale, "lambda_1")
         if config.sum_norms:
             self.norm("post_attention_layernorm", X, X)
         if config.mlp_of(self.number) != NO_MLP:
@@ -138,13 +144,32 @@ class LayerBuilder:
 
     def mlp_part(self, name: str) -> None:
         """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
-        h = self.norm(name, X, H) if self.in_norms else X
+        h = self.stream_norm(name)
         self.mlp(h, DELTA)
         if self.out_norms:
             self.norm("post_feedforward_layernorm", DELTA, DELTA)
-        self.add(Add(X, DELTA, self.scale_of("mlp")))
+        self.join_stream(self.scale_of("mlp"), "lambda_2")
         if self.config.sum_norms:
             self.norm("post_feedforward_layernorm", X, X)
+
+    def stream_norm(self, name: str) -> Buffer:
+        """Add the norm of the residual stream before a part of the layer, if there is one. Return what the part
+        reads."""
+        if not self.in_norms:
+            return X
+        return self.norm(name, X, H if self.config.sphere is None else X)
+
+    def join_stream(self, scale: float, rate: str) -> None:
+        """Add the result of a part to the residual stream, or move the stream to it. rate: the tensor of how far"""
+        if self.config.sphere is None:
+            self.add(Add(X, DELTA, scale))
+        else:
+            self.add(Interpolate(X, DELTA, self._vector(rate, self.config.hidden), self.config.sphere.rates))
+
+    def _vector(self, *names_and_rows: str | int) -> Weight:
+        """Return float32 numbers of tensors, given as a name, its rows, a name, its rows."""
+        parts = zip(names_and_rows[::2], names_and_rows[1::2], strict=True)
+        return Weight(tuple((f"{self.prefix}{name}", int(rows)) for name, rows in parts), wide=True)
 
     def scale_of(self, part: str) -> float:
         """Return what the result of a mixer, or of the MLP, is multiplied with before it is added."""
@@ -186,7 +211,7 @@ class LayerBuilder:
         queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, size), (k if tied else v, size)
-        q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates else []
+        q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates is True else []
         kv, q_buffer, qkv, attended = self.kv_buffer, *map(self._of_plane, (Q, QKV, ATTENDED))
         is_own = config.kv_layer(self.number) == self.number
         if self.is_last or config.kv_layers:
@@ -202,7 +227,7 @@ class LayerBuilder:
         else:
             biased = self._biased([*q_modules, keys], [values])
             self.linear("qkv", [*q_modules, keys, values, *gates], h, qkv, config.hidden, biased=biased)
-            if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth:
+            if config.qk_norm or config.row_qk_norm or config.gated or config.query_growth or config.sphere:
                 self._rope(qkv, 0, heads, dim, stride, "q_norm")
                 self._rope(qkv, queries, kv_heads, dim, dim, "k_norm")
             else:
@@ -215,6 +240,12 @@ class LayerBuilder:
             self.add(Gate(attended, source, heads, dim, at=dim, stride=stride))
         if gates:
             self.add(Gate(attended, source, heads, dim, at=gates_at, stride=1, each=False))
+        if config.head_gates == "each":
+            self.linear("gates", [("self_attn.g_proj", heads * dim)], h, GATES, config.hidden)
+            if config.sphere is not None:
+                scales = self._vector("self_attn.s_gate", heads * dim)
+                self.add(ScaleHeads(GATES, 0, heads, dim, dim, scales, config.sphere.gates, 2))
+            self.add(Gate(attended, GATES, heads, dim, stride=dim))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.q_size
             self._inner_norm("self_attn.attn_sub_norm", attended, heads * dim, whole)
@@ -300,6 +331,9 @@ class LayerBuilder:
         if config.rope is not None or weight is not None:
             turned = 0 if config.rope is None else config.rotated_dim or dim
             self.add(Rope(source, at, heads, dim, turned, stride, weight, config.norm_eps))
+        if config.sphere is not None and name == "q_norm":
+            scales = self._vector("self_attn.sqk", heads * dim)
+            self.add(ScaleHeads(source, at, heads, dim, stride, scales, config.sphere.queries, 2))
         if head_norm is not None and isinstance(config.qk_norm, HeadNorm) and config.qk_norm.after:
             self.add(head_norm)
         if config.query_growth is not None and name == "q_norm":
@@ -324,8 +358,10 @@ class LayerBuilder:
 
     def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
         """Add a norm before the last linear of a part. whole: numbers of all ranks; None: this one has all"""
-        weight = Weight(((f"{self.prefix}{name}.weight", size),))
-        self.add(Norm(buffer, buffer, weight, self.config.norm_eps, whole=whole or 0))
+        kind = self.config.norm if self.config.norm == "unit" else "rms"
+        is_bare = kind == "unit" and not self.config.norm_weight
+        weight = None if is_bare else Weight(((f"{self.prefix}{name}.weight", size),))
+        self.add(Norm(buffer, buffer, weight, self.config.norm_eps, kind=kind, whole=whole or 0, size=size))
 
     def mlp(self, h: Buffer, out: Buffer) -> None:
         """Add the MLP, of the kind that the config names, of what `h` has."""
@@ -366,17 +402,23 @@ class LayerBuilder:
         inside = WIDE if named else SHARED_WIDE
         if named and config.mlp_widths:
             inside = f"{WIDE}:{width}"
-        self.linear(
-            "gate_up" if named else "",
-            first,
-            h,
-            inside,
-            config.hidden,
-            biased=first if biased else (),
-            activation="" if is_xielu else config.activation,
-            gated=gated,
-            gate_scale=config.gate_scale,
-        )
+        if config.sphere is not None and gated:  # gate and up are scaled before the activation
+            self.linear("gate_up", first, h, GATE_UP, config.hidden, biased=first if biased else ())
+            scales = self._vector("mlp.suv_gate", width, "mlp.suv_up", width)
+            self.add(ScaleHeads(GATE_UP, 0, 1, 2 * width, 2 * width, scales, config.sphere.inside))
+            self.add(ActivateGated(GATE_UP, inside, width, config.activation))
+        else:
+            self.linear(
+                "gate_up" if named else "",
+                first,
+                h,
+                inside,
+                config.hidden,
+                biased=first if biased else (),
+                activation="" if is_xielu else config.activation,
+                gated=gated,
+                gate_scale=config.gate_scale,
+            )
         if is_xielu:
             numbers = ("alpha_p", "alpha_n", "beta", "eps")
             names = [f"{self.prefix}mlp.act_fn.{name}" for name in numbers]
@@ -554,6 +596,8 @@ def decoder_program(config: ModelConfig, copies: int = 1) -> Program:
         begin=begin,
         kept=(*begun, *sorted(shared)),
         head_bias=Weight(((LM_HEAD_BIAS, vocabulary),), wide=True) if head and config.lm_head_bias else None,
+        head_scale=Weight(((LM_HEAD_SCALE, vocabulary),), wide=True) if head and config.sphere else None,
+        head_factor=1.0 if config.sphere is None else config.sphere.logits,
     )
 
 

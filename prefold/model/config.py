@@ -100,14 +100,14 @@ class Plane:
 class HeadNorm:
     """A HeadNorm is a norm over each query head and each key head, where it is not an RMS norm before the rotation.
 
-    kind    "rms", or "layer": LayerNorm
+    kind    "rms", "layer": LayerNorm, or "unit": to a length of 1
     weights  "shared" by all heads; "each": every head has its own, in one tensor; "apart": each in a tensor of its own;
              "none"
     biased   whether a LayerNorm has biases
     after    whether heads are rotated first
     """
 
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer", "unit"] = "rms"
     weights: Literal["shared", "each", "apart", "none"] = "shared"
     biased: bool = False
     after: bool = False
@@ -195,6 +195,27 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class Sphere:
+    """The factors of what models on the unit sphere learn (Loshchilov et al. 2024, nGPT): of each vector of the
+    checkpoint, what its numbers are multiplied with.
+
+    The residual stream is normed in place before each part of a layer, and then moves towards what the part gives.
+
+    queries  of `sqk`, whose squares multiply queries after their rotation
+    gates    of `s_gate`, whose squares multiply the gates of attention before the sigmoid
+    inside   of `suv_gate` and `suv_up`, which multiply gate and up of an MLP
+    rates    of `lambda_1` and `lambda_2`, which say how far the stream moves towards attention's and the MLP's result
+    logits   of `logit_scale`, which multiplies the products of the LM head
+    """
+
+    queries: float
+    gates: float
+    inside: float
+    rates: float
+    logits: float
+
+
+@dataclass(frozen=True, slots=True)
 class StateShape:
     """The shape of one of the arrays that a layer's state consists of.
 
@@ -218,7 +239,8 @@ class ModelConfig:
     layers         layers with weights of their own
 
     rope           rotary settings; None: nothing is rotated, and each of max_positions has an embedding
-    norm           of the residual stream: RMS norm, or LayerNorm
+    norm           of the residual stream: RMS norm, LayerNorm, or the norm to a length of 1 ("unit")
+    sphere         the factors of a model on the unit sphere (nGPT); None: the results of parts are added
     norm_bias      whether a LayerNorm has a bias
     mlp            the kind of MLP, of all layers or one for each: "gated", activation(gate) * up; "plain",
                    activation(up); "experts", the mixture; "none"; or one that was added with `add_mlp`
@@ -248,7 +270,8 @@ class ModelConfig:
     activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
     gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
     gated          what attention gives is multiplied with the sigmoid of a gate, which is computed beside q
-    head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q
+    head_gates     what a head of attention gives is multiplied with the sigmoid of a gate, which is computed beside q;
+                   "each": each of its numbers has a gate
     rotated_dim    how many numbers of each head are rotated, its first ones; None: all
     first_position the row of the learned embedding that position 0 has
     query_growth   (rate, period): queries are multiplied with 1 + rate * log(1 + floor(position / period)); None: not
@@ -293,7 +316,8 @@ class ModelConfig:
     rope: RopeConfig | None
     max_positions: int
     planes: tuple[Plane, ...]
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "unit"] = "rms"
+    sphere: Sphere | None = None
     norm_bias: bool = True
     mlp: str | tuple[str, ...] = "gated"
     experts: Mixture | None = None
@@ -325,7 +349,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"] = "silu"
     gate_scale: float = 1.0
     gated: bool = False
-    head_gates: bool = False
+    head_gates: bool | Literal["each"] = False
     rotated_dim: int | None = None
     first_position: int = 0
     query_growth: tuple[float, int] | None = None
@@ -392,6 +416,11 @@ class ModelConfig:
             raise UnsupportedModelError(
                 "sum_norms, parallel, row_qk_norm and residual_scale do not go together, the first two not with "
                 "out_norms either"
+            )
+        scales = {self.residual_scale, self.gate_scale, *self.part_scales.values()}
+        if self.sphere is not None and (self.parallel or self.experts or self.latent or scales != {1}):
+            raise UnsupportedModelError(
+                "models on the unit sphere have no parallel layers, experts, latents or factors of their parts' results"
             )
         if self.names.swapped and self.turned != self.head_dim:
             raise UnsupportedModelError("heads that are rotated the other way round must be rotated as a whole")
@@ -546,6 +575,8 @@ class ModelConfig:
             return "a model with a tensor of norm weights for each head is not split over ranks"
         if self.has_states:
             return "a model with layers of states is not split over ranks"
+        if self.sphere is not None or self.norm == "unit":
+            return "a model on the unit sphere (nGPT) is not split over ranks"
         if self.latent is not None:
             return "a model with latent attention is not split over ranks"
         if any(plane.sizes for plane in self.planes):

@@ -158,9 +158,7 @@ def gemma3(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
     types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 6), num_layers(hf))
     config = gemma_decoder(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
-    local = read_rope(rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    return with_local_rope(config, hf, types, "rope_local_base_freq", 1e4)
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
@@ -190,9 +188,7 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or full_every(4, num_layers(hf))
     config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
-    local = read_rope(rope_of(hf, SLIDING, "rope_theta", 5e5))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    return with_local_rope(config, hf, types, "rope_theta", 5e5)
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
@@ -463,6 +459,13 @@ def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
 def full_every(pattern: int, layers: int) -> list[str]:
     """Returns layer types where one layer in `pattern` is full: the last of each."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+
+
+def with_local_rope(config: ModelConfig, hf: Settings, types: list[str], base: str, default: float) -> ModelConfig:
+    """Returns the config where layers with a sliding window have rotary settings of their own. types: one a layer;
+    base, default: as of `rope_of`"""
+    local, planes = read_rope(rope_of(hf, SLIDING, base, default)), zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
 
 def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:

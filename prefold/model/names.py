@@ -24,6 +24,8 @@ class Names:
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
     in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
                  its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
+    halves       matches names in a layer if a checkpoint has two layers for one here, attention and the MLP; "": it has
+                 one
     joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
                  the name here, and theirs
     transposed   whether weights of the layers' linears are [inputs, outputs]
@@ -42,6 +44,7 @@ class Names:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
     in_turn: bool = False
+    halves: str = ""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     interleaved: bool = False
@@ -82,7 +85,10 @@ class Names:
             rest = f"{in_layer[1]}.{rest}"
         if rest not in table:
             return ()
-        number = self.lists[in_layer[1]] + int(in_layer[2])
+        number = int(in_layer[2])
+        if self.halves and re.match(self.halves, in_layer[3]):
+            number //= 2
+        number += self.lists[in_layer[1]]
         return tuple(f"layers.{number}.{name.replace('{}', expert) if expert else name}" for name in table[rest])
 
     def of_tensor(self, stored: str) -> tuple[str, ...]:

@@ -54,6 +54,15 @@ class Weight:
         return {name: (rows, *self.inputs) for name, rows in self.parts}
 
 
+NormKind = Literal["rms", "layer", "unit"]
+
+
+def plain_norm(kind: NormKind, size: int, eps: float) -> tuple[float, float]:
+    """Return the factor and the epsilon with which a norm is an RMS norm, or a LayerNorm: x / sqrt(sum x^2 + eps) is
+    n^-0.5 times x / sqrt(mean x^2 + eps / n)."""
+    return (size**-0.5, eps / size) if kind == "unit" else (1.0, eps)
+
+
 class Operation:
     """An Operation reads and writes rows of buffers. Each kind is a frozen dataclass; an extension may have its own."""
 
@@ -117,7 +126,8 @@ class Norm(Operation):
 
     weight  None: the norm has none
     size    as many numbers as the weight has, unless it is given
-    kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016)
+    kind    "rms": by the root of the mean square (Zhang and Sennrich 2019); "layer": LayerNorm (Ba et al. 2016);
+            "unit": by the root of the sum of squares, to a length of 1 (Loshchilov et al. 2024, nGPT)
     whole   how many numbers all ranks have together, over which the mean is taken; 0: this rank has all
     copies  how many ranks have each of these numbers
     """
@@ -127,7 +137,7 @@ class Norm(Operation):
     weight: Weight | None
     eps: float
     bias: Weight | None = None
-    kind: Literal["rms", "layer"] = "rms"
+    kind: NormKind = "rms"
     at: int = 0
     whole: int = 0
     copies: int = 1
@@ -140,6 +150,12 @@ class Norm(Operation):
     @property
     def fills(self) -> tuple[Buffer, int] | None:
         return None if self.out == self.source else (self.out, self.size)
+
+    @property
+    def plain(self) -> tuple[float, float]:
+        """Return what each number is multiplied with beside the weight, and the epsilon, as of an RMS norm or a
+        LayerNorm."""
+        return plain_norm(self.kind, self.size, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +174,12 @@ class NormHeads(Operation):
     eps: float
     weight: Weight | None = None
     bias: Weight | None = None
-    kind: Literal["rms", "layer"] = "rms"
+    kind: NormKind = "rms"
+
+    @property
+    def plain(self) -> tuple[float, float]:
+        """Return the same as `Norm.plain`, of a head."""
+        return plain_norm(self.kind, self.dim, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +296,45 @@ class ByPosition(Operation):
     stride: int
     rate: float
     period: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleHeads(Operation):
+    """Multiply heads of `source` in place with (factor * weight)^power, a number of the weight for each of theirs. The
+    heads begin at `at`, `stride` numbers apart."""
+
+    source: Buffer
+    at: int
+    heads: int
+    dim: int
+    stride: int
+    weight: Weight
+    factor: float
+    power: Literal[1, 2] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ActivateGated(Operation):
+    """out = activation(gate) * up, of `source`, which has gate and up of `width` numbers each side by side."""
+
+    source: Buffer
+    out: Buffer
+    width: int
+    activation: str
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolate(Operation):
+    """source += rate * (beside - source), with the rate |factor * weight| of each number (Loshchilov et al. 2024)."""
+
+    source: Buffer
+    beside: Buffer
+    weight: Weight
+    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,6 +575,7 @@ class Program:
     kept    buffers beside X that a layer reads and an earlier one, or `begin`, has filled
     head    the LM head, [vocabulary, hidden], which may be the embedding; None: there is none
     head_bias  what is added to its products, [vocabulary], on every rank; None: nothing is
+    head_scale, head_factor  its products are first multiplied with factor times scale, [vocabulary]; None: they are not
     score   the linears of the classification head, in float32, with ReLU in between
     beside  weights that a feature's own code reads
     """
@@ -529,6 +590,8 @@ class Program:
     begin: tuple[Operation, ...] = ()
     kept: tuple[Buffer, ...] = ()
     head_bias: Weight | None = None
+    head_scale: Weight | None = None
+    head_factor: float = 1.0
 
     @property
     def operations(self) -> Iterator[Operation]:
@@ -545,8 +608,7 @@ class Program:
         found = dict.fromkeys(weight for operation in self.operations for weight in operation.weights)
         if self.head is not None:
             found[self.head] = None
-        if self.head_bias is not None:
-            found[self.head_bias] = None
+        found |= dict.fromkeys(self.head_vectors)
         found |= dict.fromkeys(self.score_weights)
         return list(found | dict.fromkeys(self.beside))
 
@@ -555,6 +617,11 @@ class Program:
         """Return the embeddings and the LM head, each once: their rows are read by token, or multiplied last."""
         embeds = [self.embed, *(operation for operation in self.begin if isinstance(operation, Embed))]
         return list(dict.fromkeys([*(one.table for one in embeds), *([] if self.head is None else [self.head])]))
+
+    @property
+    def head_vectors(self) -> list[Weight]:
+        """Return the weights of the LM head that have a number for each token."""
+        return [weight for weight in (self.head_bias, self.head_scale) if weight is not None]
 
     @property
     def score_weights(self) -> list[Weight]:

@@ -45,6 +45,11 @@ def check_trained(model: CausalLM, batch: TrainBatch) -> None:
     config = model.config
     if not config.lm_head:
         raise no_lm_head()
+    if model.program.head_vectors:
+        raise InputError(
+            "the model's LM head has a number for each token beside its weight, which training does not compute",
+            field="model",
+        )
     if model.ranks.size > 1:
         raise InputError(
             "the model is split over ranks, which generate and read; they have no gradients",

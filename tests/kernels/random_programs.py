@@ -34,7 +34,7 @@ from prefold.engine.schedule.steps import SlotStep, StreamStep
 from prefold.kernels import BLOCK_TYPES, LANES, StoredRows, loader
 from prefold.model import ModelConfig
 from prefold.model.adapters import AdapterArrays, LinearAdapter
-from prefold.model.config import HeadNorm, Plane, RopeConfig
+from prefold.model.config import HeadNorm, Plane, RopeConfig, Sphere
 from prefold.model.program import Linear
 from prefold.trie import PrefixMap
 from prefold.worker.native.load import load_native
@@ -51,10 +51,11 @@ def random_model(rng: np.random.Generator) -> NativeModel:
     layers, learned, plain = int(rng.integers(1, 4)), bool(rng.integers(2)), bool(rng.integers(2))
     kind = str(rng.choice(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
     out_norms = kind not in ("sum_norms", "parallel") and bool(rng.integers(2))
-    norm = str(rng.choice(["rms", "layer"]))
+    norm = str(rng.choice(["rms", "layer", "unit"]))
     kinds = {kind: 0.4 if kind == "residual_scale" else True} if kind else {}
+    sphere = Sphere(60, 60, 60, 20, 50) if kind not in ("parallel", "residual_scale") and not rng.integers(4) else None
     weights = str(rng.choice(["shared", "each", "apart", "none"]))
-    head_norm = HeadNorm(str(rng.choice(["rms", "layer"])), weights, weights != "none", bool(rng.integers(2)))
+    head_norm = HeadNorm(str(rng.choice(["rms", "layer", "unit"])), weights, weights != "none", bool(rng.integers(2)))
     norm_weight = bool(rng.integers(4))
     config = ModelConfig(
         vocab_size=int(rng.integers(40, 300)), hidden=2 * int(rng.integers(8, 90)), layers=layers,
@@ -64,7 +65,8 @@ def random_model(rng: np.random.Generator) -> NativeModel:
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
         norm=norm, mlp="plain" if plain else "gated",
         activation=str(rng.choice(["silu", "gelu_tanh", "gelu", "relu", "relu2", *(["xielu"] if plain else [])])),
-        gate_scale=float(rng.choice([1.0, 0.7])), head_gates=bool(rng.integers(2)),
+        gate_scale=1.0 if sphere else float(rng.choice([1.0, 0.7])), sphere=sphere,
+        head_gates=[False, True, "each"][int(rng.integers(3))],
         norm_bias=bool(rng.integers(2)), norm_weight=norm_weight, embedding_norm=not rng.integers(4),
         inner_norms=not rng.integers(4), mlp_norm=bool(rng.integers(2)), first_position=int(rng.integers(3)),
         query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))),
@@ -168,7 +170,9 @@ def over_slots(program: NativeProgram, store: NativeStore, steps: list[SlotStep]
         batch = program.follow(step) if number > 1 else None  # each step of outputs follows on the one before
         if batch is None:
             batch = prepare_slots(step, replace(config, invariant=False))
-        found += [program.over_slots(batch, store), program.greedy(batch, store).copy()]
+        found.append(program.over_slots(batch, store))
+        if (ids := program.greedy(batch, store)) is not None:  # its head has scales
+            found.append(ids.copy())
     return found
 
 
@@ -185,7 +189,7 @@ def over_rows(program: NativeProgram, seed: int) -> list[np.ndarray]:
             step = replace(step, adapter=0)
         hidden, kv = program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), path)
         path, before = NativePath(len(kv[0][0]), kv), stop
-        found += [hidden, *halves(kv)]
+        found += [hidden, *halves_of(kv)]
     return [*found, *folded_rows(program, rng)]
 
 
@@ -203,12 +207,11 @@ def folded_rows(program: NativeProgram, rng: np.random.Generator) -> list[np.nda
         read_rows=read, fold=fold,
     )  # fmt: skip
     hidden, kv = program.over_rows(prepare_stream(step, replace(model.config, invariant=False)), NativePath())
-    return [hidden, *halves(kv)]
+    return [hidden, *halves_of(kv)]
 
 
-def halves(kv: PathKV) -> list[np.ndarray]:
-    """The keys and the values of all planes."""
-    return [half for plane in kv for half in plane if half is not None]
+def halves_of(kv: PathKV) -> list[np.ndarray]:
+    return [half for pair in kv for half in pair if half is not None]
 
 
 def run_all(program: NativeProgram, store: NativeStore, steps: list[SlotStep], seed: int) -> list[np.ndarray]:

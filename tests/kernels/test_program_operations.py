@@ -273,6 +273,68 @@ def test_heads_that_grow_with_their_position(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_times_a_number_for_each_of_theirs(dtype):
+    rng, heads, dim, stride, at, rows = np.random.default_rng(0), 3, 37, 50, 5, 9
+    x, weight = normal(rng, rows, at + heads * stride, dtype=dtype), normal(rng, heads, dim)
+
+    def run(count):
+        machine = Machine(dtype)
+        source = machine.buffer(x[rows - count :])
+        sizes = {"at": at, "heads": heads, "dim": dim, "stride": stride}
+        machine.add(Kind.SCALE_HEADS, source=source, weight=weight, **sizes)
+        machine.run(count, 2)
+        return machine.buffers[source]
+
+    expected, found = x.astype(np.float64), run(rows)
+    expected[:, at:].reshape(rows, heads, stride)[..., :dim] *= weight
+    check(found, expected, 1e-6 if dtype == FLOAT32 else 2.0**-8)
+    untouched = np.ones_like(x, bool)
+    untouched[:, at:].reshape(rows, heads, stride)[..., :dim] = False
+    assert same([found[untouched], run(1)], [x[untouched], found[-1:]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", OF_LINEARS, ids=lambda kind: kind.name)
+def test_gates_that_are_activated_apart_from_their_product(kind, dtype):
+    rng, rows, width = np.random.default_rng(0), 9, 37
+    gate_up = normal(rng, rows, 2 * width, scale=4, dtype=dtype)
+
+    def run(count):
+        machine = Machine(dtype)
+        source, out = machine.buffer(gate_up[rows - count :]), machine.buffer(count, width)
+        machine.add(Kind.ACTIVATE_GATED, source=source, out=out, columns=width, activation=kind)
+        machine.run(count, 2)
+        return machine.buffers[out]
+
+    found = run(rows)
+    wanted = gated(kind, *np.split(gate_up.astype(np.float64), 2, 1))
+    bound = {"rtol": 5e-6, "atol": 1e-30} if dtype == FLOAT32 else {"rtol": 2.0**-7, "atol": 1e-7}
+    np.testing.assert_allclose(found.astype(np.float64), wanted, **bound)
+    assert same([run(1)], [found[-1:]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_move_towards_others(dtype):
+    rng, rows, width = np.random.default_rng(0), 9, 37
+    x, y, rates = normal(rng, rows, width, dtype=dtype), normal(rng, rows, width, dtype=dtype), normal(rng, width)
+    rates[:2] = 0, 1
+
+    def run(count):
+        machine = Machine(dtype)
+        source, beside = machine.buffer(x[rows - count :]), machine.buffer(y[rows - count :])
+        machine.add(Kind.INTERPOLATE, source=source, beside=beside, weight=rates)
+        machine.run(count, 2)
+        assert same([machine.buffers[beside]], [y[rows - count :]])
+        return machine.buffers[source]
+
+    found = run(rows)
+    check(
+        found, (1 - rates) * x.astype(np.float64) + rates * y.astype(np.float64), 1e-6 if dtype == FLOAT32 else 2.0**-8
+    )
+    assert same([found[:, 0], run(1)], [x[:, 0], found[-1:]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_xielu(dtype):
     rng, rows, width = np.random.default_rng(0), 9, 37
     x, (p, n, beta, eps) = normal(rng, rows, width, scale=4, dtype=dtype), (0.8, 0.9, 0.5, -1e-6)

@@ -25,6 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "OPTForCausalLM": {"ffn_dim": 48},
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 307},
+    "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1},
     # Their defaults do not go with these sizes, or with any.
     **{f"{name}ForCausalLM": {"rotary_dim": 4} for name in ("GPTJ", "CodeGen")},
     **{f"{name}ForCausalLM": {"head_dim": 8} for name in ("Helium", "HunYuanDenseV1", "Ministral")},

@@ -17,17 +17,20 @@ from prefold.model import ModelConfig, Plane, RopeConfig
 from prefold.model.builders import widths_of
 from prefold.model.mixtures import mixture
 from prefold.model.program import (
+    ActivateGated,
     Add,
     Attend,
     ByPosition,
     Experts,
     Gate,
+    Interpolate,
     Linear,
     Norm,
     NormHeads,
     Pick,
     Program,
     Rope,
+    ScaleHeads,
     Weight,
     Xielu,
 )
@@ -86,19 +89,24 @@ class Dense:
         x = self.buffers[op.source][:, op.at : op.at + op.size]
         if op.kind == "layer":
             x = x - x.mean(1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(1, keepdims=True) + op.eps)
+        x = x / np.sqrt(self.square(op, x) + op.eps)
         x = x * (1 if op.weight is None else self.weight(op.weight)) + self.weight(op.bias)
         if op.source == op.out:
             self.buffers[op.out][:, op.at : op.at + op.size] = x
         else:
             self.buffers[op.out] = x
 
+    @staticmethod
+    def square(op: Norm | NormHeads, x: np.ndarray) -> np.ndarray:
+        squares = x**2
+        return squares.sum(1, keepdims=True) if op.kind == "unit" else squares.mean(1, keepdims=True)
+
     def normheads(self, op: NormHeads, plane: int) -> None:
         for head in range(op.heads):
             x = self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim]
             if op.kind == "layer":
                 x -= x.mean(1, keepdims=True)
-            x /= np.sqrt((x**2).mean(1, keepdims=True) + op.eps)
+            x /= np.sqrt(self.square(op, x) + op.eps)
             for weight, change in ((op.weight, np.multiply), (op.bias, np.add)):
                 if weight is not None:
                     numbers = self.weight(weight)
@@ -108,6 +116,21 @@ class Dense:
         factors = np.array([1 + op.rate * math.log(1 + position // op.period) for position in self.positions])
         for head in range(op.heads):
             self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim] *= factors[:, None]
+
+    def scaleheads(self, op: ScaleHeads, plane: int) -> None:
+        numbers = self.weight(op.weight)
+        for head in range(op.heads):
+            x = self.buffers[op.source][:, op.at + head * op.stride :][:, : op.dim]
+            x *= (op.factor * numbers[head * op.dim :][: op.dim]) ** op.power
+
+    def activategated(self, op: ActivateGated, plane: int) -> None:
+        gate, up = np.split(self.buffers[op.source], [op.width], 1)
+        self.buffers[op.out] = ACTIVATIONS[op.activation](gate) * up
+
+    def interpolate(self, op: Interpolate, plane: int) -> None:
+        x, y = self.buffers[op.source], self.buffers[op.beside]
+        rate = np.abs(op.factor * self.weight(op.weight))
+        self.buffers[op.source] = (1 - rate) * x + rate * y
 
     def xielu(self, op: Xielu, plane: int) -> None:
         p, n = (np.log1p(np.exp(self.weight(weight))) for weight in (op.alpha_p, op.alpha_n))

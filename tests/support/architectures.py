@@ -87,6 +87,12 @@ BAMBA: dict[str, Any] = {
     "num_key_value_heads": 2, "time_step_limit": [0.05, 1.0],
 }  # fmt: skip
 
+# Looped: two layers visited twice, a sliding window in three of four layers.
+DORY: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 10, "n_input_layers": 1, "n_output_layers": 1, "attention_bias": True,
+    "mlp_bias": True, "initializer_range": 0.3, "ngpt_alpha_init": 0.5,
+}  # fmt: skip
+
 # By model_type, the settings of families of prefold's own without which the architecture would look like another; and
 # variants, which have more words behind the model_type. tests/model/test_family_programs.py compares each with
 # transformers.
@@ -168,6 +174,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA,
     "qwen3_next": DELTA | {"mlp_only_layers": [2]},
     "youtu": LATENT,
+    "dory": DORY,
+    "dory without outer layers": DORY | {"n_input_layers": 0, "n_output_layers": 0, "n_recurrent_loops": 3},
 }
 # Those whose norms are stored less one.
 CENTRED = {"nemotron", "qwen3_5_moe_text", "qwen3_next", "vaultgemma"}

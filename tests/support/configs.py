@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from prefold.model import ModelConfig, Plane, RopeConfig, mixture
-from prefold.model.config import HeadNorm
+from prefold.model.config import HeadNorm, Sphere
 
 booleans = st.booleans()
 ACTIVATIONS = ["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 HEAD_NORMS = st.builds(
-    HeadNorm, st.sampled_from(["rms", "layer"]), st.sampled_from(["shared", "each", "apart", "none"]), after=booleans
+    HeadNorm,
+    st.sampled_from(["rms", "layer", "unit"]),
+    st.sampled_from(["shared", "each", "apart", "none"]),
+    after=booleans,
 )
 
 
@@ -22,7 +26,7 @@ def configs(draw: Callable) -> ModelConfig:
     kv_heads, learned = draw(st.integers(1, 2)), draw(st.integers(0, 3)) == 0
     kind = draw(st.sampled_from(["", "", "sum_norms", "parallel", "row_qk_norm", "residual_scale"]))
     out_norms = kind not in ("sum_norms", "parallel") and draw(booleans)
-    gated, norm = kind != "row_qk_norm" and draw(booleans), draw(st.sampled_from(["rms", "layer"]))
+    gated, norm = kind != "row_qk_norm" and draw(booleans), draw(st.sampled_from(["rms", "layer", "unit"]))
     values = {kind: 0.3 if kind == "residual_scale" else True} if kind else {}
     in_norms = not out_norms or draw(booleans)
     if kind not in ("sum_norms", "parallel") and draw(booleans):  # layers whose norms are in different places
@@ -40,11 +44,13 @@ def configs(draw: Callable) -> ModelConfig:
         norm_weight=draw(booleans), embedding_norm=draw(booleans), inner_norms=draw(booleans),
         mlp_norm=draw(booleans), first_position=draw(st.sampled_from([0, 2])), lm_head_bias=draw(booleans),
         query_growth=draw(st.sampled_from([None, (0.5, 3)])),
-        head_gates=draw(booleans), gate_scale=draw(st.sampled_from([1.0, 0.7])),
+        head_gates=draw(st.sampled_from([False, True, "each"])), gate_scale=draw(st.sampled_from([1.0, 0.7])),
         part_scales=draw(st.sampled_from([{}, {"attention": 0.7, "mlp": 1.4}])),
         rotated_dim=None if learned else draw(st.sampled_from([None, 2])),
         embedding_scale=draw(st.sampled_from([1.0, 2.5])), sinks=draw(booleans), **values,
     )  # fmt: skip
+    if kind not in ("parallel", "residual_scale") and draw(st.integers(0, 3)) == 0:
+        return replace(config, gate_scale=1.0, part_scales={}, sphere=Sphere(0.7, 1.3, 0.9, 0.4, 1.7))
     if config.activation not in ("silu", "gelu_tanh") or draw(booleans):
         return config
     shared, experts, groups = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4)), draw(st.integers(1, 2))

@@ -100,7 +100,7 @@ def looped_adapter(folder: Path, place: Path, *, seed: int = 3) -> dict[str, Ten
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(seed)
     adapter, merged = {}, dict(tensors)
     for name, weight in tensors.items():
-        if (weight.ndim == 2 and ".attn." in name) or ".mlp." in name or "_proj." in name:
+        if weight.ndim == 2 and (".attn." in name or ".mlp." in name or "_proj." in name):
             path = name.removesuffix(".weight")
             a, b = (torch.randn(shape, generator=generator) / 3 for shape in ((2, weight.shape[1]), (len(weight), 2)))
             adapter |= {f"base_model.model.{path}.lora_A.weight": a, f"base_model.model.{path}.lora_B.weight": b}
@@ -257,6 +257,8 @@ class Dense:
             weights.append(torch.cat((weight, 1 - weight.sum(1, keepdim=True)), 1))
             after = x * weights[-1][:, -1:]
             came = linear(torch.cat((x, given), -1), self.t["model.inject.weight"]) if injects else x
+            if loop.get("between") == "add":
+                came = self.norm(x, "model.norm") + self.norm(given, "model.norm")
             for block in range(blocks):
                 there = weight[:, block] > 0
                 out = came
@@ -363,6 +365,8 @@ class Dense:
         for block in loop["order"]:
             if between == "inject":
                 x = linear(torch.cat((x, given), -1), self.t["model.inject.weight"])
+            if between == "add":
+                x = self.norm(x, "model.norm") + self.norm(given, "model.norm")
             x = through(x, range(prelude + block * size, prelude + (block + 1) * size))
             if between == "norm":
                 x = self.norm(x, "model.norm")

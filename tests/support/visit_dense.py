@@ -118,6 +118,8 @@ class RowByRow:
         return self.dense.norm(x, self._final_norm)
 
     def _brought(self, x: Tensor, row: int) -> Tensor:
+        if self.between == "add":
+            return self.dense.norm(x, self._final_norm) + self.dense.norm(self.given[row], self._final_norm)
         if self.between != "inject":
             return x
         name = "transformer.adapter.weight" if self.dense.family == "huginn" else "model.inject.weight"

@@ -7,21 +7,45 @@ from typing import TYPE_CHECKING, Any
 from ...engine.schedule.parts import EnginePart, add_engine_part
 from ...model.families import add_families
 from ...worker.parts import WorkerPart, add_part
-from .config import LoopedConfig, huginn, looped, ouro
+from .config import LoopedConfig, dory, huginn, looped, ouro
 
 if TYPE_CHECKING:
     from ...checkpoint import Checkpoint
     from ...worker.native.model import NativeModel
     from ...worker.torch.model import CausalLM
 
+_PREFIX_LM = (
+    "it is a prefix-LM (prefix_lm): the tokens of a prompt see those behind them too, so that no two prompts share the "
+    "computation of a prefix; causal models work"
+)
+_INKLING = (
+    "its loops mix messages of the loop before into queries, keys, values and MLPs, and its layers attend to blocks of "
+    "earlier layers and have biases of relative positions and short convolutions beside attention, which prefold does "
+    "not compute; of looped models Dory, Huginn and Ouro work"
+)
+_REFUSED = {f"HrmText{end}": _PREFIX_LM for end in ("ForCausalLM", "Model")}
+_REFUSED |= {
+    f"Inkling2Loop{end}": _INKLING for end in ("ForCausalLM", "ForConditionalGeneration", "Model", "TextModel")
+}
+
 add_families(
-    {"OuroForCausalLM": ouro, "RavenForCausalLM": huginn, "PrefoldLoopedForCausalLM": looped},
+    {
+        "DoryForCausalLM": dory,
+        "OuroForCausalLM": ouro,
+        "RavenForCausalLM": huginn,
+        "PrefoldLoopedForCausalLM": looped,
+    },
     model_types={
+        "dory": "DoryForCausalLM",
+        "hrm_text": "HrmTextForCausalLM",
+        "inkling2_loop": "Inkling2LoopForConditionalGeneration",
+        "inkling2_loop_text": "Inkling2LoopForCausalLM",
         "ouro": "OuroForCausalLM",
         "huginn_raven": "RavenForCausalLM",
         "prefold_looped": "PrefoldLoopedForCausalLM",
     },
-    own_code=("OuroForCausalLM", "RavenForCausalLM"),
+    own_code=("DoryForCausalLM", "OuroForCausalLM", "RavenForCausalLM"),
+    refused=_REFUSED,
 )
 
 

@@ -13,8 +13,19 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ...checkpoint.settings import MOST_LAYERS, Settings
 from ...errors import InputError, UnsupportedModelError
-from ...model.config import ModelConfig
-from ...model.decoders import HFConfig, decoder, qwen_windows
+from ...model.config import HeadNorm, ModelConfig, Sphere
+from ...model.decoders import (
+    FULL,
+    SLIDING,
+    HFConfig,
+    decoder,
+    llama,
+    num_layers,
+    qwen_windows,
+    rope_of,
+    windows_of,
+    with_local_rope,
+)
 from ...model.names import Names
 from ...model.program import Program, Weight
 from ...spec.requests import Exits
@@ -90,7 +101,7 @@ class Loop:
     between    what the visits do to the residual stream. "nothing"; "norm": each visit ends with the model's final
                norm; "inject": a linear mixes the prelude's output into the residual stream before each visit, the
                stream begins as noise, and the last visit ends with the model's final norm, as does reading after an
-               earlier one
+               earlier one; "add": each visit begins with the final norm of the stream plus that of the prelude's output
     noise      the standard deviation of the noise that the stream begins as
     seed       the seed of the noise, which also depends on a row's position
     gate       whether a linear gives each row's probability of leaving after a visit
@@ -104,7 +115,7 @@ class Loop:
     order: tuple[int, ...]
     prelude: int = 0
     coda: int = 0
-    between: Literal["nothing", "norm", "inject"] = "nothing"
+    between: Literal["nothing", "norm", "inject", "add"] = "nothing"
     noise: float = 0.0
     seed: int = 0
     gate: bool = False
@@ -120,7 +131,7 @@ class Loop:
         for block in self.order:
             if not 0 <= block < self.blocks:
                 raise UnsupportedModelError(f"order names the block {block}; the model has 0 to {self.blocks - 1}")
-        _check_choice("between", self.between, ("nothing", "norm", "inject"))
+        _check_choice("between", self.between, ("nothing", "norm", "inject", "add"))
         _check_choice("gate_reads", self.gate_reads, ("state", "features"))
         _check_threshold(self.threshold)
         if self.threshold < 1 and not self.gate:
@@ -138,7 +149,7 @@ class Loop:
     @property
     def has_prelude(self) -> bool:
         """Returns whether something comes before the first visit: layers, or a state that each visit is given."""
-        return self.prelude > 0 or self.between == "inject"
+        return self.prelude > 0 or self.between in ("inject", "add")
 
     def per_block(self, layers: int) -> int:
         """Returns how many layers a block of a model of `layers` layers has."""
@@ -387,6 +398,84 @@ def huginn(hf: HFConfig) -> ModelConfig:
             seed=hf.size("state_seed", 0, least=0, most=2**63),
         ),
     )
+
+
+# What Dory's checkpoints call the parts. In some each layer is two: attention, and the MLP behind it.
+DORY = Names(
+    prefix="backbone.",
+    before=r"model\.",
+    halves=r"mixer\.|(attn|mlp)_alpha$",
+    parts={
+        "embeddings": ("embed_tokens",),
+        "self_attn.gate_proj": ("self_attn.g_proj",),
+        **{f"mixer.{name}_proj": (f"self_attn.{name}_proj",) for name in "qkvog"},
+        **{f"mixer.{name}_proj": (f"mlp.{name}_proj",) for name in ("gate", "up", "down")},
+        **{f"mixer.{name}": (f"self_attn.{name}",) for name in ("sqk", "s_gate")},
+        **{f"mixer.{name}": (f"mlp.{name}",) for name in ("suv_gate", "suv_up")},
+        "attn_alpha": ("lambda_1",),
+        "mlp_alpha": ("lambda_2",),
+    },
+)
+
+
+def dory(hf: HFConfig) -> ModelConfig:
+    """Returns the config of Dory: nGPT, whose layers between the first and the last ones are visited
+    `n_recurrent_loops` times. Each visit begins with the state plus what the input layers gave, both normed."""
+    hf = {"sliding_window": 1024, "head_dim": 256, "num_key_value_heads": 4} | Settings.of(hf)
+    loops, mode = _visits(hf, "n_recurrent_loops", 2), hf.text("recurrent_kv_cache_mode", "per_loop")
+    _check_choice("recurrent_kv_cache_mode", mode, ("per_loop", "last_loop"))
+    if mode == "last_loop" and loops > 1:
+        raise UnsupportedModelError(
+            'recurrent_kv_cache_mode is "last_loop": earlier loops of a row then see the keys and values that the last '
+            "loop left of rows of earlier calls, and their own of rows of the same call, so a shared prefix depends on "
+            'how prompts are cut; set it to "per_loop" in config.json'
+        )
+    counts = {
+        "num_hidden_layers": num_layers(hf),
+        "n_input_layers": hf.size("n_input_layers", 8, least=0, most=MOST_LAYERS),
+        "n_recurrent_layers": hf.size("n_recurrent_layers", None, most=MOST_LAYERS),
+        "n_output_layers": hf.size("n_output_layers", 8, least=0, most=MOST_LAYERS),
+    }
+    types = hf.texts("layer_types", None)
+    if types is not None and "mlp" in types:  # attention and MLPs are listed one by one
+        if set(types[1::2]) != {"mlp"}:
+            raise hf.wrong("layer_types", 'a list where each second entry is "mlp", or none is')
+        if odd := [key for key, count in counts.items() if count is not None and count % 2]:
+            raise hf.wrong(odd[0], 'an even number, as layer_types lists "mlp" apart')
+        types, counts = types[::2], {key: count and count // 2 for key, count in counts.items()}
+    layers, prelude, core, coda = counts.values()
+    if core is not None and prelude + core + coda != layers:
+        raise hf.wrong("n_recurrent_layers", "the layers that are neither input nor output layers")
+    types = types or [FULL if (number + 1) % 4 == 0 else SLIDING for number in range(layers)]
+    bases, given = {FULL: 1e7, SLIDING: 1e4}, hf.settings("rope_parameters")
+    if set(given) - set(bases):
+        raise hf.wrong("rope_parameters", f"an object with settings for {FULL} and {SLIDING}")
+    for place in (hf, *map(given.settings, bases)):
+        if place.get("partial_rotary_factor") not in (None, 1):
+            raise place.wrong("partial_rotary_factor", "1, as Dory rotates whole heads")
+    ropes = {kind: given.settings(kind) or {"rope_theta": base} for kind, base in bases.items()}
+    own = {"num_hidden_layers": layers, "layer_types": types, "rope_parameters": ropes, "rms_norm_eps": 1e-6}
+    hidden, dim, deviation = hf.size("hidden_size"), hf.size("head_dim"), hf.number("initializer_range", 0.0177)
+    config = llama(
+        rope_of(hf | own, FULL, "rope_theta", bases[FULL]),
+        windows=windows_of(hf | own, types),
+        norm="unit",
+        norm_weight=False,
+        sphere=Sphere(
+            queries=dim**0.5 / deviation,
+            gates=hidden**0.25 / deviation,
+            inside=hidden**0.5,
+            rates=hf.number("ngpt_alpha_init", 0.05) / deviation,
+            logits=1 / deviation,
+        ),
+        qk_norm=HeadNorm("unit", weights="none"),
+        head_gates="each",
+        out_norms=True,
+        inner_norms=True,
+        names=DORY,
+    )
+    config = with_local_rope(config, hf | own, types, "rope_theta", bases[SLIDING])
+    return LoopedConfig.of(config, Loop(blocks=1, order=(0,) * loops, prelude=prelude, coda=coda, between="add"))
 
 
 def looped(hf: HFConfig) -> ModelConfig:

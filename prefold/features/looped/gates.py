@@ -152,8 +152,22 @@ def choose(logits: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
 
 
 def injected(model: LoopedModel[Array], x: Array, prelude: Array | None) -> Array:
-    """Return the residual stream that enters a visit: x, or a mix of x and the prelude's output."""
-    return x if prelude is None else model.multiply("inject", model.arrays.beside((x, prelude)))
+    """Return the residual stream that enters a visit: x, or x and the prelude's output, mixed or added. prelude: as
+    `handed_on` gives it"""
+    if prelude is None:
+        return x
+    if model.config.loop.between == "add":
+        return model.norm_rows(model.arrays.copy(x)) + prelude
+    return model.multiply("inject", model.arrays.beside((x, prelude)))
+
+
+def handed_on(model: LoopedModel[Array], x: Array, positions: Array) -> tuple[Array, Array | None]:
+    """Return the states that rows have before the first visit, and the part of the prelude's output x that is put in
+    before each visit; None: nothing is. positions: int64 [rows]"""
+    between = model.config.loop.between
+    if between == "inject":
+        return first_states(model, positions), x
+    return x, model.norm_rows(model.arrays.copy(x)) if between == "add" else None
 
 
 def read_state(model: LoopedModel[Array], x: Array) -> Array:

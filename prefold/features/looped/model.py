@@ -20,7 +20,7 @@ from ...worker.torch.model import CausalLM, Pass
 from ...worker.torch.ops import choose_ops
 from ...worker.torch.parallel import ALONE, Alone
 from .config import GATE_FEATURES, LoopedConfig
-from .gates import VisitOutputs, first_states, gate_logits, injected, read_state
+from .gates import VisitOutputs, gate_logits, handed_on, injected, read_state
 from .steps import exits_row
 
 
@@ -203,14 +203,14 @@ class LoopedLM(CausalLM):
         """Returns rows after the prelude, before the first visit; the arguments are those of a call of the model."""
         rows = super().start(tokens, positions, *inputs, **options)
         self.go_through(rows, self.prelude)
-        if self.inject is not None:
-            rows.prelude = rows.stream
-            rows.x, rows.delta = first_states(self, positions), None
+        stream, rows.prelude = handed_on(self, rows.stream, positions)
+        if rows.prelude is not None:
+            rows.x, rows.delta = stream, None
         return rows
 
     def visit(self, rows: Pass, block: int) -> None:
         """Takes rows through a block. After the last plane only the rows that are read are left."""
-        if self.inject is not None:
+        if rows.prelude is not None:
             rows.x, rows.delta = injected(self, rows.stream, rows.prelude), None
         self.go_through(rows, self.loop.block(block, self.config.layers))
         if self.loop.between == "norm":

@@ -100,8 +100,11 @@ class NativeLooped:
 
     def norm_rows(self, x: np.ndarray) -> np.ndarray:
         (norm,) = self.native.program.end
-        assert isinstance(norm, Norm) and norm.kind == "rms" and norm.weight is not None
-        return self.native.kernels.add_rms_norm(x, None, self.native.memory.arrays[norm.weight], norm.eps)
+        assert isinstance(norm, Norm) and norm.kind != "layer"
+        factor, eps = norm.plain
+        weight = np.ones(norm.size, x.dtype) if norm.weight is None else self.native.memory.arrays[norm.weight]
+        weight = weight if factor == 1 else weight.astype(np.float32) * np.float32(factor)
+        return self.native.kernels.add_rms_norm(x, None, weight, eps)
 
     def rounded(self, x: np.ndarray) -> np.ndarray:
         return x.astype(self.native.dtype, copy=False)

@@ -23,8 +23,8 @@ from .gates import (
     LoopedModel,
     VisitOutputs,
     choose,
-    first_states,
     gate_logits,
+    handed_on,
     injected,
     planner_logits,
     read_state,
@@ -289,8 +289,7 @@ class LoopedPass(Generic[Array, Batch]):
         """Return the hidden states of the rows that are read, in the order of the reading rules, or of `read_rows`."""
         rows, leaving = np.arange(len(self._rows.positions)), leaving_rules(self._model, self._passage.leave_after)
         x = self._rows.start()
-        if self._loop.between == "inject":
-            self._given, x = x, first_states(self._model, self._arrays.send(self._rows.positions))
+        x, self._given = handed_on(self._model, x, self._arrays.send(self._rows.positions))
         last = len(self._loop.order) - 1
         for visit in range(last + 1):
             self._ask(visit, rows, x)

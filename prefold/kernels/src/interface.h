@@ -506,12 +506,18 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kScaleRows  source *= eps
 // kByPosition  multiply `heads` heads of `dim` of `source` from `at` on, in place, with
 //           1 + eps log(1 + floor(position / positions))
+// kScaleHeads    multiply `heads` heads of `dim` of `source` from `at` on, in place, with weight [heads, dim]
+// kActivateGated  out = activation(gate) * up of `source`, gate before up, of `columns` numbers each
+// kInterpolate    source += weight * (beside - source)
+//
+// The weights of the last three are float32.
 //
 // `call` points to a LatentCall, ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
 // program fills in the rest.
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
   kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows,
+  kScaleHeads, kActivateGated, kInterpolate,
 };
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
@@ -519,14 +525,14 @@ struct Operation {
   int32_t kind;
   int32_t source, out, beside;    // buffers
   int32_t wide, plane, window;
-  int32_t activation;             // kLinear, kGated, kExperts
+  int32_t activation;             // kLinear, kGated, kExperts, kActivateGated
   int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
   int32_t summed;                 // whether the result, or the squares of a kNorm, are summed over all ranks
   float eps;
   int64_t at, keys, heads, dim, kv_heads, columns, positions;
   const void *weight, *bias;
   const BlockPanel* blocks;       // the matrix, if it is in blocks; then weight is null
-  // kRope, kNormHeads, kByPosition, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
+  // kRope, kNormHeads, kByPosition, kScaleHeads, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
   int64_t stride;
   const void* call;               // kAttendLatent, kExperts, kShortConv, kGatedDelta, kMamba2
 };

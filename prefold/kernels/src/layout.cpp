@@ -60,6 +60,9 @@ std::string text() {
       {"Kind.XIELU", kXielu},
       {"Kind.BY_POSITION", kByPosition},
       {"Kind.SCALE_ROWS", kScaleRows},
+      {"Kind.SCALE_HEADS", kScaleHeads},
+      {"Kind.ACTIVATE_GATED", kActivateGated},
+      {"Kind.INTERPOLATE", kInterpolate},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},

@@ -301,6 +301,53 @@ struct Pass {
     });
   }
 
+  void scale_heads(const Operation& op) const {
+    const int64_t row = call.widths[op.source];
+    const auto* weight = static_cast<const float*>(op.weight);
+    parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        for (int64_t h = 0; h < op.heads; ++h) {
+          E* x = buffer(op.source) + r * row + op.at + h * stride(op);
+          const float* by = weight + h * op.dim;
+          for (int64_t d = 0; d < op.dim; d += kLanes) {
+            const int64_t count = op.dim - d;
+            store_some(x + d, load_some(x + d, count) * load_some(by + d, count), count);
+          }
+        }
+      }
+    });
+  }
+
+  void activate_gated(const Operation& op) const {
+    const int64_t row = call.widths[op.source], out_row = call.widths[op.out];
+    parallel_ranges(rows, 2 * op.columns, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const E *gate = buffer(op.source) + r * row, *up = gate + op.columns;
+        E* out = buffer(op.out) + r * out_row;
+        for (int64_t d = 0; d < op.columns; d += kLanes) {
+          const int64_t count = op.columns - d;
+          store_some(out + d, activated<true>(op.activation, load_some(gate + d, count)) * load_some(up + d, count), count);
+        }
+      }
+    });
+  }
+
+  void interpolate(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    const auto* rates = static_cast<const float*>(op.weight);
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        E* x = buffer(op.source) + r * width;
+        const E* y = buffer(op.beside) + r * width;
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const int64_t count = width - d;
+          const Floats from = load_some(x + d, count), way = load_some(y + d, count) - from;
+          store_some(x + d, fused(load_some(rates + d, count), way, from), count);
+        }
+      }
+    });
+  }
+
   int32_t experts(const Operation& op) const {
     auto experts = *static_cast<const ExpertsCall*>(op.call);
     static thread_local Workspace workspace;
@@ -558,6 +605,9 @@ struct Pass {
         case kXielu: xielu(op); break;
         case kByPosition: scale_by_position(op); break;
         case kScaleRows: scale(op); break;
+        case kScaleHeads: scale_heads(op); break;
+        case kActivateGated: activate_gated(op); break;
+        case kInterpolate: interpolate(op); break;
         case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;

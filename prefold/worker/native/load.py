@@ -387,7 +387,7 @@ class Loader(PartLoader):
         self._empty()
         if lm_head and program.head is not None:
             self._model.memory.tables[program.head] = self._table(program.head)
-            self._load([] if program.head_bias is None else [program.head_bias])
+            self._load(program.head_vectors)
         self._load(program.score_weights)
         self._note()
 

@@ -181,9 +181,9 @@ class NativeModel:
 
     def compiled_head(self) -> tuple[int | None, int | None, int] | None:
         """Return the words or the blocks of the LM head, and how many tokens it has; None: there is no head, or the
-        largest logit is not that of the largest product. A bias moves logits. A cap makes logits equal that are far
-        from it and near to each other."""
-        is_plain = self.config.logit_cap is None and self.program.head_bias is None
+        largest logit is not that of the largest product. A bias and scales move logits. A cap makes logits equal that
+        are far from it and near to each other."""
+        is_plain = self.config.logit_cap is None and not self.program.head_vectors
         if not is_plain or (head := self.head_matrix) is None:
             return None
         words, blocks = kernels.matrix_addresses(head)
@@ -249,8 +249,12 @@ class NativeModel:
         return held.rows(ids, self.dtype) if isinstance(held, PackedTable) else held[ids]
 
     def _biased(self, products: np.ndarray, ids: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """Return the products of the LM head with its bias, in the same memory. ids: the tokens that these are of"""
-        bias = self.program.head_bias
+        """Return the products of the LM head with its scales and its bias, in the same memory. ids: the tokens that
+        these are of"""
+        bias, scale = self.program.head_bias, self.program.head_scale
+        if scale is not None:
+            factors = np.float32(self.program.head_factor) * self.memory.arrays[scale][ids].astype(np.float32)
+            np.multiply(products, factors, out=products)
         return products if bias is None else np.add(products, self.memory.arrays[bias][ids], out=products)
 
     def _shaped(self, products: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from ...model.config import KVSizes, ModelConfig
 from ...model.program import (
     DELTA,
     OUT,
+    ActivateGated,
     Add,
     Attend,
     AttendLatent,
@@ -33,6 +34,7 @@ from ...model.program import (
     Gate,
     GatedDelta,
     H,
+    Interpolate,
     Linear,
     Mamba2,
     MediaRows,
@@ -42,6 +44,7 @@ from ...model.program import (
     Pick,
     Rope,
     Scale,
+    ScaleHeads,
     ShortConv,
     Weight,
     X,
@@ -215,7 +218,9 @@ class Compiler:
 
     def norm(self, norm: Norm, beside: int = -1) -> None:
         """Add a norm, of the sum of two buffers where `beside` is one."""
+        factor, eps = norm.plain
         own = np.ones(norm.size, self.model.dtype) if norm.weight is None else self.memory.arrays[norm.weight]
+        own = own if factor == 1 else own.astype(np.float32) * np.float32(factor)
         weight, wide, bias = self.address(own), own.dtype != self.model.dtype, None
         if norm.kind == "layer":  # the bias is of the dtype of the weight
             bias = self.address(
@@ -223,7 +228,7 @@ class Compiler:
             )
         self.add(
             Kind.NORM, source=self.number[norm.source], out=self.number[norm.out], beside=beside, at=norm.at,
-            weight=weight, bias=bias, columns=norm.size, wide=wide, eps=norm.eps,
+            weight=weight, bias=bias, columns=norm.size, wide=wide, eps=eps,
             summed=self.is_split and norm.whole > 0, heads=norm.whole, kv_heads=norm.copies,
         )  # fmt: skip
 
@@ -322,13 +327,14 @@ def _attend_latent(compiler: Compiler, attend: AttendLatent) -> None:
 
 
 def _norm_heads(compiler: Compiler, norm: NormHeads) -> None:
-    every = np.ones(norm.dim, np.float32)
-    weight = every if norm.weight is None else compiler.floats(norm.weight)
-    bias = None if norm.kind == "rms" else np.zeros_like(weight) if norm.bias is None else compiler.floats(norm.bias)
+    factor, eps = norm.plain
+    weight = np.ones(norm.dim, np.float32) if norm.weight is None else compiler.floats(norm.weight)
+    weight = weight * np.float32(factor)
+    bias = None if norm.kind != "layer" else np.zeros_like(weight) if norm.bias is None else compiler.floats(norm.bias)
     compiler.add(
         Kind.NORM_HEADS, source=compiler.number[norm.source], at=norm.at, heads=norm.heads, dim=norm.dim,
         stride=norm.stride, columns=norm.dim if len(weight) > norm.dim else 0, weight=compiler.address(weight),
-        bias=None if bias is None else compiler.address(bias), eps=norm.eps,
+        bias=None if bias is None else compiler.address(bias), eps=eps,
     )  # fmt: skip
 
 
@@ -337,6 +343,27 @@ def _by_position(compiler: Compiler, scale: ByPosition) -> None:
         Kind.BY_POSITION, source=compiler.number[scale.source], at=scale.at, heads=scale.heads, dim=scale.dim,
         stride=scale.stride, eps=scale.rate, positions=scale.period,
     )  # fmt: skip
+
+
+def _scale_heads(compiler: Compiler, scale: ScaleHeads) -> None:
+    numbers = (np.float32(scale.factor) * compiler.memory.arrays[scale.weight].astype(np.float32)) ** scale.power
+    compiler.add(
+        Kind.SCALE_HEADS, source=compiler.number[scale.source], at=scale.at, heads=scale.heads, dim=scale.dim,
+        stride=scale.stride, weight=compiler.address(numbers),
+    )  # fmt: skip
+
+
+def _activate_gated(compiler: Compiler, gated: ActivateGated) -> None:
+    compiler.add(
+        Kind.ACTIVATE_GATED, source=compiler.number[gated.source], out=compiler.number[gated.out],
+        columns=gated.width, activation=ACTIVATIONS[gated.activation],
+    )  # fmt: skip
+
+
+def _interpolate(compiler: Compiler, one: Interpolate) -> None:
+    rates = np.abs(np.float32(one.factor) * compiler.memory.arrays[one.weight].astype(np.float32))
+    source, beside = compiler.number[one.source], compiler.number[one.beside]
+    compiler.add(Kind.INTERPOLATE, source=source, beside=beside, weight=compiler.address(rates))
 
 
 def _xielu(compiler: Compiler, xielu: Xielu) -> None:
@@ -451,6 +478,9 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Pick: Compiler.pick,
     NormHeads: _norm_heads,
     ByPosition: _by_position,
+    ScaleHeads: _scale_heads,
+    ActivateGated: _activate_gated,
+    Interpolate: _interpolate,
     Xielu: _xielu,
     Gate: _gate,
     Scale: _scale,

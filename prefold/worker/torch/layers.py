@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ... import kernels
-from .ops import ACTIVATIONS, Ops
+from .ops import ACTIVATIONS, Ops, wide
 from .products import Product, pack
 
 
@@ -28,16 +28,19 @@ class Norm(nn.Module):
         device: torch.device,
         kind: str = "rms",
         weight: bool = True,
+        factor: float = 1.0,
     ):
-        """Make the parameters. weight, bias: whether there is one"""
+        """Make the parameters. weight, bias: whether there is one; factor: what every number is multiplied with too"""
         super().__init__()
-        self.kind, self.eps = kind, eps
+        self.kind, self.eps, self.factor = kind, eps, factor
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if weight else None
         self.bias = nn.Parameter(torch.empty(size, dtype=dtype, device=device)) if bias else None
 
     def forward(self, x: Tensor, delta: Tensor | None, ops: Ops) -> tuple[Tensor, Tensor]:
         weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
-        if self.kind == "rms":
+        if self.factor != 1:
+            weight = wide(weight) * self.factor
+        if self.kind != "layer":
             return ops.add_rms_norm(x, delta, weight, self.eps)
         return ops.add_layer_norm(x, delta, weight, self.bias, self.eps)
 

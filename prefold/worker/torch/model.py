@@ -113,6 +113,7 @@ class CausalLM(nn.Module):
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
         self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
         self.lm_head_bias = None if program.head_bias is None else place.empty(program.head_bias)
+        self.lm_head_scale = None if program.head_scale is None else place.empty(program.head_scale)
         self.score = self._score_head(program.score, place)
         self.shape_logits = LogitShape.of(config)
         self.recompute = False  # of each layer, in the backward pass, all but what it began with: to hold less
@@ -149,6 +150,8 @@ class CausalLM(nn.Module):
                 yield HeldWeight(self, name, weight.parts, places=own if any(own) else ())
         if program.head_bias is not None:
             yield HeldWeight(self, "lm_head_bias", program.head_bias.parts)
+        if program.head_scale is not None:
+            yield HeldWeight(self, "lm_head_scale", program.head_scale.parts)
         if program.embed.positions is not None:
             yield HeldWeight(self, "position_embedding", program.embed.positions.parts)
         yield from self.begin.held
@@ -261,16 +264,22 @@ class CausalLM(nn.Module):
         if ids is not None:
             columns = self.ranks.pick(self.head_weight, ids, self.shard.vocab)
             products = self.ranks.sum(wide_product(hidden, columns))
-            if self.lm_head_bias is not None:
-                products = products + self.lm_head_bias[torch.as_tensor(ids, device=self.device)]
-            return products if self.shape_logits is None else self.shape_logits(products)
+            return self._shaped(products, ids)
         fits = not torch.is_grad_enabled() and hidden.dtype == self.dtype and hidden.device == self.device
         product = self.product_of_head() if fits else None
         logits = wide_product(hidden, self.head_weight) if product is None else product.wide(hidden)
         logits = self.ranks.gather(logits, self.config.vocab_size)
-        if self.lm_head_bias is not None:
-            logits = logits + self.lm_head_bias
-        return logits if self.shape_logits is None else self.shape_logits(logits)
+        return self._shaped(logits)
+
+    def _shaped(self, products: Tensor, ids: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Return the logits of products of the LM head. ids: the tokens that these are of; None: all"""
+        if self.program.head_vectors:
+            at = slice(None) if ids is None else torch.as_tensor(ids, device=self.device)
+            if self.lm_head_scale is not None:
+                products = products * (self.program.head_factor * self.lm_head_scale[at])
+            if self.lm_head_bias is not None:
+                products = products + self.lm_head_bias[at]
+        return products if self.shape_logits is None else self.shape_logits(products)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns float32 outputs of the classification head, [rows, num_labels]. Raises InputError without one."""

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ...errors import UnsupportedModelError
 from ...model.program import (  # fmt: skip
     ADDED,
+    ActivateGated,
     Add,
     Attend,
     AttendLatent,
@@ -24,6 +25,7 @@ from ...model.program import (  # fmt: skip
     Embed,
     Experts,
     Gate,
+    Interpolate,
     Linear,
     Norm,
     NormHeads,
@@ -31,6 +33,7 @@ from ...model.program import (  # fmt: skip
     Pick,
     Rope,
     Scale,
+    ScaleHeads,
     Weight,
     X,
     Xielu,
@@ -264,7 +267,10 @@ def norm_heads(operation: NormHeads, weights: Weights, rows: Rows) -> None:
     h = wide(x)
     if operation.kind == "layer":
         h = h - h.mean(-1, keepdim=True)
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + operation.eps)
+    factor, eps = operation.plain
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if factor != 1:
+        h = h * factor
     if weights.weight is not None:
         h = h * weights.weight.view(-1, operation.dim)
     if weights.bias is not None:
@@ -280,6 +286,29 @@ def by_position(operation: ByPosition, weights: Weights, rows: Rows) -> None:
     factor = 1 + operation.rate * torch.log1p((rows.positions // operation.period).float())
     x = (wide(x) * factor[:, None, None]).to(x.dtype)
     rows.change(operation.source, operation.at, operation.heads * operation.stride, x)
+
+
+def scale_heads(operation: ScaleHeads, weights: Weights, rows: Rows) -> None:
+    """Heads times a number for each of theirs."""
+    x = rows.heads_of(operation.source, operation.at, operation.heads, operation.dim, operation.stride)
+    factors = (operation.factor * weights.weight).pow(operation.power).view(-1, operation.dim)
+    x = (wide(x) * factors).to(x.dtype)
+    if rows.buffers[operation.source].shape[1] == operation.heads * operation.dim:
+        rows.put(operation.source, x.flatten(1))
+    else:
+        rows.change(operation.source, operation.at, operation.heads * operation.stride, x)
+
+
+def activate_gated(operation: ActivateGated, weights: Weights, rows: Rows) -> None:
+    """The gate of an MLP in its activation, times up."""
+    rows.put(operation.out, rows.ops.gate(rows.get(operation.source), operation.activation))
+
+
+def interpolate(operation: Interpolate, weights: Weights, rows: Rows) -> None:
+    """A buffer moved towards another one."""
+    x, rates = rows.get(operation.source), (operation.factor * weights.weight).abs()
+    way = wide(rows.get(operation.beside)) - wide(x)
+    rows.put(operation.source, (wide(x) + rates * way).to(x.dtype))
 
 
 def xielu(operation: Xielu, weights: Weights, rows: Rows) -> None:
@@ -368,9 +397,10 @@ def hold_norm(operation: Norm, place: Place) -> layers.Norm:
     """Return a norm."""
     is_wide = operation.weight is not None and operation.weight.wide
     dtype = torch.promote_types(place.dtype, torch.float32) if is_wide else place.dtype
+    factor, eps = operation.plain
     return layers.Norm(
-        operation.size, bias=operation.bias is not None, eps=operation.eps, kind=operation.kind, dtype=dtype,
-        device=place.device, weight=operation.weight is not None,
+        operation.size, bias=operation.bias is not None, eps=eps, kind=operation.kind, dtype=dtype,
+        device=place.device, weight=operation.weight is not None, factor=factor,
     )  # fmt: skip
 
 
@@ -386,6 +416,9 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     Norm: Execution(norm, hold_norm),
     NormHeads: Execution(norm_heads),
     ByPosition: Execution(by_position),
+    ScaleHeads: Execution(scale_heads),
+    ActivateGated: Execution(activate_gated),
+    Interpolate: Execution(interpolate),
     Xielu: Execution(xielu),
     Linear: Execution(linear, hold_linear),
     Rope: Execution(rope, HeadNorm, {"norm": "weight"}),

@@ -35,13 +35,13 @@ ASKED = [
 ]
 
 
-@pytest.fixture(scope="module", params=["ouro", "looped", "inject"])
+@pytest.fixture(scope="module", params=["ouro", "looped", "inject", "add"])
 def model(request, tmp_path_factory):
     overrides = {"total_ut_steps": 5, "early_exit_threshold": 0.5}
     if request.param != "ouro":
-        fed = {"between": "inject", "noise": 0.5} if request.param == "inject" else {}
+        fed = {"inject": {"between": "inject", "noise": 0.5}, "add": {"between": "add"}}.get(request.param, {})
         overrides = {"loop": GATED | {"threshold": 0.5} | fed}
-    family = "looped" if request.param == "inject" else request.param
+    family = "ouro" if request.param == "ouro" else "looped"
     folder = looped_checkpoint(tmp_path_factory.mktemp("exits"), family, **overrides)
     dense = Dense(folder)
     dense.visits = functools.cache(dense.visits)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from architectures import PROGRAMS, checkpoint_of
 from generating import generate, tokens_of
 from invariance import check_invariant
 from looped_dense import LOOPED, looped_adapter, looped_checkpoint
@@ -32,6 +33,8 @@ MODELS = {
     "features": ("looped", {"loop": FEATURES}),
     "parts": ("looped", {"num_hidden_layers": 6, "loop": PARTS}),
     "fed": ("looped", {"loop": GATED | {"between": "inject", "noise": 0.5}}),
+    "added": ("looped", {"loop": GATED | {"between": "add"}}),
+    "dory": ("dory", PROGRAMS["dory"]),
     "huginn": ("huginn", {"mean_recurrence": 3}),
     "hard": ("looped", {"loop": GATED | {"router": {"kind": "hard", "threshold": 0.35}}, "seed": 3}),
     "planned": (
@@ -47,7 +50,11 @@ EXITS = [Exits(), Exits(max_visits=2), Exits(change=0.9, prompts=True), Exits(ro
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
     family, overrides = MODELS[request.param]
-    folder = looped_checkpoint(tmp_path_factory.mktemp("executors"), family, **overrides)
+    place = tmp_path_factory.mktemp("executors")
+    if family in PROGRAMS:
+        folder = checkpoint_of(place / "model", family, overrides)
+    else:
+        folder = looped_checkpoint(place, family, **overrides)
     adapter = folder.parent / "adapter"
     looped_adapter(folder, adapter)
     options = {"dtype": "float32", "device": "cpu", "adapters": {"one": str(adapter)}}

@@ -27,6 +27,7 @@ from prefold.worker.torch.arrays import TorchArrays
 from prefold.worker.torch.load import load_model
 
 INJECTED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "inject", "noise": 0.5, "seed": 2**40}
+ADDED = {"blocks": 2, "order": [1, 0, 1], "prelude": 1, "coda": 1, "between": "add"}
 VARIANTS = [
     ("ouro", {}),
     ("ouro", {"num_key_value_heads": 2, "total_ut_steps": 2, "tie_word_embeddings": True, "num_hidden_layers": 1}),
@@ -36,6 +37,7 @@ VARIANTS = [
     ("looped", {}),
     ("looped", {"loop": {"blocks": 1, "order": [0, 0, 0], "prelude": 1, "coda": 2, "between": "norm"}}),
     ("looped", {"num_hidden_layers": 6, "loop": INJECTED}),
+    ("looped", {"num_hidden_layers": 6, "rms_norm_eps": 1e-5, "loop": ADDED}),
 ]
 BUDGETS = [1, 3, 8, 1000]
 

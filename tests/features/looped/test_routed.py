@@ -54,7 +54,7 @@ def visits_of(model, token_lists, **options):
     return list(routed(model, *whole_sequences(model, batch), **options))
 
 
-@pytest.mark.parametrize("between", ["nothing", "norm", "inject"])
+@pytest.mark.parametrize("between", ["nothing", "norm", "inject", "add"])
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: "-".join(map(str, r.values())))
 def test_states_and_weights(tmp_path, router, between):
     folder = checkpoint(tmp_path, router, between=between, **({"noise": 0.5} if between == "inject" else {}))
