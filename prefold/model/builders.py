@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedModelError
 from ..spec.plugins import named_class
-from .config import ATTENTION, HeadNorm, KVSizes, Latent, ModelConfig, StateShape
+from .config import ATTENTION, HeadNorm, KVSizes, Latent, ModelConfig, Plane, StateShape
 from .program import (
     DELTA,
     OUT,
@@ -204,8 +204,7 @@ class LayerBuilder:
         if config.latent is not None:
             self._latent_attention(h, config.latent)
             return
-        plane = config.plane_of(self.number)
-        sizes, tied = config.kv_sizes(plane), config.planes[plane].tied
+        sizes, tied = self.plane.sizes or config.own_sizes, self.plane.tied
         heads, kv_heads, dim = config.heads, sizes.heads, sizes.dim
         stride = 2 * dim if config.gated else dim  # a gate lies behind the queries of each head
         queries, size = heads * stride, kv_heads * dim
@@ -293,9 +292,16 @@ class LayerBuilder:
         of = self.config.kv_layer(self.number)
         return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else self._of_plane(KV)
 
+    @property
+    def plane(self) -> Plane:
+        """Return the layer's plane. A layer that no visit of a looped model names is like the first one."""
+        config = self.config
+        is_visited = config.kv_layer(self.number) in config.visited
+        return config.planes[config.plane_of(self.number) if is_visited else 0]
+
     def _of_plane(self, buffer: Buffer) -> Buffer:
         """Return the name of a buffer whose width depends on the sizes of the layer's plane."""
-        sizes = self.config.planes[self.config.plane_of(self.number)].sizes
+        sizes = self.plane.sizes
         return buffer if sizes is None else f"{buffer}:{sizes.heads}x{sizes.dim}"
 
     def _norm_values(self, buffer: Buffer, at: int, sizes: KVSizes) -> None:

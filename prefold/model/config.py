@@ -477,7 +477,12 @@ class ModelConfig:
         """Return the sizes of the keys and values of a plane."""
         if self.latent is not None:
             return self.latent.kept
-        return self.planes[plane].sizes or KVSizes(self.kv_heads, self.head_dim, self.head_dim)
+        return self.planes[plane].sizes or self.own_sizes
+
+    @property
+    def own_sizes(self) -> KVSizes:
+        """Return the sizes of the keys and values of a plane that names none."""
+        return KVSizes(self.kv_heads, self.head_dim, self.head_dim)
 
     @property
     def group_of(self) -> dict[int | None, int]:
