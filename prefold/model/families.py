@@ -141,7 +141,7 @@ Fallback = Callable[[Settings, str, bool], Family | None]
 
 MOST_LABELS = 2**20
 # Of an error's message.
-MOST_CHARACTERS = 850
+MOST_CHARACTERS = 1200
 
 
 def config_from(hf: HFConfig) -> ModelConfig:

@@ -423,7 +423,14 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
         config(**{key: CHANGING[key]})
 
 
-WITH_TOWERS = ("Apertus1p5", "Gemma3", "Qwen3_5", "Qwen3_5Moe")  # whose text models have configs of their own
+WITH_TOWERS = (
+    "Apertus1p5",
+    "Gemma3",
+    "Gemma4",
+    "Gemma4Unified",
+    "Qwen3_5",
+    "Qwen3_5Moe",
+)  # whose text models have configs of their own
 
 
 @pytest.mark.parametrize("architecture", [name for name in supported_architectures() if "Conditional" not in name])

@@ -147,7 +147,7 @@ def test_random_weights_are_the_same_for_the_same_seed(tmp_path, forced):
     assert not np.allclose(one, three)
 
 
-def test_sizes_are_those_that_attention_is_called_with(tmp_path):
+def test_sizes_are_those_that_attention_is_called_with(tmp_path, forced):
     llm = model_of(checkpoint_of(tmp_path, "gemma4_unified_text", TAKEN["gemma4_unified_text"]))
     config = llm.config
     assert [plane.window for plane in config.planes] == [5, 5, None]
@@ -172,7 +172,7 @@ def test_each_kind_of_gemma_4_gives_what_transformers_does(tmp_path, settings):
     assert_last_states(model_of(folder), reference(folder).model)
 
 
-def test_of_gemma_4_with_towers_text_is_read(tmp_path):
+def test_of_gemma_4_with_towers_text_is_read(tmp_path, forced):
     import transformers
 
     text = config_for("gemma4_text", GEMMA4)
