@@ -20,7 +20,8 @@ from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
-from .readers import head_files, head_of
+from .listwise import RANKERS, ListTask
+from .readers import HEADS, entry_of, files_of, head_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
 from .sentence import embed_settings, is_embedder, pair_settings
@@ -102,6 +103,8 @@ def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions, kind: type[E
 
 def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     assert inputs.config is not None
+    if (reader := entry_of(checkpoint, RANKERS)) is not None:
+        return ListTask(inputs, o, reader)
     labels = labels_of_head(inputs.config)
     if labels is None:
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
@@ -159,7 +162,7 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     if inputs.adapter is None and settings.adapter is not None:
         inputs = replace(inputs, adapter=inputs.check_adapter(settings.adapter))
     if head is None:
-        if checkpoint.format == "dummy" and (files := head_files(checkpoint)):
+        if checkpoint.format == "dummy" and (files := files_of(checkpoint, HEADS)):
             message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
             raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
         require_lm_head(inputs.config, checkpoint, "decide")

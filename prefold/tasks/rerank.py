@@ -161,9 +161,9 @@ class RerankTask(Task):
         if form.body is None and item.instruction is not None:
             message = "the checkpoint reads query and document as they are, without an instruction"
             raise InputError(message, field="instruction", remedy="leave it out, or give a template")
-        documents, names = _documents(item)
+        documents, names = documents_of(item)
         makers = []
-        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
+        for document, name in zip(contents_of(self.inputs, item, pictures), names, strict=True):
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
             makers.append(partial(self._request, form, form.add(batch, fields), fields, name))
@@ -171,7 +171,7 @@ class RerankTask(Task):
         def make() -> Work:
             return work_of([maker() for maker in makers], pictures, **note)
 
-        note = _note(item, documents)
+        note = note_of(item, documents)
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
@@ -221,7 +221,7 @@ class RerankTask(Task):
     def finish(self, note: Any, results: Sequence[Result]) -> Answer:
         margins = np.array([self._margin(result) for result in results])
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
-        return _ranked(note, margins, self.activation(margins))
+        return ranked(note, margins, self.activation(margins))
 
     def _margin(self, result: Result) -> float:
         values = result.values
@@ -248,12 +248,12 @@ class CosineTask(EmbedTask):
                 message = f"the checkpoint embeds query and document as they are, without {what}"
                 raise InputError(message, field=name, remedy=remedy)
         pictures: list[Picture] = []
-        documents, names = _documents(item)
+        documents, names = documents_of(item)
         plan = self._plan_text if self.settings.chat is None else self._plan_message
         makers = [plan(item.query, "query", batch, pictures)]
-        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
+        for document, name in zip(contents_of(self.inputs, item, pictures), names, strict=True):
             makers.append(plan(document, name, batch, pictures))
-        note = _note(item, documents)
+        note = note_of(item, documents)
         return lambda: work_of([maker() for maker in makers], pictures, **note)
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
@@ -266,7 +266,7 @@ class CosineTask(EmbedTask):
         vectors = np.ascontiguousarray(self._vectors(None, results))
         lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.float32(1e-12))
         scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).astype(np.float64)
-        return _ranked(note, scores, scores)
+        return ranked(note, scores, scores)
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
@@ -292,7 +292,7 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
     return yes, no
 
 
-def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
+def documents_of(item: RerankItem) -> tuple[list[Any], list[str]]:
     """Returns (the documents of an item, the field of each in errors). Raises InputError for an item without them."""
     if (item.document is None) == (item.documents is None):
         both = "both" if item.document is not None else "neither"
@@ -307,11 +307,11 @@ def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
     return list(item.documents), [f"documents[{i}]" for i in range(len(item.documents))]
 
 
-def _contents(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
+def contents_of(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
     """Yields the documents of an item as texts, or as token ids, cut to `max_tokens_per_doc`."""
     most = item.max_tokens_per_doc
     most = None if most is None else checked(int, most, "max_tokens_per_doc", least=1)
-    for value, name in zip(*_documents(item), strict=True):
+    for value, name in zip(*documents_of(item), strict=True):
         document = inputs.content(_text_of(value), name, pictures)
         yield document if most is None else _first(inputs, document, most, name)
 
@@ -327,8 +327,8 @@ def _first(inputs: Inputs, document: Text, most: int, name: str) -> Text:
     return part_of(document, tokenizer.spans(document), most, False)
 
 
-def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
-    """Returns what `_ranked` needs of an item."""
+def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
+    """Returns what `ranked` needs of an item."""
     top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
     note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
     if item.documents is not None and item.return_documents:
@@ -337,7 +337,7 @@ def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
     return note
 
 
-def _ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Answer:
+def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Answer:
     """Return the answer to an item. keys: the documents are ordered by these, the largest first"""
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))
