@@ -24,7 +24,7 @@ from .listwise import RANKERS, ListTask
 from .readers import HEADS, entry_of, files_of, head_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
-from .sentence import embed_settings, is_embedder, pair_settings
+from .sentence import embed_settings, is_embedder, logit_ids, pair_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -106,18 +106,21 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     if (reader := entry_of(checkpoint, RANKERS)) is not None:
         return ListTask(inputs, o, reader)
     labels = labels_of_head(inputs.config)
-    if labels is None:
+    if labels is not None and len(labels) != 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
+        )
+    if labels is None and not logit_ids(checkpoint):
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
         # What config.json says, and not what the loaded model has: jobs make tasks before the model is loaded.
         if not asks and (is_embedder(checkpoint) or not config_from(checkpoint.config).lm_head):
             return _embed(checkpoint, inputs, EmbedOptions(max_length=o.max_length, truncate=o.truncate), CosineTask)
         require_lm_head(inputs.config, checkpoint, "rerank")
         return RerankTask(inputs, o)
-    if len(labels) != 1:
-        raise UnsupportedModelError(
-            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
-        )
-    inputs = replace(inputs, unread=inputs.config.pad_id)
+    if labels is None:
+        require_lm_head(inputs.config, checkpoint, "rerank")
+    else:
+        inputs = replace(inputs, unread=inputs.config.pad_id)
     # A template stands in place of the checkpoint's own prompt.
     settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
     if settings.activation not in ACTIVATIONS and not o.raw_scores:
@@ -125,9 +128,6 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
             f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold knows "
             f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
         )
-    if o.template is None and settings.prompt is None and o.instruction is not None:
-        message = f"{checkpoint.name} reads query and document as they are, without an instruction"
-        raise InputError(message, field="instruction", remedy="leave it out, or give a template that has {instruction}")
     return RerankTask(inputs, o, settings)
 
 
