@@ -140,11 +140,12 @@ class NumericTasks(TableTasks):
 
         Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
         documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
-        against no. A checkpoint with a classification head of one label scores by its own activation, by default the
-        sigmoid of its logit. A checkpoint that embeds texts (sentence-transformers' pooling modules, a GGUF file with a
-        pooling type, or no LM head) gives the cosine of the vectors of `embed`, unless instruction, template or words
-        are given. A document may also be given as {"text": ...}. A table gets the column `score`, and its rows stay in
-        their order.
+        against no. A causal CrossEncoder of sentence-transformers is asked and read as its files say. A checkpoint with
+        a classification head of one label scores by its own activation, by default the sigmoid of its logit. A listwise
+        reranker (jina-reranker-v3) reads all documents in one prompt. A checkpoint that embeds texts
+        (sentence-transformers' pooling modules, a GGUF file with a pooling type, or no LM head) gives the cosine of the
+        vectors of `embed`, unless instruction, template or words are given. A document may also be given as
+        {"text": ...}. A table gets the column `score`, and its rows stay in their order.
 
         Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
         the Ranking, and its score is NaN.

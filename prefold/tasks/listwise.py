@@ -210,9 +210,8 @@ class ListTask(Task):
         rows = iter(results)
         prompts = [list(islice(rows, count + 1)) for count in note["prompts"]]
         scores = self.reader.scores([np.stack([result.values for result in prompt]) for prompt in prompts])
-        answer = ranked(note, scores, scores)
         cached = [[result.cached_tokens for result in prompt if result.cached_tokens is not None] for prompt in prompts]
-        return replace(answer, cached_tokens=sum(map(max, cached))) if all(cached) else answer  # type: ignore[call-arg]
+        return replace(ranked(note, scores, scores), cached_tokens=sum(map(max, cached)) if all(cached) else None)
 
 
 def _bytes(text: Text) -> int:

@@ -21,7 +21,7 @@ from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
 from .listwise import RANKERS, ListTask
-from .readers import HEADS, entry_of, files_of, head_of
+from .readers import HEADS, entry_of, files_of, head_of, names_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
 from .sentence import embed_settings, is_embedder, logit_ids, pair_settings
@@ -129,6 +129,11 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
             f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
         )
     return RerankTask(inputs, o, settings)
+
+
+def is_reranker(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether a checkpoint was made to rerank, by its files or a classification head of one label."""
+    return config.num_labels == 1 or bool(logit_ids(checkpoint)) or bool(names_of(checkpoint, RANKERS))
 
 
 def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Task:

@@ -83,7 +83,13 @@ def head_of(checkpoint: Checkpoint) -> Reader | None:
 
 
 def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
-    """Return what a table makes for a checkpoint, by its architecture first; None if the table has nothing for it.
+    """Return what a table makes for a checkpoint, by its architecture first; None if the table has nothing for it."""
+    entries = (table[name](checkpoint) for name in names_of(checkpoint, table))
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def names_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
+    """Return the entries of a table that may be a checkpoint's, its architecture first.
 
     A model without weights here, such as one on a server, has no files.
     """
@@ -93,8 +99,7 @@ def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
     names = [name for name in table if name == architecture or name in files_of(checkpoint, table)]
     if checkpoint.format == "dummy":
         names = [name for name in names if name == architecture]
-    entries = (table[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
-    return next((entry for entry in entries if entry is not None), None)
+    return sorted(names, key=lambda name: name != architecture)
 
 
 def files_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:

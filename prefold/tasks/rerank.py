@@ -138,6 +138,7 @@ class RerankTask(Task):
         self.add_special_tokens = options.add_special_tokens
         self._form_of = lru_cache(maxsize=TEMPLATES)(self._form_of_template)
         self.instruction = RERANK_INSTRUCTION
+        self.before = ""  # what stands before the query of a plain pair
         self.instructed: _Form | None
         if options.template is not None:
             self.form = self.instructed = self._form_of(options.template)
@@ -145,7 +146,9 @@ class RerankTask(Task):
             self.form = self.instructed = _Form.of_prompt(rerank_prompt(inputs.tokenizer), inputs.tokenizer)
         else:
             self.form, self.instructed = _Form.of_settings(settings, inputs.tokenizer)
-            if settings.instruction is not None:
+            if settings.prompt is None:
+                self.before = settings.instruction or ""
+            elif settings.instruction is not None:
                 self.instruction, self.form = settings.instruction, self._instructed()
         if options.instruction is not None:
             self.instruction, self.form = valid_text(options.instruction, "instruction"), self._instructed()
@@ -191,6 +194,7 @@ class RerankTask(Task):
             form = self._form_of(checked(str, item.template, "template"))
         else:
             form = self.form if item.instruction is None else self._instructed()
+            query = self.before + query if isinstance(query, str) else query
         documents, names = documents_of(item)
         makers = []
         for document, name in zip(contents_of(self.inputs, item, pictures), names, strict=True):
@@ -369,7 +373,7 @@ def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
     return note
 
 
-def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Answer:
+def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Relevance | Ranking:
     """Return the answer to an item. keys: the documents are ordered by these, the largest first"""
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))

@@ -217,7 +217,8 @@ class PairSettings:
         prompt: None: query and document as they are, with the special tokens of a pair
         activation: makes the score of the head's logit: the class of torch.nn, or the path of another one
         instructed: the prompt with an instruction; None: the checkpoint has no place for one
-        instruction: the checkpoint's own instruction; None: by default it is asked without one
+        instruction: the checkpoint's own instruction, or with prompt None what stands before each query; None: there
+            is none
         ids: the token whose logit is the head's, or two tokens, and the logit of the second is subtracted from that of
             the first; empty: the checkpoint has a classification head
         strips: whether white space around query, document and instruction is left out
@@ -237,8 +238,9 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
 
     A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document if its
     `modality_config` has "message". An instruction, or the default prompt of its files, is a system message before
-    them. A checkpoint without such files that has Qwen3's thinking tokens is taken for Qwen3-Reranker turned into a
-    classifier, which keeps its prompt. Any other classifier reads the pair as its tokenizer writes it.
+    them, or stands before the plain query. A checkpoint without such files that has Qwen3's thinking tokens is taken
+    for Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
+    tokenizer writes it.
     """
     settings, config = read_object(checkpoint, "config_sentence_transformers.json"), Settings.of(checkpoint.config)
     own_settings = config.settings("sentence_transformers")
@@ -257,13 +259,8 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
         raise UnsupportedModelError(f"sentence-transformers uses {checkpoint.name} for {task}, and reads its logits")
     chat = _chat_settings(checkpoint, module, "logits")
     instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or None
-    if chat is None and instruction is not None:
-        raise UnsupportedModelError(
-            f"{checkpoint.name} puts a prompt before each query (default_prompt_name in"
-            " config_sentence_transformers.json), which prefold does for chat messages alone"
-        )
     if chat is None or tokenizer is None:
-        return PairSettings(None, activation, ids=ids)
+        return PairSettings(None, activation, instruction=instruction, ids=ids)
     prompt, with_spaces = (_pair_of_messages(tokenizer, chat, around=around) for around in ("{}", " {} "))
     try:
         instructed = _pair_of_messages(tokenizer, chat, ("system", "query", "document"))

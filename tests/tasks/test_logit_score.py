@@ -35,7 +35,7 @@ PLAIN = (
 PAIRS = [("the cat", "no"), ("the cat", "yes yes the"), (" perhaps ", "perhaps?\n")]
 
 
-def write(tmp_path, family="qwen2", template=MXBAI, ids=("1", "0"), **settings):
+def write(tmp_path, family="qwen2", template=MXBAI, ids=("1", "0"), modality_config=None, **settings):
     """A folder of CrossEncoder: its modules, and settings of config_sentence_transformers.json."""
     folder = tiny_checkpoint(tmp_path, family)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
@@ -44,15 +44,16 @@ def write(tmp_path, family="qwen2", template=MXBAI, ids=("1", "0"), **settings):
     modules = [{"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}, own]
     modules = [{"idx": i, "name": str(i)} | module for i, module in enumerate(modules)]
     reads = {"method": "forward", "method_output_name": "logits"}
+    modality = {"message": reads | {"format": "flat"}} if modality_config is None else modality_config
     contents = {
         "modules.json": modules,
         "1_LogitScore/config.json": {"true_token_id": true, "false_token_id": false},
         "config_sentence_transformers.json": {"model_type": "CrossEncoder", "prompts": {}} | settings,
         "sentence_bert_config.json": {
             "transformer_task": "text-generation",
-            "modality_config": {"text": reads, "message": reads | {"format": "flat"}},
+            "modality_config": {"text": reads, **modality},
             "module_output_name": "causal_logits",
-            "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+            "processing_kwargs": {"chat_template": {"add_generation_prompt": True}} if modality else {},
         },
     }
     (folder / "1_LogitScore").mkdir()
@@ -69,6 +70,7 @@ FILES = {
     "prism": {"template": PRISM, "ids": ("yes", "no"), "activation_fn": "torch.nn.modules.activation.Sigmoid"},
     "qwen3": {"family": "qwen3", "template": PRISM, "ids": ("yes", "no"), "prompts": {"a": "Judge it."},
               "default_prompt_name": "a", "activation_fn": "torch.nn.modules.linear.Identity"},
+    "plain": {"modality_config": {}, "prompts": {"a": "yes "}, "default_prompt_name": "a"},
     "zerank": {"family": "qwen3", "template": PLAIN, "ids": ("yes", None)},
 }  # fmt: skip
 
@@ -85,8 +87,8 @@ def test_scores_equal_those_of_sentence_transformers(tmp_path, kind):
         ranking = llm.rerank("the cat", documents)
         expected = theirs.rank("the cat", documents)
         assert ranking.order == [entry["corpus_id"] for entry in expected]
-        if kind == "zerank":
-            with pytest.raises(InputError, match="no place for one"):
+        if kind in ("zerank", "plain"):
+            with pytest.raises(InputError, match="without an instruction"):
                 llm.rerank("q", ["d"], instruction="Judge.")
         else:
             asked = llm.rerank("the cat", documents, instruction="Judge it well.")

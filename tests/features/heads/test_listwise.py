@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from serving import serving
 from tiny import reference, tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer
 
 from prefold import LLM, InputError, UnsupportedModelError
+from prefold.cli import main
 from prefold.errors import CheckpointError
 from prefold.tasks import make_task
 
@@ -50,7 +54,7 @@ class Oracle:
     def __init__(self, folder):
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         change(folder / "config.json", architectures=["Qwen3ForCausalLM"], auto_map={})
-        self.model = reference(folder, "bare")
+        self.model = reference(folder, "bare", "sdpa")
         change(
             folder / "config.json", architectures=["JinaForRanking"], auto_map={"AutoModel": "modeling.JinaForRanking"}
         )
@@ -248,3 +252,46 @@ def test_a_table_is_one_list(llm, oracle):
 def test_make_task_before_the_model_is_loaded(llm, folder):
     task = make_task("rerank", llm.checkpoint, llm.tokenizer)
     assert task.is_listwise and task.readout.kind == "last"
+
+
+def test_jobs_and_the_shell(folder, oracle, tmp_path):
+    lists = [DOCUMENTS, DOCUMENTS[:3], ["yes"]]
+    records = [{"query": QUERY, "documents": documents} for documents in lists]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ["-m", str(folder), "--dtype", "float32"]
+    out = tmp_path / "out.jsonl"
+    done = CliRunner().invoke(main, ["rerank", str(tmp_path / "in.jsonl"), "-o", str(out), "--quiet", *options])
+    assert done.exit_code == 0, done.output
+    found = {line["record"]: line for line in map(json.loads, out.read_text().splitlines())}
+    for number, documents in enumerate(lists, 1):
+        expected = oracle.scores(QUERY, documents)
+        np.testing.assert_allclose(found[number]["scores"], expected, atol=1e-5)
+        assert found[number]["order"] == np.argsort(-expected, kind="stable").tolist()
+    done = CliRunner().invoke(main, ["rerank", QUERY, *DOCUMENTS[:3], "--json", *options])
+    assert done.exit_code == 0, done.output
+    line = json.loads([line for line in done.output.splitlines() if line.startswith("{")][-1])
+    np.testing.assert_allclose(line["scores"], oracle.scores(QUERY, DOCUMENTS[:3]), atol=1e-5)
+
+
+def test_the_server(llm, oracle):
+    expected = oracle.scores(QUERY, DOCUMENTS)
+    with serving(llm) as server, httpx.Client(base_url=server.url) as client:
+        tei = client.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS}).json()
+        assert {one["index"]: one["score"] for one in tei} == pytest.approx(dict(enumerate(expected)), abs=1e-5)
+        body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+        for path in ("/v1/rerank", "/v2/rerank"):
+            answer = client.post(path, json=body).json()
+            best = {one["index"]: one["relevance_score"] for one in answer["results"]}
+            assert best == pytest.approx({i: expected[i] for i in np.argsort(-expected)[:2]}, abs=1e-5)
+            usage = answer["usage"]
+            assert usage["total_tokens"] == len(llm.task("rerank").prepare([body_of(body)])[0].requests[-1].tokens)
+            assert usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) <= usage["total_tokens"]
+        pair = client.post("/v1/score", json={"text_1": QUERY, "text_2": DOCUMENTS[:2]}).json()
+        scores = [one["score"] for one in pair["data"]]
+        np.testing.assert_allclose(scores, oracle.scores(QUERY, DOCUMENTS[:2]), atol=1e-5)
+        assert list(client.get("/info").json()["model_type"]) == ["reranker"]
+        assert client.post("/v1/rerank", json=body | {"template": "{query}{document}"}).status_code == 400
+
+
+def body_of(body):
+    return {name: body[name] for name in ("query", "documents")}
