@@ -1,9 +1,9 @@
-"""The listwise reranker of Jina (v3): a projector over the states behind each document and behind the query.
+"""The listwise rerankers of Jina (v3, v3.5): a projector over the states behind each document and behind the query.
 
 The projector, two linears with ReLU between them, is among the weights of JinaForRanking, or in projector.safetensors
 beside them. The score of a document is the cosine between its vector and that of the query. A list of more than 125
 documents, or of more tokens than a prompt may have, is split; the query's vector is then the mean over the prompts,
-each weighted by its best score. Tested with random weights against the formula; no published checkpoint was at hand.
+each weighted by its best score. Version 3.5 has sliding windows in some layers, and keeps more tokens of a prompt free. Tested with random weights against the formula; no published checkpoint was at hand.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class JinaReader(ListReader):
         if checkpoint.format == "dummy":
             message = f"{checkpoint.name} ranks with a projector, which is read from its weights"
             raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
-        hidden = Settings.of(checkpoint.config).size("hidden_size")
+        config = Settings.of(checkpoint.config)
+        hidden = config.size("hidden_size")
+        if "sliding_attention" in (config.texts("layer_types", None) or ()):
+            self.spare = 8192
         beside = checkpoint.file(PROJECTOR) is not None
         self._names = _BESIDE if beside else _WITHIN
         shapes = dict(zip(self._names, ((hidden // 2, hidden), (-1, hidden // 2)), strict=True))

@@ -148,6 +148,19 @@ def test_cuts_and_executors(folder, oracle, options):
         np.testing.assert_allclose(llm.rerank(QUERY, DOCUMENTS).scores, oracle.scores(QUERY, DOCUMENTS), atol=1e-5)
 
 
+def test_layers_with_windows(tmp_path):
+    """As version 3.5 has them; it keeps 8,192 tokens of a prompt free for the next document."""
+    types = ["sliding_attention", "full_attention"]
+    folder = write_jina(tmp_path, layer_types=types, sliding_window=9, use_sliding_window=True)
+    with LLM(str(folder), dtype="float32", max_batch_rows=40) as llm:
+        task = llm.task("rerank")
+        (work,) = task.prepare([(QUERY, DOCUMENTS)])
+        assert task.reader.spare == 8192 and work.note["prompts"] == [1] * 5
+        task.reader.spare = 2048
+        (line,) = llm.run(task, [(QUERY, DOCUMENTS)])
+        np.testing.assert_allclose(line["scores"], Oracle(folder).scores(QUERY, DOCUMENTS), atol=1e-5)
+
+
 def test_a_query_is_computed_once_for_its_lists(llm, oracle):
     task = llm.task("rerank")
     items = [{"query": QUERY, "documents": DOCUMENTS}, {"query": QUERY, "documents": [*DOCUMENTS[:4], "other"]}]
