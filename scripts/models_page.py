@@ -18,6 +18,13 @@ BGE = (
     "A: {query}\\nB: {document}\\nGiven a query A and a passage B, determine whether the passage contains an answer to "
     "the query by providing a prediction of either 'Yes' or 'No'."
 )
+MXBAI = (
+    "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n"
+    "<|im_start|>user\\nquery: {query}\\ndocument: {document}\\nYou are a search relevance expert who evaluates how "
+    "well documents match search queries. For each query-document pair, carefully analyze the semantic relationship between "
+    "them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\\nRelevance:<|im_end|>\\n"
+    "<|im_start|>assistant\\n"
+)
 ALONE = "the architecture at a tiny size, with random weights"
 SHAPE = "its shape with two layers of random weights"
 FILES = "its files at a tiny size, with random weights"
@@ -102,10 +109,17 @@ CHECKPOINTS = (
         "rerank",
         "nothing: all documents of a query stand in one prompt, up to 125, and are read behind each of them. Give a "
         "query with its list of documents; the score is a cosine. Documents are not cut: the model's own code cuts them"
-        " at 2,048 tokens, which `max_tokens_per_doc` of an item does too. Of a GGUF file the projector is missing",
+        " at 2,048 tokens, which `max_tokens_per_doc` of an item does too. GGUF files lack the projector, and are "
+        "refused",
         FILES,
     ),
-    Known("mixedbread-ai/mxbai-rerank-base-v2, -large-v2", "Qwen2ForCausalLM", "rerank", LOGITS, FILES),
+    Known(
+        "mixedbread-ai/mxbai-rerank-base-v2, -large-v2",
+        "Qwen2ForCausalLM",
+        "rerank",
+        f'{LOGITS}. A copy without these files needs `--words` 1,0 and `--template` "{MXBAI}"',
+        FILES,
+    ),
     Known(
         "infgrad/Prism-Qwen3.5-Reranker-0.8B, -2B, -4B, -9B, Prism-Qwen3-Reranker-4B-exp",
         "Qwen3_5ForCausalLM",

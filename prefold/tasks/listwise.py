@@ -14,6 +14,7 @@ from ..checkpoint import Checkpoint
 from ..errors import InputError, UnsupportedModelError
 from ..spec.requests import Readout, Request, Result
 from ..spec.task import RerankOptions
+from ..text import Tokenizer
 from ..text.media import Picture
 from ..text.valid import valid_text
 from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode_alone, work_of
@@ -53,6 +54,15 @@ class ListReader:
 # {an architecture, or the name of a file beside the weights: makes the ListReader, or None if the file belongs to
 # another one}. Features enter their readers here.
 RANKERS: dict[str, Callable[[Checkpoint], ListReader | None]] = {}
+# {a token that only tokenizers of listwise rerankers have: what such a checkpoint needs}. A GGUF file may lack it.
+NEEDED: dict[str, str] = {}
+
+
+def check_complete(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
+    """Raise UnsupportedModelError for a checkpoint without a ListReader that has the tokens of one."""
+    for token, needed in NEEDED.items():
+        if tokenizer is not None and tokenizer.token_id(token) is not None:
+            raise UnsupportedModelError(f"{checkpoint.name} is read at the token {token}, and lacks {needed}")
 
 
 class ListTask(Task):

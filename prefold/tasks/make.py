@@ -20,7 +20,7 @@ from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
-from .listwise import RANKERS, ListTask
+from .listwise import RANKERS, ListTask, check_complete
 from .readers import HEADS, entry_of, files_of, head_of, names_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
@@ -111,6 +111,8 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
             f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
         )
     if labels is None and not logit_ids(checkpoint):
+        if o.template is None:
+            check_complete(checkpoint, inputs.tokenizer)
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
         # What config.json says, and not what the loaded model has: jobs make tasks before the model is loaded.
         if not asks and (is_embedder(checkpoint) or not config_from(checkpoint.config).lm_head):

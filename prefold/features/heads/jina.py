@@ -3,7 +3,8 @@
 The projector, two linears with ReLU between them, is among the weights of JinaForRanking, or in projector.safetensors
 beside them. The score of a document is the cosine between its vector and that of the query. A list of more than 125
 documents, or of more tokens than a prompt may have, is split; the query's vector is then the mean over the prompts,
-each weighted by its best score. Version 3.5 has sliding windows in some layers, and keeps more tokens of a prompt free. Tested with random weights against the formula; no published checkpoint was at hand.
+each weighted by its best score. Version 3.5 has sliding windows in some layers, and keeps more tokens of a prompt free.
+Tested with random weights against the formula; no published checkpoint was at hand.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...model.config import ModelConfig
 from ...model.decoders import qwen3
 from ...model.families import HFConfig, add_families
 from ...tasks.base import Text
-from ...tasks.listwise import RANKERS, ListReader
+from ...tasks.listwise import NEEDED, RANKERS, ListReader
 from .tensors import HeadTensors
 
 PROJECTOR = "projector.safetensors"
@@ -93,3 +94,4 @@ def _cosines(rows: np.ndarray, query: np.ndarray) -> np.ndarray:
 
 add_families({"JinaForRanking": jina_ranker}, model_types={}, own_code={"JinaForRanking"})
 RANKERS["JinaForRanking"] = RANKERS[PROJECTOR] = JinaReader
+NEEDED[JinaReader.marks[1]] = f"the projector, which a folder has among its weights or in {PROJECTOR}"

@@ -230,6 +230,13 @@ def test_what_a_list_does_not_take(llm, folder, tmp_path):
         llm.generate("x")
     with pytest.raises(UnsupportedModelError, match="load the model here"):
         LLM(str(folder), load_format="dummy").rerank(QUERY, DOCUMENTS)
+    lacking = write_jina(tmp_path)  # as a GGUF file has it
+    change(lacking / "config.json", architectures=["Qwen3ForCausalLM"], auto_map={})
+    tensors = load_file(lacking / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("projector.")}
+    save_file(kept, lacking / "model.safetensors", {"format": "pt"})
+    with LLM(str(lacking)) as other, pytest.raises(UnsupportedModelError, match="lacks the projector"):
+        other.rerank(QUERY, DOCUMENTS)
     bare = write_jina(tmp_path)
     tensors = load_file(bare / "model.safetensors")
     del tensors["projector.2.weight"]
