@@ -22,8 +22,8 @@ MXBAI = (
     "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n"
     "<|im_start|>user\\nquery: {query}\\ndocument: {document}\\nYou are a search relevance expert who evaluates how "
     "well documents match search queries. For each query-document pair, carefully analyze the semantic relationship "
-    "between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\\nRelevance:<|im_end|>\\n"
-    "<|im_start|>assistant\\n"
+    "between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\\nRelevance:"
+    "<|im_end|>\\n<|im_start|>assistant\\n"
 )
 ALONE = "the architecture at a tiny size, with random weights"
 SHAPE = "its shape with two layers of random weights"
