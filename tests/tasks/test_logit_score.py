@@ -9,7 +9,7 @@ import json
 
 import numpy as np
 import pytest
-from tiny import tiny_checkpoint
+from tiny import SIZES, randomise, tiny_checkpoint, write_tokenizer
 
 from prefold import LLM, CheckpointError, InputError, UnsupportedModelError
 
@@ -35,9 +35,22 @@ PLAIN = (
 PAIRS = [("the cat", "no"), ("the cat", "yes yes the"), (" perhaps ", "perhaps?\n")]
 
 
+def hybrid(tmp_path):
+    """A tiny Qwen 3.5, with a layer of linear attention."""
+    import transformers
+
+    own = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    own |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "head_dim": 16}
+    model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**SIZES | own))
+    randomise(model, 3, norm=0)
+    model.save_pretrained(tmp_path / "hybrid")
+    write_tokenizer(tmp_path / "hybrid")
+    return tmp_path / "hybrid"
+
+
 def write(tmp_path, family="qwen2", template=MXBAI, ids=("1", "0"), modality_config=None, **settings):
     """A folder of CrossEncoder: its modules, and settings of config_sentence_transformers.json."""
-    folder = tiny_checkpoint(tmp_path, family)
+    folder = hybrid(tmp_path) if family == "qwen3_5" else tiny_checkpoint(tmp_path, family)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     true, false = (None if id is None else vocabulary[id] for id in ids)
     own = {"type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore", "path": "1_LogitScore"}
@@ -67,7 +80,8 @@ def write(tmp_path, family="qwen2", template=MXBAI, ids=("1", "0"), modality_con
 FILES = {
     "mxbai": {},
     "mxbai with a prompt": {"prompts": {"web": "Find the cat."}, "default_prompt_name": "web"},
-    "prism": {"template": PRISM, "ids": ("yes", "no"), "activation_fn": "torch.nn.modules.activation.Sigmoid"},
+    "prism": {"family": "qwen3_5", "template": PRISM, "ids": ("yes", "no"),
+              "activation_fn": "torch.nn.modules.activation.Sigmoid"},
     "qwen3": {"family": "qwen3", "template": PRISM, "ids": ("yes", "no"), "prompts": {"a": "Judge it."},
               "default_prompt_name": "a", "activation_fn": "torch.nn.modules.linear.Identity"},
     "plain": {"modality_config": {}, "prompts": {"a": "yes "}, "default_prompt_name": "a"},
