@@ -6,6 +6,7 @@ when it is imported; every process that loads a model imports it.
     register_mixer    a layer with a state (linear attention, convolution, ...)             docs/hybrids.md
     register_operation   what such an operation computes with tensors                       docs/families.md
     register_head     a decision head: what reads the options of a question                 docs/decide.md
+    register_ranker   a listwise reranker: how its prompt is written, and what scores its rows  tasks/listwise.py
     register_backend  what computes a job: servers, another engine, a cluster               docs/scale.md
     register_worker   what a feature adds to each worker: handlers of messages, media rows  worker/parts.py
     register_engine   what a feature adds to each engine: hooks before and after a step     engine/schedule/parts.py
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .model.builders import MixerKind, MlpKind
     from .model.families import Family
     from .model.program import Operation
+    from .tasks.listwise import ListReader
     from .tasks.readers import Reader
     from .worker.parts import MakePart as MakeWorkerPart
 
@@ -39,6 +41,7 @@ __all__ = [
     "register_mixer",
     "register_mlp",
     "register_operation",
+    "register_ranker",
     "register_worker",
 ]
 
@@ -82,6 +85,14 @@ def register_head(name: str, make: Callable[[Checkpoint], Reader | None]) -> Non
     from .tasks.readers import HEADS
 
     HEADS[name] = make
+
+
+def register_ranker(name: str, make: Callable[[Checkpoint], ListReader | None]) -> None:
+    """Let checkpoints rank lists of documents in one prompt. `name` is an architecture, or a file beside the weights;
+    `make` takes the checkpoint and returns its ListReader, or None if the file belongs to another reader."""
+    from .tasks.listwise import RANKERS
+
+    RANKERS[name] = make
 
 
 def register_backend(name: str, backend: Backend) -> None:

@@ -18,8 +18,20 @@ BGE = (
     "A: {query}\\nB: {document}\\nGiven a query A and a passage B, determine whether the passage contains an answer to "
     "the query by providing a prediction of either 'Yes' or 'No'."
 )
+MXBAI = (
+    "<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n"
+    "<|im_start|>user\\nquery: {query}\\ndocument: {document}\\nYou are a search relevance expert who evaluates how "
+    "well documents match search queries. For each query-document pair, carefully analyze the semantic relationship "
+    "between them, then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\\nRelevance:"
+    "<|im_end|>\\n<|im_start|>assistant\\n"
+)
 ALONE = "the architecture at a tiny size, with random weights"
 SHAPE = "its shape with two layers of random weights"
+FILES = "its files at a tiny size, with random weights"
+LOGITS = (
+    "nothing: the chat template, the tokens and the activation that its files name for sentence-transformers' "
+    "CrossEncoder (`1_LogitScore`); `--instruction` becomes the system message"
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +68,25 @@ CHECKPOINTS = (
         "(`--prompt-name`)",
         SHAPE,
     ),
+    Known(
+        "codefuse-ai/F2LLM-v2-80M to -14B, F2LLM-0.6B, -1.7B, -4B",
+        "Qwen3Model",
+        "embed",
+        LAST + "; the tokenizer has to put the EOS behind each text, as the files of version 2 do",
+    ),
+    Known(
+        "Octen/Octen-Embedding-0.6B, -4B, -8B",
+        "Qwen3ForCausalLM",
+        "embed",
+        "last token, length 1, as its files say; texts as they are, or a prompt of its files (`--prompt-name`)",
+    ),
     Known("intfloat/e5-mistral-7b-instruct and those made of it", "MistralModel", "embed", LAST),
     Known(
         "Qwen/Qwen3-Reranker-0.6B, -4B, -8B",
         "Qwen3ForCausalLM",
         "rerank",
-        "nothing: the default template is its own; `--instruction` where the default one does not fit",
+        "nothing: the default template is its own, or that of the files for CrossEncoder if the folder has them, with "
+        "their activation; `--instruction` where the default one does not fit",
         SHAPE,
     ),
     Known(
@@ -79,6 +104,32 @@ CHECKPOINTS = (
         "alone, which can rank otherwise",
     ),
     Known(
+        "jinaai/jina-reranker-v3",
+        "JinaForRanking",
+        "rerank",
+        "nothing: all documents of a query stand in one prompt, up to 125, and are read behind each of them. Give a "
+        "query with its list of documents; the score is a cosine. Documents are not cut: the model's own code cuts them"
+        " at 2,048 tokens, which `max_tokens_per_doc` of an item does too. GGUF files lack the projector, and are "
+        "refused",
+        FILES,
+    ),
+    Known(
+        "mixedbread-ai/mxbai-rerank-base-v2, -large-v2",
+        "Qwen2ForCausalLM",
+        "rerank",
+        f'{LOGITS}. A copy without these files needs `--words` 1,0 and `--template` "{MXBAI}"',
+        FILES,
+    ),
+    Known(
+        "infgrad/Prism-Qwen3.5-Reranker-0.8B, -2B, -4B, -9B, Prism-Qwen3-Reranker-4B-exp",
+        "Qwen3_5ForCausalLM",
+        "rerank",
+        LOGITS + ". The text behind a yes is `llm.chat` of the messages query and document "
+        "([more](cli.md#prefold-rerank))",
+        FILES,
+    ),
+    Known("zeroentropy/zerank-2", "Qwen3ForCausalLM", "rerank", LOGITS, FILES),
+    Known(
         "Alibaba-NLP/gte-Qwen2-1.5B-instruct, -7B-instruct",
         "Qwen2ForCausalLM",
         "embed",
@@ -88,6 +139,26 @@ CHECKPOINTS = (
     Known(
         "google/embeddinggemma-300m",
         "Gemma3TextModel",
+        "embed",
+        refused="both directions",
+        settings=(("use_bidirectional_attention", True),),
+    ),
+    Known("google/embeddinggemma-2", "EmbeddingGemma2Model", "embed", refused="an encoder"),
+    Known(
+        "nvidia/llama-nemotron-embed-1b-v2, llama-3.2-nv-embedqa-1b-v2",
+        "LlamaBidirectionalModel",
+        "embed",
+        refused="made to attend in both directions",
+    ),
+    Known(
+        "nvidia/llama-nemotron-rerank-1b-v2",
+        "LlamaBidirectionalForSequenceClassification",
+        "rerank",
+        refused="made to attend in both directions",
+    ),
+    Known(
+        "nvidia/llama-embed-nemotron-8b",
+        "LlamaModel",
         "embed",
         refused="both directions",
         settings=(("use_bidirectional_attention", True),),

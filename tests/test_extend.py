@@ -55,3 +55,11 @@ def test_a_head_is_registered(keep):
     keep(HEADS)
     extend.register_head("own.json", own := lambda checkpoint: None)
     assert HEADS["own.json"] is own
+
+
+def test_a_ranker_is_registered(keep):
+    from prefold.tasks.listwise import RANKERS
+
+    keep(RANKERS)
+    extend.register_ranker("own.json", own := lambda checkpoint: None)
+    assert RANKERS["own.json"] is own

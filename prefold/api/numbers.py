@@ -15,7 +15,7 @@ from ..tasks import ClassifyItem, DecideItem, DecideTask, EmbedItem, RerankItem,
 from ..tasks.calibration import LEAST_ROWS, judge
 from ..tasks.questions import Question
 from ..tasks.results import Classification, Decision, Ranking, Score
-from ..tasks.run import not_finite
+from ..tasks.run import finish_items, not_finite
 from ..text.fields import is_empty
 from ..text.media import TextWithImages
 from .arguments import Text, Vector, as_items, as_list, as_texts, check_errors, first_error, only_tables, pair_up
@@ -140,11 +140,12 @@ class NumericTasks(TableTasks):
 
         Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
         documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
-        against no. A checkpoint with a classification head of one label scores by its own activation, by default the
-        sigmoid of its logit. A checkpoint that embeds texts (sentence-transformers' pooling modules, a GGUF file with a
-        pooling type, or no LM head) gives the cosine of the vectors of `embed`, unless instruction, template or words
-        are given. A document may also be given as {"text": ...}. A table gets the column `score`, and its rows stay in
-        their order.
+        against no. A causal CrossEncoder of sentence-transformers is asked and read as its files say. A checkpoint with
+        a classification head of one label scores by its own activation, by default the sigmoid of its logit. A listwise
+        reranker (jina-reranker-v3) reads all documents in one prompt. A checkpoint that embeds texts
+        (sentence-transformers' pooling modules, a GGUF file with a pooling type, or no LM head) gives the cosine of the
+        vectors of `embed`, unless instruction, template or words are given. A document may also be given as
+        {"text": ...}. A table gets the column `score`, and its rows stay in their order.
 
         Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
         the Ranking, and its score is NaN.
@@ -173,13 +174,23 @@ class NumericTasks(TableTasks):
         works = task.prepare([RerankItem(query, item) for item in items])
         if not call.back:
             first_error(works, call.argument)
-        results = self._run_works(task, works, call)
-        bad = {i: error for i, pair in enumerate(zip(works, results, strict=True)) if (error := _error_of(*pair))}
+        bad = {i: work for i, work in enumerate(works) if isinstance(work, InputError)}
         good = [i for i in range(len(items)) if i not in bad]
         ranking = Ranking(np.empty(0), [])
-        if good:
-            together = task.gather([works[i] for i in good], top_n)
-            ranking = task.finish(together.note, [result for i in good for result in results[i] or ()])
+        if task.is_listwise and good:
+            one_list = RerankItem(query, documents=[items[i] for i in good], top_n=top_n)
+            (answer,) = finish_items(task, *self._results(task, [one_list], replace(call, back=True)))
+            if isinstance(answer, InputError):
+                bad, good = bad | dict.fromkeys(good, answer), []
+            else:
+                ranking = answer
+        elif good:
+            results = self._run_works(task, works, call)
+            bad |= {i: error for i in good if (error := _error_of(works[i], results[i]))}
+            good = [i for i in good if i not in bad]
+            if good:
+                together = task.gather([works[i] for i in good], top_n)
+                ranking = task.finish(together.note, [result for i in good for result in results[i] or ()])
         bad |= {good[i]: not_finite() for i in np.flatnonzero(~np.isfinite(ranking.scores)).tolist()}
         if not call.back:
             first_error([bad.get(i) for i in range(len(items))], call.argument)

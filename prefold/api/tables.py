@@ -16,12 +16,12 @@ import numpy as np
 from ..errors import InputError, JobError, MissingExtraError
 from ..tasks import Task, Work
 from ..tasks.base import attempt
-from ..tasks.results import PREFIX, Answer
+from ..tasks.results import PREFIX, Answer, Relevance
 from ..tasks.rows import Columns, RowReader, kept_name, usual_columns
 from ..tasks.run import finish_items
 from ..text.fields import Template
 from .arguments import first_error
-from .running import TaskRunner, read_call
+from .running import CallForm, TaskRunner, read_call
 
 if TYPE_CHECKING:
     import narwhals as nw
@@ -108,6 +108,7 @@ class TableTasks(TaskRunner):
             if isinstance(call.options.get("adapter"), (list, tuple)):
                 message = "adapter is a list, and the number of rows of a RecordBatchReader is not known"
                 raise InputError(message, field="adapter", remedy="give one name")
+            compute.is_whole = False
             found = _streamed(value, of_arrow)
         elif kind == "RecordBatch":
             rows = of_arrow(arrow.Table.from_batches([value])).combine_chunks()
@@ -178,6 +179,7 @@ class _Compute:
     ):
         """make, run: methods of TaskRunner; hidden: numbers of the model's vectors"""
         self._call, self._make, self._run, self._hidden = call, make, run, hidden
+        self.is_whole = True  # whether a frame is the whole table
 
     def __call__(self, frame: Frame) -> Frame:
         import narwhals as nw
@@ -186,12 +188,18 @@ class _Compute:
         items = self._items(reader, frame)
         call, items, options = read_call(self._call.argument, items, False, self._call.errors, {**self._call.options})
         task = self._make(self._call.task, **options)
+        if task.is_listwise and not self.is_whole:
+            message = f"{call.argument} is a RecordBatchReader, and the checkpoint ranks all rows as one list"
+            raise InputError(message, field=call.argument, remedy="give a Table: reader.read_all()")
         good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
         works = [item if isinstance(item, InputError) else _renamed(reader, next(good)) for item in items]
         if not call.back:
             first_error(works, call.argument)
             first_error([_of_part(work) for work in works], call.argument)
-        answers = finish_items(task, works, self._run(task, works, call))
+        if task.is_listwise:
+            answers = self._of_list(task, items, works, call)
+        else:
+            answers = finish_items(task, works, self._run(task, works, call))
         answers = [_renamed(reader, answer) for answer in answers]
         if not call.back:
             first_error(answers, call.argument)
@@ -201,6 +209,20 @@ class _Compute:
         renamed = frame.rename({name: new for name, new in names.items() if new != str(name)})
         columns = nw.from_arrow(_need("pyarrow").table(added), backend=frame.implementation)
         return renamed.with_columns(*(columns[name] for name in added))
+
+    def _of_list(
+        self, task: Task, items: Sequence[Any], works: Sequence[Work | InputError], call: CallForm
+    ) -> list[Answer | InputError]:
+        """Return the Relevance of each item, whose documents are ranked as one list, or its InputError."""
+        answers: list[Any] = list(works)
+        good = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
+        if good:
+            rest = {name: value for name, value in items[good[0]].items() if name != "document"}
+            one = task.prepare([{**rest, "documents": [items[i]["document"] for i in good]}])
+            (ranking,) = finish_items(task, one, self._run(task, one, call))
+            for place, i in enumerate(good):
+                answers[i] = ranking if isinstance(ranking, InputError) else Relevance(float(ranking.scores[place]))
+        return answers
 
     def _reader(self, frame: Frame) -> RowReader:
         call, have = self._call, [str(name) for name in frame.columns]

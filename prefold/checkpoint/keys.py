@@ -194,12 +194,18 @@ GGUF_TOKENIZER = {
             "tokenizer.ggml.cls_token_id", "tokenizer.ggml.add_sep_token", "tokenizer.ggml.token_type_count"),
 }  # fmt: skip
 
+LOGIT_SCORE = {
+    **_keys("used", "the tokens whose logits are the score of a pair", "true_token_id", "false_token_id"),
+    **_keys("refused", "another output of the model", "module_input_name", plain=("causal_logits",)),
+}
+
 KEYS: Mapping[str, Mapping[str, Key]] = {
     "config.json": CONFIG,
     "generation_config.json": GENERATION,
     "config_sentence_transformers.json": SENTENCE,
     "sentence_bert_config.json": BERT,
     "1_Pooling/config.json": POOLING,
+    "1_LogitScore/config.json": LOGIT_SCORE,
     "tokenizer_config.json": TOKENIZER,
     "{architecture}.": GGUF,
     "GGUF metadata": GGUF_TOKENIZER,

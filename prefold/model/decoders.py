@@ -243,10 +243,6 @@ def gemma2(hf: HFConfig, **options: Any) -> ModelConfig:
 
 def gemma_decoder(hf: Settings, rope: Settings, types: list[str], **options: Any) -> ModelConfig:
     """Returns the config of what the Gemmas have in common. rope: the config as `read_rope` reads it."""
-    if hf.get("use_bidirectional_attention"):
-        raise UnsupportedModelError(
-            "the model attends in both directions (use_bidirectional_attention); only causal ones work"
-        )
     bias = hf.flag("attention_bias")
     defaults = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0}
     activation = {"hidden_act": hf.text("hidden_activation", "gelu_pytorch_tanh")}

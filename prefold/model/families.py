@@ -133,8 +133,11 @@ def check_read(hf: Settings, architecture: str, config: ModelConfig) -> None:
 # Architectures in which every token sees every other one: those of most embedding models and cross-encoders.
 ENCODERS = re.compile(
     r"(?!\w+ForCausalLM)(Bert|Roberta|XLMRoberta|ModernBert|MPNet|DistilBert|Electra|Deberta|DebertaV2|Albert|"
-    r"Camembert|NomicBert|EuroBert|New|JinaBert|M?T5)(Model|For|Encoder)"
+    r"Camembert|NomicBert|EuroBert|New|Gte|JinaBert|JinaEmbeddingsV3|Ultrabert|NeoMME|EmbeddingGemma2|M?T5)"
+    r"(Model|TextModel|For|Encoder)"
 )
+# Decoders that were trained on so that every token sees every other one (llama-nemotron, by its own code).
+BOTH_WAYS = re.compile(r"(\w+)Bidirectional(Model|For)")
 
 Family = Callable[[HFConfig], ModelConfig]
 Fallback = Callable[[Settings, str, bool], Family | None]
@@ -169,9 +172,10 @@ def _config_from(hf: Settings) -> ModelConfig:
     own = FAMILIES.get(architecture)
     is_left = architecture in LEFT_TO_OTHERS and not _is_done_here(hf, LEFT_TO_OTHERS[architecture])
     family = None if is_left else own
-    if own is None and (encoder := ENCODERS.match(str(architecture))):
+    if own is None and (found := ENCODERS.match(str(architecture)) or BOTH_WAYS.match(str(architecture))):
+        what = "an encoder" if found.re is ENCODERS else "made to attend in both directions"
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported: {encoder[1]} is an encoder, whose tokens see what "
+            f"the architecture {architecture!r} is not supported: {found[1]} is {what}, whose tokens see what "
             "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
             "reranker (docs/models.md), or another program"
         )
@@ -199,6 +203,9 @@ def _config_from(hf: Settings) -> ModelConfig:
             )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")
+    if dict(hf.items()).get("use_bidirectional_attention") in (True, "all"):
+        key = "use_bidirectional_attention"
+        raise UnsupportedModelError(f"the model attends in both directions ({key}); only causal ones work")
     code, is_own = hf.get("auto_map"), architecture in REGISTERED
     done_here = is_own or architecture in _OWN_CODE
     if isinstance(code, Mapping) and not done_here and any(str(k).startswith("AutoModel") for k in code):

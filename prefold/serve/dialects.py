@@ -15,6 +15,7 @@ from starlette.responses import Response
 from .. import __version__
 from ..errors import InputError
 from ..spec.requests import Readout
+from ..tasks.make import is_reranker
 from ..tasks.results import Embedding
 from ..text.valid import valid_text
 from ..wire import ENDPOINTS, KINDS
@@ -300,12 +301,13 @@ async def info(context: RequestContext) -> Response:
     """Answers with what the server runs, and its limits."""
     llm, state = context.handler.llm, context.state
     labels = list(llm.config.labels)
-    if llm.config.num_labels is None:
+    is_scored = is_reranker(llm.checkpoint, llm.config)
+    if llm.config.num_labels is None and not is_scored:
         kind: dict[str, Any] = {"embedding": {"pooling": f"{llm.task('embed').settings.pooling}_token"}}
     else:
         names = {str(i): label for i, label in enumerate(labels)}
         ids = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
-        kind = {"reranker" if llm.config.num_labels == 1 else "classifier": ids}
+        kind = {"reranker" if is_scored else "classifier": ids}
     return json_response({
         "model_id": state.names[0], "served_model_name": state.names[0], "model_sha": None,
         "model_dtype": str(llm.dtype).removeprefix("torch."), "model_type": kind,

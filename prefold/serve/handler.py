@@ -155,7 +155,10 @@ class RequestHandler:
         if order.task == "rerank":
             cached_tokens = [sum([result.cached_tokens or 0 for result in of_item]) for of_item in results]
             pairs = zip(answers_of_items, cached_tokens, strict=True)
-            answers_of_items = [replace(answer, cached_tokens=count) for answer, count in pairs]
+            # The prompts of a list are read at several rows each, and the answer says how much of them was cached.
+            answers_of_items = [
+                answer if task.is_listwise else replace(answer, cached_tokens=count) for answer, count in pairs
+            ]
         return answers_of_items, is_short
 
     async def stream(self, order: TaskOrder) -> AsyncGenerator[bytes]:

@@ -252,19 +252,22 @@ class RerankOptions(TaskSpec):
 
     task = "rerank"
 
-    instruction: str | None = option(None, "What is wanted of a document; by default that it answers a web search.")
+    instruction: str | None = option(
+        None, "What is wanted of a document; by default as the checkpoint says, else that it answers a web search."
+    )
     template: str | None = option(
         None,
         "The prompt, with {query} and {document} in any order and, if wanted, {instruction}. The text before the"
-        " second placeholder is shared. By default Qwen3-Reranker's, or the bare pair for a cross-encoder that was"
-        " trained on it.",
+        " second placeholder is shared. By default the checkpoint's own, or Qwen3-Reranker's if it has none.",
     )
     add_special_tokens: bool | None = option(
         None,
         "Put the tokenizer's own special tokens (BOS) before a template; by default unless it begins with the BOS.",
         one_of=(None, False, True),
     )
-    words: tuple[str, str] = option(("yes", "no"), "The two words whose logits are compared, one token each.")
+    words: tuple[str, str] = option(
+        ("yes", "no"), "The two words whose logits are compared, one token each; by default as the checkpoint says."
+    )
     raw_scores: bool = option(False, "Give the difference of the logits, without the sigmoid.")
 
 

@@ -380,12 +380,14 @@ class Task:
     inputs     checks the texts of items
     readout    what the engine reads for every request
     item_type  the dataclass of an item; `prepare` also takes mappings with its fields
+    is_listwise   whether the documents of a query have to be in one item, since they are read in one prompt
     """
 
     name: str
     inputs: Inputs
     readout: Readout
     item_type: type
+    is_listwise: bool = False
 
     @property
     def example(self) -> Answer:

@@ -20,10 +20,11 @@ from .classify import ClassifyHeadTask, ClassifyTask, ProblemType
 from .decide import DecideTask
 from .embed import EmbedTask
 from .generate import GenerateTask
-from .readers import head_files, head_of
+from .listwise import RANKERS, ListTask, check_complete
+from .readers import HEADS, entry_of, files_of, head_of, names_of
 from .rerank import ACTIVATIONS, CosineTask, RerankTask
 from .score import ScoreTask
-from .sentence import embed_settings, is_embedder, pair_settings
+from .sentence import embed_settings, is_embedder, logit_ids, pair_settings
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -102,19 +103,26 @@ def _embed(checkpoint: Checkpoint, inputs: Inputs, o: EmbedOptions, kind: type[E
 
 def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     assert inputs.config is not None
+    if (reader := entry_of(checkpoint, RANKERS)) is not None:
+        return ListTask(inputs, o, reader)
     labels = labels_of_head(inputs.config)
-    if labels is None:
+    if labels is not None and len(labels) != 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
+        )
+    if labels is None and not logit_ids(checkpoint):
+        if o.template is None:
+            check_complete(checkpoint, inputs.tokenizer)
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
         # What config.json says, and not what the loaded model has: jobs make tasks before the model is loaded.
         if not asks and (is_embedder(checkpoint) or not config_from(checkpoint.config).lm_head):
             return _embed(checkpoint, inputs, EmbedOptions(max_length=o.max_length, truncate=o.truncate), CosineTask)
         require_lm_head(inputs.config, checkpoint, "rerank")
         return RerankTask(inputs, o)
-    if len(labels) != 1:
-        raise UnsupportedModelError(
-            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
-        )
-    inputs = replace(inputs, unread=inputs.config.pad_id)
+    if labels is None:
+        require_lm_head(inputs.config, checkpoint, "rerank")
+    else:
+        inputs = replace(inputs, unread=inputs.config.pad_id)
     # A template stands in place of the checkpoint's own prompt.
     settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
     if settings.activation not in ACTIVATIONS and not o.raw_scores:
@@ -122,10 +130,12 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
             f"{checkpoint.name} makes scores of logits by activation_fn {settings.activation!r}; prefold knows "
             f"{', '.join(ACTIVATIONS)}; ask for raw_scores (--raw-scores), the logits themselves"
         )
-    if o.template is None and settings.prompt is None and o.instruction is not None:
-        message = f"{checkpoint.name} reads query and document as they are, without an instruction"
-        raise InputError(message, field="instruction", remedy="leave it out, or give a template that has {instruction}")
     return RerankTask(inputs, o, settings)
+
+
+def is_reranker(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Return whether a checkpoint was made to rerank, by its files or a classification head of one label."""
+    return config.num_labels == 1 or bool(logit_ids(checkpoint)) or bool(names_of(checkpoint, RANKERS))
 
 
 def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Task:
@@ -159,7 +169,7 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     if inputs.adapter is None and settings.adapter is not None:
         inputs = replace(inputs, adapter=inputs.check_adapter(settings.adapter))
     if head is None:
-        if checkpoint.format == "dummy" and (files := head_files(checkpoint)):
+        if checkpoint.format == "dummy" and (files := files_of(checkpoint, HEADS)):
             message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
             raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
         require_lm_head(inputs.config, checkpoint, "decide")

@@ -5,10 +5,10 @@ A model without a decision head is read at the labels of the options.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from ..spec.plugins import load_plugins
 from ..spec.requests import Readout
 from ..text.decisions import DecisionEncoder, DecisionSettings
 from .questions import KINDS, Question, field_of
+
+T = TypeVar("T")
 
 
 class Reader:
@@ -67,29 +69,42 @@ class Reader:
         return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
 
 
-# {an architecture, or the name of a file beside the weights: makes the Reader of the decision head, or None if the file
-# belongs to another head}. Features enter their heads here.
+# {an architecture, or the name of a file beside the weights: makes the reader of a checkpoint, or None if the file
+# belongs to another reader}
+Table = Mapping[str, Callable[[Checkpoint], T | None]]
+
+# The Readers of decision heads. Features enter their heads here.
 HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
 
 
 def head_of(checkpoint: Checkpoint) -> Reader | None:
-    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels.
+    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels."""
+    return entry_of(checkpoint, HEADS)
 
-    A model without weights here, such as one on a server, has no head in a file.
+
+def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
+    """Return what a table makes for a checkpoint, by its architecture first; None if the table has nothing for it."""
+    entries = (table[name](checkpoint) for name in names_of(checkpoint, table))
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def names_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
+    """Return the entries of a table that may be a checkpoint's, its architecture first.
+
+    A model without weights here, such as one on a server, has no files.
     """
     load_plugins()
     names = checkpoint.config.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
-    names = [name for name in HEADS if name == architecture or name in head_files(checkpoint)]
+    names = [name for name in table if name == architecture or name in files_of(checkpoint, table)]
     if checkpoint.format == "dummy":
         names = [name for name in names if name == architecture]
-    readers = (HEADS[name](checkpoint) for name in sorted(names, key=lambda name: name != architecture))
-    return next((reader for reader in readers if reader is not None), None)
+    return sorted(names, key=lambda name: name != architecture)
 
 
-def head_files(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of files of decision heads that a checkpoint has."""
-    return [name for name in HEADS if checkpoint.file(name) is not None]
+def files_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
+    """Return the files that a checkpoint has among those in a table."""
+    return [name for name in table if checkpoint.file(name) is not None]
 
 
 class LabelReader(Reader):

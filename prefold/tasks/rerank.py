@@ -86,6 +86,16 @@ class _Form:
             prefix = np.concatenate((before, prefix))
         return cls(prefix, suffix, prompt.body)
 
+    @classmethod
+    def of_settings(cls, settings: PairSettings, tokenizer: Tokenizer) -> tuple[_Form, _Form | None]:
+        """Return the forms of prompts without an instruction and with one; None: the checkpoint has no such form."""
+        if settings.prompt is None:
+            return cls.of_pair(tokenizer), None
+        form = cls.of_prompt(settings.prompt, tokenizer)
+        if settings.instructed is not None:
+            return form, cls.of_prompt(settings.instructed, tokenizer)
+        return form, form if "instruction" in fields_of(settings.prompt.body) else None
+
     @property
     def ends_with_document(self) -> bool:
         """Return whether cutting the end of what stands between prefix and suffix cuts the document only."""
@@ -106,9 +116,10 @@ class RerankTask(Task):
     The answer to one document is a Relevance, to a list a Ranking, in which equal documents keep their order.
 
     The prompt is Qwen3-Reranker's, a template, or the bare pair (see `__init__`).
-    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token. A checkpoint with a
-    classification head of one label scores by its logit and its own activation, by default the sigmoid. `raw_scores`
-    leaves the activation out.
+    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token. A checkpoint whose files say so
+    (LogitScore of sentence-transformers) compares other tokens, or has the logit of one. A checkpoint with a
+    classification head of one label scores by its logit. Both have their own activation, by default the sigmoid.
+    `raw_scores` leaves the activation out.
     """
 
     name = "rerank"
@@ -118,26 +129,48 @@ class RerankTask(Task):
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
         """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
 
-        settings  those of the checkpoint's classification head; None: the logits of the words are compared
+        settings  what the checkpoint's files say about pairs; None: the logits of the words are compared
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
-        instruction = RERANK_INSTRUCTION if options.instruction is None else options.instruction
-        self.instruction = valid_text(instruction, "instruction")
+        self.strips = settings is not None and settings.strips and options.template is None
         self.add_special_tokens = options.add_special_tokens
         self._form_of = lru_cache(maxsize=TEMPLATES)(self._form_of_template)
-        prompt = None if settings is None else settings.prompt
+        self.instruction = RERANK_INSTRUCTION
+        self.before = ""  # what stands before the query of a plain pair
+        self.instructed: _Form | None
         if options.template is not None:
-            self.form = self._form_of(options.template)
-        elif settings is not None and prompt is None:
-            self.form = _Form.of_pair(inputs.tokenizer)
+            self.form = self.instructed = self._form_of(options.template)
+        elif settings is None:
+            self.form = self.instructed = _Form.of_prompt(rerank_prompt(inputs.tokenizer), inputs.tokenizer)
         else:
-            self.form = _Form.of_prompt(prompt or rerank_prompt(inputs.tokenizer), inputs.tokenizer)
+            self.form, self.instructed = _Form.of_settings(settings, inputs.tokenizer)
+            if settings.prompt is None:
+                self.before = settings.instruction or ""
+            elif settings.instruction is not None:
+                self.instruction, self.form = settings.instruction, self._instructed()
+        if options.instruction is not None:
+            self.instruction, self.form = valid_text(options.instruction, "instruction"), self._instructed()
         activation = "Sigmoid" if settings is None else settings.activation
         self.activation = ACTIVATIONS["Identity" if options.raw_scores else activation]
         self.truncate = options.truncate
-        self.readout = Readout("logits", word_ids(inputs, options.words)) if settings is None else Readout("head")
+        if settings is not None and settings.ids and tuple(options.words) == RerankOptions.words:
+            inputs.check_ids(np.array(settings.ids), "true_token_id, false_token_id")
+            self.readout = Readout("logits", settings.ids)
+        elif settings is None or settings.ids:
+            self.readout = Readout("logits", word_ids(inputs, options.words))
+        else:
+            self.readout = Readout("head")
+
+    def _instructed(self) -> _Form:
+        """Return the form of prompts with an instruction. Raise InputError if the checkpoint has none."""
+        if self.instructed is None:
+            plain = self.form.body is None
+            does = "reads query and document as they are" if plain else "has a chat template with no place for one"
+            message = f"the checkpoint {does}, without an instruction"
+            raise InputError(message, field="instruction", remedy="leave it out, or give a template with {instruction}")
+        return self.instructed
 
     def _form_of_template(self, template: str) -> _Form:
         assert self.inputs.tokenizer is not None
@@ -157,21 +190,24 @@ class RerankTask(Task):
         query = self.inputs.bounded(self.inputs.content(item.query, "query", pictures), "query", remedy=QUERY_TOO_LONG)
         instruction = self.instruction if item.instruction is None else item.instruction
         instruction = self.inputs.text(instruction, "instruction", pictures)
-        form = self.form if item.template is None else self._form_of(checked(str, item.template, "template"))
-        if form.body is None and item.instruction is not None:
-            message = "the checkpoint reads query and document as they are, without an instruction"
-            raise InputError(message, field="instruction", remedy="leave it out, or give a template")
-        documents, names = _documents(item)
+        if item.template is not None:
+            form = self._form_of(checked(str, item.template, "template"))
+        else:
+            form = self.form if item.instruction is None else self._instructed()
+            query = self.before + query if isinstance(query, str) else query
+        documents, names = documents_of(item)
         makers = []
-        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
+        for document, name in zip(contents_of(self.inputs, item, pictures), names, strict=True):
             document = self.inputs.bounded(document, name, self.truncate, left=self.truncate == "left")
             fields = {"instruction": instruction, "query": query, "document": document}
+            if self.strips and item.template is None:
+                fields = {key: value.strip() if isinstance(value, str) else value for key, value in fields.items()}
             makers.append(partial(self._request, form, form.add(batch, fields), fields, name))
 
         def make() -> Work:
             return work_of([maker() for maker in makers], pictures, **note)
 
-        note = _note(item, documents)
+        note = note_of(item, documents)
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
@@ -221,11 +257,11 @@ class RerankTask(Task):
     def finish(self, note: Any, results: Sequence[Result]) -> Answer:
         margins = np.array([self._margin(result) for result in results])
         # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
-        return _ranked(note, margins, self.activation(margins))
+        return ranked(note, margins, self.activation(margins))
 
     def _margin(self, result: Result) -> float:
         values = result.values
-        return float(values[0]) if self.readout.kind == "head" else float(values[0]) - float(values[1])
+        return float(values[0]) - (float(values[1]) if len(self.readout.ids) == 2 else 0.0)
 
 
 class CosineTask(EmbedTask):
@@ -248,12 +284,12 @@ class CosineTask(EmbedTask):
                 message = f"the checkpoint embeds query and document as they are, without {what}"
                 raise InputError(message, field=name, remedy=remedy)
         pictures: list[Picture] = []
-        documents, names = _documents(item)
+        documents, names = documents_of(item)
         plan = self._plan_text if self.settings.chat is None else self._plan_message
         makers = [plan(item.query, "query", batch, pictures)]
-        for document, name in zip(_contents(self.inputs, item, pictures), names, strict=True):
+        for document, name in zip(contents_of(self.inputs, item, pictures), names, strict=True):
             makers.append(plan(document, name, batch, pictures))
-        note = _note(item, documents)
+        note = note_of(item, documents)
         return lambda: work_of([maker() for maker in makers], pictures, **note)
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
@@ -266,7 +302,7 @@ class CosineTask(EmbedTask):
         vectors = np.ascontiguousarray(self._vectors(None, results))
         lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.float32(1e-12))
         scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).astype(np.float64)
-        return _ranked(note, scores, scores)
+        return ranked(note, scores, scores)
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
@@ -292,7 +328,7 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
     return yes, no
 
 
-def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
+def documents_of(item: RerankItem) -> tuple[list[Any], list[str]]:
     """Returns (the documents of an item, the field of each in errors). Raises InputError for an item without them."""
     if (item.document is None) == (item.documents is None):
         both = "both" if item.document is not None else "neither"
@@ -307,11 +343,11 @@ def _documents(item: RerankItem) -> tuple[list[Any], list[str]]:
     return list(item.documents), [f"documents[{i}]" for i in range(len(item.documents))]
 
 
-def _contents(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
+def contents_of(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
     """Yields the documents of an item as texts, or as token ids, cut to `max_tokens_per_doc`."""
     most = item.max_tokens_per_doc
     most = None if most is None else checked(int, most, "max_tokens_per_doc", least=1)
-    for value, name in zip(*_documents(item), strict=True):
+    for value, name in zip(*documents_of(item), strict=True):
         document = inputs.content(_text_of(value), name, pictures)
         yield document if most is None else _first(inputs, document, most, name)
 
@@ -327,8 +363,8 @@ def _first(inputs: Inputs, document: Text, most: int, name: str) -> Text:
     return part_of(document, tokenizer.spans(document), most, False)
 
 
-def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
-    """Returns what `_ranked` needs of an item."""
+def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
+    """Returns what `ranked` needs of an item."""
     top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
     note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
     if item.documents is not None and item.return_documents:
@@ -337,7 +373,7 @@ def _note(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
     return note
 
 
-def _ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Answer:
+def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Relevance | Ranking:
     """Return the answer to an item. keys: the documents are ordered by these, the largest first"""
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint import read_object
 from ..checkpoint.settings import Settings
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, InputError, UnsupportedModelError
 from ..text import RerankPrompt, rerank_prompt
 from ..text.load import folder_templates
 
@@ -129,16 +129,19 @@ def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def _chat_settings(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> ChatSettings | None:
+def _chat_settings(
+    checkpoint: Checkpoint, transformer: Mapping[str, Any], output: str = "last_hidden_state"
+) -> ChatSettings | None:
     """Returns the ChatSettings with which sentence-transformers (6 and later) turns texts into messages; None if it
     takes texts as they are. It makes messages if a folder's `modality_config` has "message", which a decoder with a
-    chat template has."""
+    chat template has. output: what is read of the model"""
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
-        if [modalities[name].get(key) for key in ("method", "method_output_name")] != ["forward", "last_hidden_state"]:
+        if [modalities[name].get(key) for key in ("method", "method_output_name")] != ["forward", output]:
+            does = "embeds" if output == "last_hidden_state" else "scores"
             raise UnsupportedModelError(
-                f"{checkpoint.name} embeds by its own method ({name} of modality_config in sentence_bert_config.json);"
-                " prefold knows forward and last_hidden_state"
+                f"{checkpoint.name} {does} by its own method ({name} of modality_config in sentence_bert_config.json);"
+                f" prefold knows forward and {output}"
             )
     processing = {name: values for name, values in (transformer.get("processing_kwargs") or {}).items() if values}
     accepted = {"chat_template"} if "message" in modalities else set()
@@ -208,14 +211,25 @@ def is_embedder(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True)
 class PairSettings:
-    """A PairSettings holds the settings of a reranker with a classification head.
+    """The settings of a reranker that scores a query with one document.
 
-    prompt      None: query and document as they are, with the special tokens of a pair
-    activation  makes the score of the head's logit: the class of torch.nn, or the path of another one
+    Attributes:
+        prompt: None: query and document as they are, with the special tokens of a pair
+        activation: makes the score of the head's logit: the class of torch.nn, or the path of another one
+        instructed: the prompt with an instruction; None: the checkpoint has no place for one
+        instruction: the checkpoint's own instruction, or with prompt None what stands before each query; None: there
+            is none
+        ids: the token whose logit is the head's, or two tokens, and the logit of the second is subtracted from that of
+            the first; empty: the checkpoint has a classification head
+        strips: whether white space around query, document and instruction is left out
     """
 
     prompt: RerankPrompt | None = None
     activation: str = "Sigmoid"
+    instructed: RerankPrompt | None = None
+    instruction: str | None = None
+    ids: tuple[int, ...] = ()
+    strips: bool = False
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
@@ -223,8 +237,9 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     tokenizer suggests.
 
     A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document if its
-    `modality_config` has "message". A checkpoint without such files that has Qwen3's thinking tokens is taken for
-    Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
+    `modality_config` has "message". An instruction, or the default prompt of its files, is a system message before
+    them, or stands before the plain query. A checkpoint without such files that has Qwen3's thinking tokens is taken
+    for Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
     tokenizer writes it.
     """
     settings, config = read_object(checkpoint, "config_sentence_transformers.json"), Settings.of(checkpoint.config)
@@ -232,16 +247,61 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     older = config.text("sbert_ce_default_activation_function", None)  # until sentence-transformers 4
     path = str(settings.get("activation_fn") or own_settings.text("activation_fn", None) or older or "")
     activation = re.sub(r"^torch\.nn\.(modules\.\w+\.)?", "", path) or "Sigmoid"
-    if settings.get("model_type") == "CrossEncoder" or "sentence_transformers" in config or older is not None:
-        module = read_object(checkpoint, "sentence_bert_config.json")
-        as_messages = "message" in (module.get("modality_config") or {})
-        prompt = _pair_of_messages(tokenizer) if as_messages and tokenizer is not None else None
-        return PairSettings(prompt, activation)
-    if tokenizer is None or None in (tokenizer.token_id("<think>"), tokenizer.token_id("<|im_start|>")):
-        return PairSettings()
-    return PairSettings(rerank_prompt(tokenizer))
+    ids = logit_ids(checkpoint)
+    is_cross_encoder = settings.get("model_type") == "CrossEncoder" or ids
+    if not is_cross_encoder and "sentence_transformers" not in config and older is None:
+        if tokenizer is None or None in (tokenizer.token_id("<think>"), tokenizer.token_id("<|im_start|>")):
+            return PairSettings()
+        return PairSettings(rerank_prompt(tokenizer))
+    module = read_object(checkpoint, "sentence_bert_config.json")
+    if ids and module.get("transformer_task") not in (None, "text-generation", "any-to-any", "image-text-to-text"):
+        task = module["transformer_task"]
+        raise UnsupportedModelError(f"sentence-transformers uses {checkpoint.name} for {task}, and reads its logits")
+    chat = _chat_settings(checkpoint, module, "logits")
+    instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name")) or None
+    if chat is None or tokenizer is None:
+        return PairSettings(None, activation, instruction=instruction, ids=ids)
+    prompt, with_spaces = (_pair_of_messages(tokenizer, chat, around=around) for around in ("{}", " {} "))
+    try:
+        instructed = _pair_of_messages(tokenizer, chat, ("system", "query", "document"))
+    except InputError:  # of a template without system messages
+        instructed = None
+    if instructed is not None and "{instruction}" not in instructed.body:
+        instructed = None
+    if instruction is not None and instructed is None:
+        raise UnsupportedModelError(f"{checkpoint.name} has a default prompt, which its chat template has no place for")
+    return PairSettings(prompt, activation, instructed, instruction, ids, strips=prompt == with_spaces)
 
 
-def _pair_of_messages(tokenizer: Tokenizer) -> RerankPrompt:
-    pair = [{"role": name, "content": f"{{{name}}}"} for name in ("query", "document")]
-    return RerankPrompt.from_template(tokenizer.render_chat(pair), special=False)
+def _pair_of_messages(
+    tokenizer: Tokenizer, chat: ChatSettings, roles: Sequence[str] = ("query", "document"), around: str = "{}"
+) -> RerankPrompt:
+    """Returns the prompt of a pair in the chat template. around: what stands around each field"""
+    texts = [around.format("{instruction}" if role == "system" else f"{{{role}}}") for role in roles]
+    contents: list[Any] = [[{"type": "text", "text": text}] for text in texts] if chat.parts else list(texts)
+    pair = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    return RerankPrompt.from_template(tokenizer.render_chat(pair, **chat.options), special=False)
+
+
+def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Returns the ids of the tokens by whose logits a causal model scores pairs, as sentence-transformers' module
+    LogitScore says; none if the checkpoint has no such module.
+
+    Raises UnsupportedModelError for a CrossEncoder of other modules, CheckpointError for a file that cannot be read.
+    """
+    modules = [module for module in checkpoint.read_json("modules.json") or () if isinstance(module, dict)]
+    kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
+    is_cross_encoder = read_object(checkpoint, "config_sentence_transformers.json").get("model_type") == "CrossEncoder"
+    if is_cross_encoder and kinds not in ([], ["Transformer"], ["Transformer", "LogitScore"]):
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has the modules {', '.join(kinds)} of sentence-transformers' CrossEncoder; prefold"
+            " knows Transformer and then, if wanted, LogitScore"
+        )
+    if kinds[-1:] != ["LogitScore"]:
+        return ()
+    place = f"{modules[-1].get('path') or '1_LogitScore'}/config.json"
+    config = read_object(checkpoint, place, keys="1_LogitScore/config.json")
+    ids = [config[key] for key in ("true_token_id", "false_token_id") if config.get(key) is not None]
+    if config.get("true_token_id") is None or not all(type(id) is int and id >= 0 for id in ids):
+        raise CheckpointError(f"{checkpoint.name}: {place} does not say which tokens' logits are read: {config!r:.100}")
+    return tuple(ids)

@@ -117,6 +117,7 @@ OTHER_USED: dict[str, dict[str, Any]] = {
     },
     "1_Pooling/config.json": dict.fromkeys(keys("1_Pooling/config.json", "used"), True)
     | {"pooling_mode": "mean", "include_prompt": False, "pooling_mode_lasttoken": False},
+    "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": None},
     "tokenizer_config.json": {
         "added_tokens_decoder": {"265": {"content": "<extra>"}}, "additional_special_tokens": ["<extra>"],
         "extra_special_tokens": ["<extra>"], "bos_token": "<|im_end|>", "eos_token": "<|im_start|>",
@@ -141,11 +142,13 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     write_tokenizer(folder)
     (folder / "1_Pooling").mkdir()
+    (folder / "1_LogitScore").mkdir()
     modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
     contents = {
         "config.json": MODEL,
         "modules.json": modules,
         "1_Pooling/config.json": {"pooling_mode_lasttoken": True},
+        "1_LogitScore/config.json": {"true_token_id": 5, "false_token_id": 6},
         "config_sentence_transformers.json": {"prompts": {"query": "yes: "}, "default_prompt_name": "query"},
         "sentence_bert_config.json": {},
         "generation_config.json": {"do_sample": True, "temperature": 0.7},
@@ -177,6 +180,8 @@ def outcome(folder) -> dict[str, Any]:
         "embed": lambda tokenizer: embed_settings(checkpoint),
         "pair": lambda tokenizer: pair_settings(checkpoint, tokenizer),
     }
+    if "Pooling" not in str(checkpoint.read_json("modules.json")):
+        del readers["embed"]
     if "Sequence" in str(checkpoint.config.get("architectures")):
         readers["head"] = head
     found: dict[str, Any] = {}
@@ -199,6 +204,12 @@ def change(files, tmp_path):
             named = json.loads((files / "tokenizer_config.json").read_text())
             unnamed = {name: value for name, value in named.items() if name not in ("bos_token", "pad_token")}
             (folder / "tokenizer_config.json").write_text(json.dumps(unnamed))
+        kinds = {"Transformer": ""} if {"model_type", "activation_fn"} & values.keys() and "sentence" in file else {}
+        if file == "1_LogitScore/config.json":
+            kinds = {"Transformer": "", "LogitScore": "1_LogitScore"}
+        if kinds:  # of a CrossEncoder
+            modules = [{"type": kind, "path": path} for kind, path in kinds.items()]
+            (folder / "modules.json").write_text(json.dumps(modules))
         before = json.loads((files / file).read_text())
         content = {key: value for key, value in (before | values).items() if value is not ...}
         (folder / file).write_text(json.dumps(content))

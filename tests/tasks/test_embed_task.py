@@ -187,6 +187,11 @@ def test_settings_of_a_sentence_transformers_folder():
     (work,) = task.prepare(["ABΣ"])
     assert TOK.decode(work.requests[0].tokens, skip_special=True) == "q:abσ"
     assert not embed_settings(folder((TRANSFORMER, POOLING))).normalize
+    # Octen-Embedding and F2LLM: the last token, scaled; the former has a file of Normalize.
+    octen = folder(
+        pooling={"pooling_mode_lasttoken": True}, **{"2_Normalize/config.json": {"normalize_embeddings": True}}
+    )
+    assert (embed_settings(octen).pooling, embed_settings(octen).normalize) == ("last", True)
     assert not embed_settings(folder(pooling={"include_prompt": False})).pool_prompt
     assert embed_settings(folder(sentence_bert_config={"max_seq_length": 4096})).max_length == 512
     assert embed_settings(folder(tokenizer_config={"model_max_length": 128})).max_length == 128

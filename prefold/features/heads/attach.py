@@ -1,7 +1,7 @@
-"""Enter the decision heads in the tables of the core."""
+"""Enter the decision heads and listwise rerankers in the tables of the core."""
 
 from __future__ import annotations
 
-from . import clef, decision2, jev, kev
+from . import clef, decision2, jev, jina, kev
 
-__all__ = ["clef", "decision2", "jev", "kev"]
+__all__ = ["clef", "decision2", "jev", "jina", "kev"]

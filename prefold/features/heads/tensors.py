@@ -18,24 +18,29 @@ _erf = np.frompyfunc(math.erf, 1, 1)
 
 
 class HeadTensors(Mapping[str, np.ndarray]):
-    """The tensors of a file, float32. Names and shapes are checked at once, and the numbers are read when asked for."""
+    """The tensors of a head, float32. Names and shapes are checked at once, and the numbers are read when asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, shapes: Mapping[str, tuple[int, ...]]):
-        """Raise CheckpointError unless the file has just these tensors, of these shapes (-1: any size)."""
-        path = checkpoint.file(name)
-        if path is None:
-            raise CheckpointError(f"{checkpoint.name} has no file {name}, which its decision head is in")
-        self._file = SafetensorsFile(path)
-        found = {key: tensor.shape for key, tensor in self._file.tensors.items()}
+    def __init__(self, checkpoint: Checkpoint, name: str | None, shapes: Mapping[str, tuple[int, ...]]):
+        """Raise CheckpointError unless the file has just these tensors, of these shapes (-1: any size).
+
+        name: of the file; None: the tensors are among the weights of the model
+        """
+        path = None if name is None else checkpoint.file(name)
+        if name is not None and path is None:
+            raise CheckpointError(f"{checkpoint.name} has no file {name}, which its head is in")
+        self._files: dict[str, SafetensorsFile] = {}
+        for file in map(SafetensorsFile, _files(checkpoint) if path is None else [path]):
+            self._files |= {key: file for key in file.tensors if path is not None or key in shapes}
+        found = {key: file.tensors[key].shape for key, file in self._files.items()}
         for key in sorted(shapes.keys() | found.keys()):
             if not _fits(found.get(key), shapes.get(key)):
                 has, needs = (f"the shape {list(of[key])}" if key in of else "no such tensor" for of in (found, shapes))
-                raise CheckpointError(f"{path}: of {key!r} the file has {has}, and the head {needs}")
+                raise CheckpointError(f"{path or checkpoint.name}: of {key!r} the file has {has}, and the head {needs}")
         self.shapes = found
 
     @cached_property
     def _values(self) -> dict[str, np.ndarray]:
-        return {name: _floats(self._file.array(name), self._file, name) for name in self.shapes}
+        return {name: _floats(file.array(name), file, name) for name, file in self._files.items()}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._values[name]
