@@ -105,8 +105,10 @@ class LayerBuilder:
         h = self.norm("input_layernorm", X, H) if self.in_norms else X
         scale = self._mix(h, mixers)
         if config.parallel:
-            self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, H)
-            self.add(Add(DELTA, H, self.scale_of("mlp") / scale))
+            # What lies beside experts reads what they read.
+            beside = H if config.experts is None else MIXED_BESIDE
+            self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, beside)
+            self.add(Add(DELTA, beside, self.scale_of("mlp") / scale))
             self.add(Add(X, DELTA, scale))
             return tuple(self.operations)
         normed = self.out_norms or config.sum_norms
@@ -171,6 +173,8 @@ class LayerBuilder:
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, size), (v, size)
         q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates else []
+        has_each = config.head_gates == "numbers"
+        gates = [("self_attn.g_proj", heads * dim)] if has_each else gates
         kv = self.kv_buffer
         is_own = config.kv_layer(self.number) == self.number
         if self.is_last or kv != KV or not is_own:
@@ -196,7 +200,7 @@ class LayerBuilder:
         if config.gated:
             self.add(Gate(ATTENDED, source, heads, dim, at=dim, stride=stride))
         if gates:
-            self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=1, each=False))
+            self.add(Gate(ATTENDED, source, heads, dim, at=gates_at, stride=dim if has_each else 1, each=has_each))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.q_size
             self._inner_norm("self_attn.attn_sub_norm", ATTENDED, config.q_size, whole)
@@ -419,11 +423,14 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
             normalised=mixture.normalised,
             activation="clamped" if mixture.clamped else builder.config.activation,
             score=mixture.score,
+            least_sum=mixture.least_sum,
+            tolerance=mixture.tolerance,
             scale=mixture.scale,
             groups=mixture.groups,
             chosen_groups=mixture.chosen_groups,
             group_best=mixture.group_best,
             correction=corrected,
+            corrects_logits=mixture.corrected == "logits",
             router_bias=bias(router),
             gate_up_bias=bias(halves),
             down_bias=bias(downs),
@@ -441,7 +448,7 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     if mixture.shared_gate:
         builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
         builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
-    builder.add(Add(out, SHARED, summed=together))
+    builder.add(Add(out, SHARED, mixture.shared_scale, summed=together))
 
 
 EXPERTS, NO_MLP = "experts", "none"

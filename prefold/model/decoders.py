@@ -156,11 +156,9 @@ def gemma3(hf: HFConfig) -> ModelConfig:
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if hf.get(key) is not None:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 6), num_layers(hf))
-    config = _gemma(hf, _rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
-    local = read_rope(_rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 6), num_layers(hf))
+    config = _gemma(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
+    return with_local_rope(config, types, rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
@@ -175,7 +173,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
     defaults = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "pad_token_id": 128004}
-    return _turning(llama(defaults | hf, windows=windows), turns)
+    return turning(llama(defaults | hf, windows=windows), turns)
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
@@ -188,11 +186,9 @@ def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
 def olmo3(hf: HFConfig) -> ModelConfig:
     """Returns the config of OLMo 3: OLMo 2, where most layers have a sliding window, and positions of their own."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(4, num_layers(hf))
-    config = olmo2(_rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
-    local = read_rope(_rope_of(hf, SLIDING, "rope_theta", 5e5))
-    planes = zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+    types = hf.texts("layer_types", None) or full_every(4, num_layers(hf))
+    config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
+    return with_local_rope(config, types, rope_of(hf, SLIDING, "rope_theta", 5e5))
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
@@ -238,7 +234,7 @@ def gemma2(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of Gemma 2: norms before and after each part, soft caps on attention and on logits, every
     second layer with a sliding window. options: further arguments of `decoder`."""
     hf = Settings.of(hf)
-    types = hf.texts("layer_types", None) or _every(2, num_layers(hf))
+    types = hf.texts("layer_types", None) or full_every(2, num_layers(hf))
     # A missing key is not null, which says that there is no cap.
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
     attention, logits = hf.number("attn_logit_softcapping", None), hf.number("final_logit_softcapping", None)
@@ -270,12 +266,11 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     """Returns the config of Cohere 2 (Command R7B and A): the MLP beside attention, LayerNorm without a bias, and
     layers that rotate nothing, which see everything."""
     hf = Settings.of(hf)
+    # Of Cohere's own code; transformers computes so whatever they say.
     expected = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
-    for key, value in expected.items():  # of Cohere's own code; transformers computes so whatever they say
-        if hf.get(key, value) != value:
-            raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
+    works_with(hf, "Cohere 2", expected)
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
-    types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
+    types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
     windows = windows_of(hf, types)
     epsilon = hf.number("layer_norm_eps", 1e-5, zero=True)
     defaults = {"tie_word_embeddings": True, "rms_norm_eps": epsilon, "pad_token_id": 0}
@@ -288,7 +283,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
         logit_scale=hf.number("logit_scale", 0.0625),
         names=Names(interleaved=True),
     )
-    return _turning(config, [window is not None for window in windows])
+    return turning(config, [window is not None for window in windows])
 
 
 def starcoder2(hf: HFConfig) -> ModelConfig:
@@ -310,20 +305,21 @@ def starcoder2(hf: HFConfig) -> ModelConfig:
     )
 
 
-def exaone4(hf: HFConfig) -> ModelConfig:
+def exaone4(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of EXAONE 4: norms after each part alone, and on the heads of q and k; where there is a
-    sliding window, the layers without it rotate nothing."""
+    sliding window, the layers without it rotate nothing. options: further arguments of `decoder`"""
     hf = Settings.of(hf)
     hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
     windows: list[int | None] = [None] * num_layers(hf)
     if window_of(hf) is not None:
-        types = hf.texts("layer_types", None) or _every(hf.size("sliding_window_pattern", 4), num_layers(hf))
+        types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
         windows = windows_of(hf, types)
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}
-    config = decoder(defaults | hf, windows=windows, qk_norm=True, in_norms=False, out_norms=True)
-    return _turning(config, [window is not None or window_of(hf) is None for window in windows])
+    options = {"in_norms": False, "out_norms": True} | options
+    config = decoder(defaults | hf, windows=windows, qk_norm=True, **options)
+    return turning(config, [window is not None or window_of(hf) is None for window in windows])
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
@@ -414,7 +410,20 @@ def decoder(
     )
 
 
-def _turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
+def works_with(hf: Settings, name: str, expected: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a setting with another value than the only one that a family computes."""
+    for key, value in expected.items():
+        if hf.get(key) not in (None, value):
+            raise UnsupportedModelError(f"{key} is {hf[key]}; {name} works with {value}")
+
+
+def with_local_rope(config: ModelConfig, types: Sequence[str], hf: Settings) -> ModelConfig:
+    """Returns the config where layers with a sliding window have rotary settings of their own. types: of the layers"""
+    local, planes = read_rope(hf), zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
+def turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
     """Returns the config where the layers rotate for which there is no False in `turns`; the others rotate nothing."""
     planes = zip(config.planes, turns, strict=True)
     return replace(config, planes=tuple(plane if turn else replace(plane, rope=STILL) for plane, turn in planes))
@@ -461,12 +470,12 @@ def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
-def _every(pattern: int, layers: int) -> list[str]:
+def full_every(pattern: int, layers: int) -> list[str]:
     """Returns layer types where one layer in `pattern` is full: the last of each."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
 
 
-def _rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
+def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:
     """Returns the config as `read_rope` reads it, for the layers of one kind.
 
     Transformers 5 has settings for each kind in `rope_parameters`; before, `rope_scaling` was for the full

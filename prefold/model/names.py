@@ -22,8 +22,8 @@ class Names:
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
                  of the tensors that lie side by side in such a matrix: "{}" stands for the number
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
-    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
-                 its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
+    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another
+    turned       whether the matrices of stacks are [inputs, outputs], unless they are blocks of MXFP4 (`mxfp4`)
     joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
                  the name here, and theirs
     transposed   whether weights of the layers' linears are [inputs, outputs]
@@ -42,6 +42,7 @@ class Names:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
     in_turn: bool = False
+    turned: bool = False
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     interleaved: bool = False

@@ -111,7 +111,7 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         end = f".{kind}" if kind else ""
         if len(parts) > 1:
             tensor = torch.cat([tensors[f"{name.removesuffix(rest)}{part}{end}"] for part in parts])
-        if not kind:  # Huginn's biases of q and k
+        if not kind and len(parts) > 1:  # Huginn's biases of q and k
             tensor = tensor.view(2, 1, config.heads, config.head_dim)
         if names.transposed and layer is not None and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
@@ -130,7 +130,7 @@ def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[st
                 parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
                 tensors_of = [remaining.pop(part) for part in parts]
                 matrix = torch.stack(tensors_of, 1).flatten(0, 1) if names.in_turn else torch.cat(tensors_of)
-                matrices.append(matrix.T if names.in_turn and matrix.dim() == 2 else matrix)
+                matrices.append(matrix.T if names.turned and matrix.dim() == 2 else matrix)
             if matrices:
                 stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
     return stored, remaining

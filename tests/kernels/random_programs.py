@@ -64,7 +64,7 @@ def random_model(rng: np.random.Generator) -> NativeModel:
         planes=tuple(Plane(window) for window in rng.choice([None, 5, 40], layers)),
         norm=norm, mlp="plain" if plain else "gated",
         activation=str(rng.choice(["silu", "gelu_tanh", "gelu", "relu", "relu2", *(["xielu"] if plain else [])])),
-        gate_scale=float(rng.choice([1.0, 0.7])), head_gates=bool(rng.integers(2)),
+        gate_scale=float(rng.choice([1.0, 0.7])), head_gates=[False, True, "numbers"][int(rng.integers(3))],
         norm_bias=bool(rng.integers(2)), norm_weight=norm_weight, embedding_norm=not rng.integers(4),
         inner_norms=not rng.integers(4), mlp_norm=bool(rng.integers(2)), first_position=int(rng.integers(3)),
         query_growth=None if rng.integers(4) else (0.3, int(rng.integers(1, 60))),

@@ -90,7 +90,7 @@ def model_logits(model: NativeModel) -> np.ndarray:
     """The logits of all tokens."""
     rows, config = np.arange(40), model.config
     step = StreamStep(TOKENS.numpy().astype(np.int32), rows.astype(np.int32), 0, np.full(40, 40), rows, rows)
-    hidden, _ = NativeProgram(model).over_rows(prepare_stream(step, config.planes, config.invariant), NativePath())
+    hidden, _ = NativeProgram(model).over_rows(prepare_stream(step, config), NativePath())
     return model.logits(hidden).copy()
 
 
