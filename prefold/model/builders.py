@@ -410,7 +410,9 @@ def _build_experts(builder: LayerBuilder, h: Buffer, out: Buffer) -> None:
     if mixture.latent:
         latent("in", h, LATENT, mixture.latent, hidden)
     corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
-    together = mixture.shared > 0 and not mixture.latent  # what all ranks have is summed once
+    # What all ranks have is summed once, if there are no biases, which are added once.
+    biased = mixture.biases or builder.config.mlp_bias
+    together = mixture.shared > 0 and not mixture.latent and not biased
     builder.add(
         Experts(
             source,

@@ -32,6 +32,7 @@ class Names:
     swapped      whether they change places: heads are rotated the other way round
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     other_names  matches the beginning of names that are of something else; "": all are of this model
+    single_rows  ends of the names here of vectors that are stored as [1, numbers]
     negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
     """
 
@@ -49,6 +50,7 @@ class Names:
     swapped: bool = False
     before: str = ""
     other_names: str = ""
+    single_rows: tuple[str, ...] = ()
     negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ ERNIE = replace(
     interleaved=True,
     parts={"mlp.moe_statics.e_score_correction_bias": CORRECTION, **SHARED_EXPERTS},
     other_names=r"model\.mtp_",
+    single_rows=CORRECTION,
 )
 HUNYUAN_MOE = replace(HUNYUAN, parts={**HUNYUAN.parts, **SHARED_MLP, "mlp.gate.wg": ("mlp.gate",)}, stacks=STACKS)
 HY_V3 = Names(parts={"mlp.router.gate": ("mlp.gate",), "mlp.expert_bias": CORRECTION, **SHARED_MLP}, stacks=STACKS)

@@ -225,7 +225,7 @@ class SafetensorsSource:
                 shape = tensor.shape
                 transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = self._is_flat(own_names, shape)
+                flat = self._is_flat(own_names, shape, names.single_rows)
                 shape = (math.prod(shape),) if flat else shape
                 orders = [config.row_order(name) for name in own_names]
                 if len(own_names) == 1:
@@ -253,10 +253,10 @@ class SafetensorsSource:
             self.shapes[layer + name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @staticmethod
-    def _is_flat(own_names: Sequence[str], shape: Sequence[int]) -> bool:
+    def _is_flat(own_names: Sequence[str], shape: Sequence[int], single_rows: Sequence[str] = ()) -> bool:
         """Return whether the numbers of a tensor are taken as one row: of a convolution that is several here, of norms
-        of heads, of a router's corrections, and of a number without dimensions."""
-        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias", ".correction"))
+        of heads, of a vector that is stored as a row, and of a number without dimensions."""
+        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias", *single_rows))
         return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
 
     def _add_stack(

@@ -105,7 +105,10 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         path, rest = ("", name) if layer is None else (f"{names.layer(int(layer[1]))}.", layer[2])
         # A tensor with a name of its own, or a module's.
         module, _, kind = (rest, "", "") if rest in stored_as else rest.rpartition(".")
-        called, parts = stored_as.get(module, (module, (module,)))
+        template = re.sub(r"\.\d+(?=\.|$)", ".{}", module, count=1)
+        called, parts = stored_as.get(module) or stored_as.get(template, (module, (module,)))
+        if (number := re.search(r"\.(\d+)(?=\.|$)", module)) is not None:  # of an expert, or of a head
+            called, parts = called.replace("{}", number[1]), tuple(part.replace("{}", number[1]) for part in parts)
         if module != parts[0]:
             continue  # a tensor of several parts is stored when its first part comes
         end = f".{kind}" if kind else ""
@@ -113,6 +116,8 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
             tensor = torch.cat([tensors[f"{name.removesuffix(rest)}{part}{end}"] for part in parts])
         if not kind and len(parts) > 1:  # Huginn's biases of q and k
             tensor = tensor.view(2, 1, config.heads, config.head_dim)
+        if name.endswith(names.single_rows):
+            tensor = tensor[None]
         if names.transposed and layer is not None and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
         prefix = "" if module.split(".")[0] in ("lm_head", "score") else names.prefix
