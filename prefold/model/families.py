@@ -582,8 +582,9 @@ for _causal, _other, _family in (
     ("AfmoeForCausalLM", "Afmoe", afmoe),
     ("Dots1ForCausalLM", "Dots1", dots1),
     ("ExaoneMoeForCausalLM", "ExaoneMoe", exaone_moe),
+    ("ExaoneMoEForCausalLM", "ExaoneMoE", exaone_moe),  # as the files of its makers have it
     ("PhimoeForCausalLM", "Phimoe", phimoe),
-    ("PhiMoEForCausalLM", "PhiMoE", phimoe),  # as the files of its makers have it
+    ("PhiMoEForCausalLM", "PhiMoE", phimoe),  # likewise
     ("AriaTextForCausalLM", "AriaText", aria),
     ("FlexOlmoForCausalLM", "FlexOlmo", flex_olmo),
     ("SolarOpenForCausalLM", "SolarOpen", solar_open),

@@ -144,6 +144,7 @@ GGUF = Names(
         "ffn_gate_shexp": ("mlp.shared_expert.gate_proj",),
         "ffn_up_shexp": ("mlp.shared_expert.up_proj",),
         "ffn_down_shexp": ("mlp.shared_expert.down_proj",),
+        "exp_probs_b.bias": ("mlp.gate.correction",),
     },
     stacks={
         f"ffn_{name}_exps.{kind}": tuple(f"mlp.experts.{{}}.{part}_proj.{kind}" for part in name.split("_"))
@@ -222,9 +223,10 @@ _MAMBA = {
     "ssm_out": ("mamba.out_proj",),
 }
 GGUF_OF |= {
+    "afmoe": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "attn_gate": ("self_attn.g_proj",)}),
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
     "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
-    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2, "exp_probs_b.bias": ("mlp.gate.correction",)}),
+    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
     "qwen3next": replace(

@@ -372,7 +372,7 @@ class GGUFSource:
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
     IN_TURN = (
         *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "cohere2"),
-        *("command-r", "glm4", "ernie4_5", "arcee"),
+        *("command-r", "glm4", "ernie4_5", "ernie4_5-moe", "arcee"),
     )
 
     def __init__(

@@ -430,8 +430,8 @@ WITH_TOWERS = ("Apertus1p5", "Aria", "Gemma3", "Qwen3_5", "Qwen3_5Moe")  # whose
 def test_settings_that_change_nothing_are_not_refused(architecture, tmp_path):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
     family = re.match(r"(.+?)(Text)?(For\w+|LMHeadModel|Model)", architecture)[1]
-    # transformers has no config of Kev, which stands on Qwen3.5.
-    family = {"Kev": "Qwen3_5", "PhiMoE": "Phimoe"}.get(family, family)
+    # transformers has no config of Kev, which stands on Qwen3.5, and spells some names otherwise.
+    family = {"Kev": "Qwen3_5", "PhiMoE": "Phimoe", "ExaoneMoE": "ExaoneMoe"}.get(family, family)
     loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
     if family in loops:
         theirs = LOOPS[loops[family]]
