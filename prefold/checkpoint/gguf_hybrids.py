@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import UnsupportedModelError
 from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, Keys
-from .gguf_mixtures import SIGMOID, counts
+from .gguf_mixtures import SIGMOID, SOFTMAX, counts
 from .settings import TILED, Settings
 
 
@@ -37,11 +37,11 @@ def _lfm2_moe(gguf: Settings, config: Keys) -> Keys:
     }
 
 
-def _of_experts(gguf: Settings, *function: int) -> Keys:
+def _of_experts(gguf: Settings, function: int = SOFTMAX) -> Keys:
     """Returns the config keys of experts that llama.cpp always normalises. function: as of `counts`"""
     if not gguf.flag("expert_weights_norm", True):
         raise UnsupportedModelError(f"{gguf.file}: {gguf.prefix}expert_weights_norm is false, which is not supported")
-    return counts(gguf, "num_experts", *function) | {"moe_intermediate_size": gguf.size("expert_feed_forward_length")}
+    return counts(gguf, "num_experts", function) | {"moe_intermediate_size": gguf.size("expert_feed_forward_length")}
 
 
 def _qwen35(gguf: Settings, config: Keys) -> Keys:

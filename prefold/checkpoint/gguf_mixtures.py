@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, MIXTURES, OF_ARCHITECTURE, Keys, windows_of
+from .gguf_config import ARCHITECTURES, BY_TENSOR, MIXTURES, OF_ARCHITECTURE, PARTLY_TURNED, Keys, windows_of
 from .settings import Settings
 
 # llama.cpp's functions of the router's logits.
 SOFTMAX, SIGMOID = 1, 2
 
 
-def counts(gguf: Settings, key: str, function: int = SOFTMAX) -> Keys:
-    """Returns how many experts there are, under this key, and how many of them a row goes through. function: of the
-    router's logits"""
+def counts(gguf: Settings, key: str, function: int = SOFTMAX, scale_key: str = "") -> Keys:
+    """Returns how many experts there are, under this key, and how many of them a row goes through.
+
+    function   of the router's logits
+    scale_key  the key of a factor of what experts give; "": a factor is refused
+    """
     found = gguf.size("expert_gating_func", function)
     if found != function:
         raise UnsupportedModelError(
             f"{gguf.file}: the router has {gguf.prefix}expert_gating_func {found}; only {function} is supported for "
             "this architecture"
         )
-    if (scale := gguf.number("expert_weights_scale", 1.0, zero=True)) not in (0.0, 1.0):
+    scale = float(gguf.number("expert_weights_scale", 1.0, zero=True)) or 1.0
+    if scale != 1 and not scale_key:
         raise UnsupportedModelError(
             f"{gguf.file}: {gguf.prefix}expert_weights_scale is {scale:g}; factors of experts are not supported"
         )
-    return {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
+    found = {key: gguf.size("expert_count"), "num_experts_per_tok": gguf.size("expert_used_count")}
+    return found | ({scale_key: scale} if scale_key else {})
 
 
 def _qwen(gguf: Settings, normalised: bool) -> Keys:
@@ -50,6 +55,60 @@ def _granite(gguf: Settings, config: Keys) -> Keys:
     )
 
 
+def _by_sigmoids(gguf: Settings, count: str = "n_routed_experts", shared: str = "n_shared_experts") -> Keys:
+    """Returns the config keys of the mixtures of DeepSeek-V3. count, shared: the keys of how many experts there are,
+    and of how many every row goes through"""
+    return counts(gguf, count, SIGMOID, "routed_scaling_factor") | {
+        shared: gguf.size("expert_shared_count", 0, least=0),
+        "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
+        "first_k_dense_replace": gguf.size("leading_dense_block_count", 0, least=0),
+        "norm_topk_prob": gguf.flag("expert_weights_norm"),
+        "n_group": gguf.size("expert_group_count", 1, least=0),
+        "topk_group": gguf.size("expert_group_used_count", 1, least=0),
+    }
+
+
+def _afmoe(gguf: Settings, config: Keys) -> Keys:
+    """Returns the config keys of Trinity. Files do not say which layers have a window, and that embeddings are scaled:
+    as in llama.cpp."""
+    found = _by_sigmoids(gguf, "num_experts", "num_shared_experts")
+    return windows_of(gguf, 4) | {
+        **{key: found[key] for key in ("num_experts", "num_experts_per_tok", "num_shared_experts", "n_group")},
+        "topk_group": found["topk_group"],
+        "moe_intermediate_size": found["moe_intermediate_size"],
+        "num_dense_layers": found["first_k_dense_replace"],
+        "route_scale": found["routed_scaling_factor"],
+        "route_norm": found["norm_topk_prob"],
+        "mup_enabled": True,
+    }
+
+
+def _ernie(gguf: Settings, config: Keys) -> Keys:
+    found, width = counts(gguf, "moe_num_experts"), gguf.size("expert_feed_forward_length")
+    shared = gguf.size("expert_shared_count", 0, least=0)
+    if gguf.size("expert_shared_feed_forward_length", shared * width, least=0) != shared * width:
+        raise gguf.wrong("expert_shared_feed_forward_length", f"{shared} times the width of an expert, {width}")
+    return {
+        "moe_num_experts": found["moe_num_experts"],
+        "moe_k": found["num_experts_per_tok"],
+        "moe_intermediate_size": width,
+        "moe_num_shared_experts": shared,
+        "moe_layer_start_index": gguf.size("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": gguf.size("interleave_moe_layer_step", 1),
+    }
+
+
+def _hunyuan(gguf: Settings, config: Keys) -> Keys:
+    found = counts(gguf, "num_experts")
+    return {
+        "num_experts": found["num_experts"],
+        "moe_topk": found["num_experts_per_tok"],
+        "intermediate_size": gguf.size("expert_shared_feed_forward_length", config["intermediate_size"]),
+        "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
+        "num_shared_expert": gguf.size("expert_shared_count", 1, least=0),
+    }
+
+
 def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
     rope = config["rope_parameters"] | {"truncate": False}  # which files do not say
     return windows_of(gguf, 2) | {"rope_parameters": rope}
@@ -61,7 +120,21 @@ ARCHITECTURES |= {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "exaone-moe": "ExaoneMoeForCausalLM",
 }
+PARTLY_TURNED |= {"glm4moe", "minimax-m2"}
+BY_TENSOR |= {
+    "glm4moe": {"use_qk_norm": "attn_q_norm.weight"},
+    "ernie4_5-moe": {"use_bias": "attn_q.bias"},
+}
+OF_ARCHITECTURE["afmoe"] = lambda gguf, config: {}
+OF_ARCHITECTURE["exaone-moe"] = lambda gguf, config: windows_of(gguf, 4)
 OF_ARCHITECTURE["gpt-oss"] = _gpt_oss
 MIXTURES |= {
     "llama": lambda gguf, config: counts(gguf, "num_local_experts") | {"architectures": ["MixtralForCausalLM"]},
@@ -70,4 +143,13 @@ MIXTURES |= {
     "qwen3moe": lambda gguf, config: _qwen(gguf, True),
     "olmoe": lambda gguf, config: counts(gguf, "num_experts"),
     "granitemoe": _granite,
+    "glm4moe": lambda gguf, config: _by_sigmoids(gguf),
+    "dots1": lambda gguf, config: _by_sigmoids(gguf),
+    "minimax-m2": lambda gguf, config: (
+        counts(gguf, "num_local_experts", SIGMOID) | {"intermediate_size": gguf.size("expert_feed_forward_length")}
+    ),
+    "ernie4_5-moe": _ernie,
+    "hunyuan-moe": _hunyuan,
+    "afmoe": _afmoe,
+    "exaone-moe": lambda gguf, config: _by_sigmoids(gguf, "num_experts", "num_shared_experts"),
 }

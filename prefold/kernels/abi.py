@@ -51,6 +51,12 @@ class Activation(IntEnum):
     RELU2 = 6
 
 
+class RouterScore(IntEnum):
+    SOFTMAX = 0
+    SIGMOID = 1
+    SPARSE_MIXER = 2
+
+
 class Kind(IntEnum):
     NORM = 0
     LINEAR = 1
@@ -263,7 +269,10 @@ class ExpertsCall(Structure):
         ("chosen_groups", c_int64),
         ("group_best", c_int64),
         ("scale", c_float),
-        ("is_sigmoid", c_int32),
+        ("least_sum", c_float),
+        ("tolerance", c_float),
+        ("score", c_int32),
+        ("corrects_logits", c_int32),
         ("is_plain", c_int32),
         ("normalised", c_int32),
         ("threads", c_int32),
@@ -496,6 +505,7 @@ ENUMS: tuple[type[IntEnum], ...] = (
     Failure,
     BlockType,
     Activation,
+    RouterScore,
     Kind,
 )
 STRUCTURES: tuple[type[Structure], ...] = (

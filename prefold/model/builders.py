@@ -115,8 +115,10 @@ class LayerBuilder:
         h = self.stream_norm("input_layernorm")
         scale = self._mix(h, mixers)
         if config.parallel:
-            self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, H)
-            self.add(Add(DELTA, H, self.scale_of("mlp") / scale))
+            # What lies beside experts reads what they read.
+            beside = H if config.experts is None else MIXED_BESIDE
+            self.mlp(self.norm("post_attention_layernorm", X, H) if config.mlp_norm else h, beside)
+            self.add(Add(DELTA, beside, self.scale_of("mlp") / scale))
             self.add(Add(X, DELTA, scale))
             return tuple(self.operations)
         normed = self.out_norms or config.sum_norms
@@ -210,7 +212,10 @@ class LayerBuilder:
         queries, size = heads * stride, kv_heads * dim
         q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
         keys, values = (k, size), (k if tied else v, size)
-        q_modules, gates = [(q, queries)], [("self_attn.g_proj", heads)] if config.head_gates is True else []
+        q_modules, has_each = [(q, queries)], config.head_gates == "each"
+        gates = [("self_attn.g_proj", heads * dim if has_each else heads)] if config.head_gates else []
+        beside_gates = gates if config.sphere is not None else []  # gates that are scaled are a linear of their own
+        gates = [] if beside_gates else gates
         kv, q_buffer, qkv, attended = self.kv_buffer, *map(self._of_plane, (Q, QKV, ATTENDED))
         is_own = config.kv_layer(self.number) == self.number
         if self.is_last or config.kv_layers:
@@ -238,13 +243,13 @@ class LayerBuilder:
         if config.gated:
             self.add(Gate(attended, source, heads, dim, at=dim, stride=stride))
         if gates:
-            self.add(Gate(attended, source, heads, dim, at=gates_at, stride=1, each=False))
-        if config.head_gates == "each":
-            self.linear("gates", [("self_attn.g_proj", heads * dim)], h, GATES, config.hidden)
-            if config.sphere is not None:
-                scales = self._vector("self_attn.s_gate", heads * dim)
-                self.add(ScaleHeads(GATES, 0, heads, dim, dim, scales, config.sphere.gates, 2))
-            self.add(Gate(attended, GATES, heads, dim, stride=dim))
+            self.add(Gate(attended, source, heads, dim, at=gates_at, stride=dim if has_each else 1, each=has_each))
+        if beside_gates and config.sphere is not None:
+            self.linear("gates", beside_gates, h, GATES, config.hidden)
+            each = beside_gates[0][1]
+            scales = self._vector("self_attn.s_gate", each)
+            self.add(ScaleHeads(GATES, 0, 1, each, each, scales, config.sphere.gates, 2))
+            self.add(Gate(attended, GATES, heads, dim, stride=dim if has_each else 1, each=has_each))
         if config.inner_norms:
             whole = None if config.whole is None else config.whole.q_size
             self._inner_norm("self_attn.attn_sub_norm", attended, heads * dim, whole)
@@ -506,7 +511,9 @@ def _build_experts(
     if mixture.latent:
         latent("in", h, LATENT, mixture.latent, hidden)
     corrected = Weight(((f"{mlp}gate.correction", mixture.count),), wide=True) if mixture.corrected else None
-    together = mixture.shared > 0 and not mixture.latent  # what all ranks have is summed once
+    # What all ranks have is summed once, if there are no biases, which are added once.
+    biased = mixture.biases or builder.config.mlp_bias
+    together = mixture.shared > 0 and not mixture.latent and not biased
     builder.add(
         Experts(
             source,
@@ -519,11 +526,14 @@ def _build_experts(
             normalised=mixture.normalised,
             activation="clamped" if mixture.clamped else builder.config.activation,
             score=mixture.score,
+            least_sum=mixture.least_sum,
+            tolerance=mixture.tolerance,
             scale=mixture.scale,
             groups=mixture.groups,
             chosen_groups=mixture.chosen_groups,
             group_best=mixture.group_best,
             correction=corrected,
+            corrects_logits=mixture.corrected == "logits",
             router_bias=bias(router),
             gate_up_bias=bias(halves),
             down_bias=bias(downs),
@@ -542,7 +552,7 @@ def _build_experts(
     if mixture.shared_gate:
         builder.linear("", [("mlp.shared_expert_gate", 1)], h, SHARED_GATE, hidden)
         builder.add(Gate(SHARED, SHARED_GATE, 1, hidden, each=False))
-    builder.add(Add(out, SHARED, summed=together))
+    builder.add(Add(out, SHARED, mixture.shared_scale, summed=together))
 
 
 EXPERTS, BESIDE_EXPERTS, NO_MLP = "experts", "beside_experts", "none"

@@ -120,17 +120,22 @@ class Mixture:
     count        experts of a layer
     chosen       experts that a row goes through: those with the largest scores
     width        of an expert
-    score        what the router's logits become: "softmax" over all experts, or "sigmoid" of each
+    score        what the router's logits become: "softmax" over all experts, or "sigmoid" of each; or "sparsemixer":
+                 each choice has a softmax of its own (Phi 3.5 MoE, arXiv 2409.12136)
     normalised   whether the weights of the chosen experts are divided by their sum
+    least_sum    what the weights are divided by if their sum is smaller
+    tolerance    of "sparsemixer". The softmax of a choice leaves out the experts that were chosen before, and those
+                 whose logit x is far from the largest one, t: (t - x) / max(|x|, t) is more than this
     scale        factor of the weights
     corrected    whether the router has a number for each expert that is added to its score when experts are chosen, and
-                 not to its weight
+                 not to its weight; "logits": it is added to the logit
     groups       equal groups of experts; a row goes through experts of the best `chosen_groups` alone. The best group
                  has the largest sum of its `group_best` largest scores
     chosen_groups
     group_best
     shared       width of an MLP beside the experts that every row goes through; 0: there is none
     shared_gate  whether its result is multiplied with the sigmoid of a linear with one output
+    shared_scale  factor of its result
     biases       whether the router and the experts have biases
     clamped      whether an expert is that of gpt-oss: of gates g, at most 7, and of up u, within 7, it computes
                  g * sigmoid(1.702 g) * (1 + u)
@@ -143,15 +148,18 @@ class Mixture:
     count: int
     chosen: int
     width: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalised: bool = True
+    least_sum: float = 0.0
+    tolerance: float = 0.0
     scale: float = 1.0
-    corrected: bool = False
+    corrected: bool | Literal["logits"] = False
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 1
     shared: int = 0
     shared_gate: bool = False
+    shared_scale: float = 1.0
     biases: bool = False
     clamped: bool = False
     gated: bool = True
@@ -169,6 +177,8 @@ class Mixture:
                 f"each row goes through {self.chosen} experts, and {self.chosen_groups} groups have "
                 f"{self.count // self.groups * self.chosen_groups}"
             )
+        if self.score == "sparsemixer" and (self.corrected or self.groups > 1):
+            raise UnsupportedModelError("sparsemixer goes neither with corrected scores nor with groups of experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,8 +414,6 @@ class ModelConfig:
                 )
         if len({rope.share for rope in self.ropes if rope.kind != "none"}) > 1:
             raise UnsupportedModelError("the rotated part of a head must be of one size in all layers")
-        if self.row_qk_norm and self.head_order:
-            raise UnsupportedModelError("norms over all heads do not go with heads whose numbers change their places")
         whole_blocks = (self.sum_norms, self.parallel, self.row_qk_norm, self.residual_scale != 1)
         layers = range(self.layers)
         for name in ("mixers", "mlp", "in_norms", "out_norms", "mlp_widths"):

@@ -158,7 +158,7 @@ def gemma3(hf: HFConfig) -> ModelConfig:
             raise UnsupportedModelError(f"{key} {hf[key]} is not supported; Gemma 3 has none")
     types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 6), num_layers(hf))
     config = gemma_decoder(hf, rope_of(hf, FULL, "rope_theta", 1e6), types, qk_norm=True)
-    return with_local_rope(config, hf, types, "rope_local_base_freq", 1e4)
+    return with_local_rope(config, types, rope_of(hf, SLIDING, "rope_local_base_freq", 1e4))
 
 
 def smollm3(hf: HFConfig) -> ModelConfig:
@@ -173,7 +173,7 @@ def smollm3(hf: HFConfig) -> ModelConfig:
     types = [FULL if turn else near for turn in turns]
     windows = windows_of(hf, hf.texts("layer_types", None) or types)
     defaults = {"tie_word_embeddings": True, "num_key_value_heads": 4, "rope_theta": 2e6, "pad_token_id": 128004}
-    return _turning(llama(defaults | hf, windows=windows), turns)
+    return turning(llama(defaults | hf, windows=windows), turns)
 
 
 def olmo2(hf: HFConfig, **options: Any) -> ModelConfig:
@@ -188,7 +188,7 @@ def olmo3(hf: HFConfig) -> ModelConfig:
     hf = Settings.of(hf)
     types = hf.texts("layer_types", None) or full_every(4, num_layers(hf))
     config = olmo2(rope_of(hf, FULL, "rope_theta", 5e5), windows=windows_of(hf, types))
-    return with_local_rope(config, hf, types, "rope_theta", 5e5)
+    return with_local_rope(config, types, rope_of(hf, SLIDING, "rope_theta", 5e5))
 
 
 def phi3(hf: HFConfig) -> ModelConfig:
@@ -261,10 +261,9 @@ def cohere2(hf: HFConfig) -> ModelConfig:
     """Returns the config of Cohere 2 (Command R7B and A): the MLP beside attention, LayerNorm without a bias, and
     layers that rotate nothing, which see everything."""
     hf = Settings.of(hf)
+    # Of Cohere's own code; transformers computes so whatever they say.
     expected = {"use_parallel_block": True, "use_gated_activation": True, "position_embedding_type": "rope_gptj"}
-    for key, value in expected.items():  # of Cohere's own code; transformers computes so whatever they say
-        if hf.get(key, value) != value:
-            raise UnsupportedModelError(f"{key} is {hf[key]}; Cohere 2 works with {value}")
+    works_with(hf, "Cohere 2", expected)
     hf.get("use_embedding_sharing")  # likewise; tie_word_embeddings is what counts
     types = hf.texts("layer_types", None) or full_every(hf.size("sliding_window_pattern", 4), num_layers(hf))
     windows = windows_of(hf, types)
@@ -279,7 +278,7 @@ def cohere2(hf: HFConfig) -> ModelConfig:
         logit_scale=hf.number("logit_scale", 0.0625),
         names=Names(interleaved=True),
     )
-    return _turning(config, [window is not None for window in windows])
+    return turning(config, [window is not None for window in windows])
 
 
 def starcoder2(hf: HFConfig) -> ModelConfig:
@@ -301,9 +300,9 @@ def starcoder2(hf: HFConfig) -> ModelConfig:
     )
 
 
-def exaone4(hf: HFConfig) -> ModelConfig:
+def exaone4(hf: HFConfig, **options: Any) -> ModelConfig:
     """Returns the config of EXAONE 4: norms after each part alone, and on the heads of q and k; where there is a
-    sliding window, the layers without it rotate nothing."""
+    sliding window, the layers without it rotate nothing. options: further arguments of `decoder`"""
     hf = Settings.of(hf)
     hf.get("sliding_window_pattern")  # says nothing beside layer_types, and without a window
     windows: list[int | None] = [None] * num_layers(hf)
@@ -313,8 +312,9 @@ def exaone4(hf: HFConfig) -> ModelConfig:
     elif set(hf.texts("layer_types", None) or ()) - {FULL}:
         raise UnsupportedModelError("layer_types has sliding attention, and sliding_window is null")
     defaults = {"rms_norm_eps": 1e-5}
-    config = decoder(defaults | hf, windows=windows, qk_norm=True, in_norms=False, out_norms=True)
-    return _turning(config, [window is not None or window_of(hf) is None for window in windows])
+    options = {"in_norms": False, "out_norms": True} | options
+    config = decoder(defaults | hf, windows=windows, qk_norm=True, **options)
+    return turning(config, [window is not None or window_of(hf) is None for window in windows])
 
 
 def gpt2(hf: HFConfig) -> ModelConfig:
@@ -405,7 +405,20 @@ def decoder(
     )
 
 
-def _turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
+def works_with(hf: Settings, name: str, expected: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError for a setting with another value than the only one that a family computes."""
+    for key, value in expected.items():
+        if hf.get(key) not in (None, value):
+            raise UnsupportedModelError(f"{key} is {hf[key]}; {name} works with {value}")
+
+
+def with_local_rope(config: ModelConfig, types: Sequence[str], hf: Settings) -> ModelConfig:
+    """Returns the config where layers with a sliding window have rotary settings of their own. types: of the layers"""
+    local, planes = read_rope(hf), zip(config.planes, types, strict=True)
+    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
+
+
+def turning(config: ModelConfig, turns: Sequence[bool | int]) -> ModelConfig:
     """Returns the config where the layers rotate for which there is no False in `turns`; the others rotate nothing."""
     planes = zip(config.planes, turns, strict=True)
     return replace(config, planes=tuple(plane if turn else replace(plane, rope=STILL) for plane, turn in planes))
@@ -455,13 +468,6 @@ def windows_of(hf: Settings, types: list[str]) -> list[int | None]:
 def full_every(pattern: int, layers: int) -> list[str]:
     """Returns layer types where one layer in `pattern` is full: the last of each."""
     return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
-
-
-def with_local_rope(config: ModelConfig, hf: Settings, types: list[str], base: str, default: float) -> ModelConfig:
-    """Returns the config where layers with a sliding window have rotary settings of their own. types: one a layer;
-    base, default: as of `rope_of`"""
-    local, planes = read_rope(rope_of(hf, SLIDING, base, default)), zip(config.planes, types, strict=True)
-    return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 
 
 def rope_of(hf: Settings, kind: str, base: str, default: float) -> Settings:

@@ -95,6 +95,26 @@ from .llamas import (  # fmt: skip
     vaultgemma,
 )
 from .mixtures import gpt_oss, granite_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from .routed import (  # fmt: skip
+    afmoe,
+    aria,
+    cohere2_moe,
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    flex_olmo,
+    flint,
+    glm4_moe,
+    granite_moe_swa,
+    hunyuan_moe,
+    hy_v3,
+    kolibri,
+    mellum,
+    minimax_m2,
+    phimoe,
+    sarvam_moe,
+    solar_open,
+)
 
 # Architectures that turn a part of each head, by what their names begin with. In the other families of prefold's own,
 # transformers turns whole heads whatever partial_rotary_factor says, and other programs a part.
@@ -110,6 +130,10 @@ PARTLY_TURNED = (
     "StableLm",
     "GPTNeoX",
     "Persimmon",
+    "MiniMaxM2",
+    "SolarOpen",
+    "SarvamMoE",
+    "Mellum",
     *_GPTJ,
 )
 
@@ -298,8 +322,8 @@ def supported_architectures() -> list[str]:
 
 def _architecture(hf: Settings) -> str:
     names, model_type = hf.texts("architectures", None), hf.text("model_type", None)
-    if names and model_type in RUN_AS_LLAMA:
-        return names[0].replace("Llama", RUN_AS_LLAMA[model_type])
+    if names and model_type in RUN_AS_OTHERS:
+        return names[0].replace(*RUN_AS_OTHERS[model_type])
     return names[0] if names else MODEL_TYPES.get(str(model_type), str(model_type))
 
 
@@ -438,9 +462,33 @@ MODEL_TYPES = {
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "bamba": "BambaForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "aria_text": "AriaTextForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
+    "mellum": "MellumForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "sarvam_moe": "SarvamMoEForCausalLM",
+    "flint": "FlintForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
+    "kolibri1": "Kolibri1ForCausalLM",
 }
-# What architectures begin with here, by the model_type of checkpoints of transformers that name those of Llama.
-RUN_AS_LLAMA = {"exaone": "Exaone", "internlm3": "InternLM3", "iquestcoder": "IQuestCoder"}
+# By the model_type of checkpoints of transformers that name the architectures of another model: what these begin with
+# there, and here.
+RUN_AS_OTHERS = {
+    "exaone": ("Llama", "Exaone"),
+    "internlm3": ("Llama", "InternLM3"),
+    "iquestcoder": ("Llama", "IQuestCoder"),
+    "sarvam_moe": ("Glm4Moe", "SarvamMoE"),
+}
 # By architecture, the settings that prefold's own family does. A config with another one is left to fallbacks first.
 LEFT_TO_OTHERS: dict[str, HFConfig] = {
     "OlmoForCausalLM": {"clip_qkv": None},
@@ -451,10 +499,13 @@ UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
     codegen, gemma4, gemma4_unified, glm4_moe_lite, mistral4, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h,
-    bamba,
+    bamba, glm4_moe, minimax_m2, ernie4_5_moe, afmoe, dots1, exaone_moe, aria, flex_olmo, solar_open, granite_moe_swa,
+    mellum, cohere2_moe, sarvam_moe, flint, hy_v3, kolibri,
 )  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
+_OWN_CODE |= {"PhiMoEForCausalLM", "AfmoeForCausalLM", "SarvamMoEForCausalLM", "MiniMaxM2ForCausalLM"}
+_OWN_CODE |= {"HunYuanMoEV1ForCausalLM"}
 _OWN_CODE |= {f"{_name}ForCausalLM" for _name in ("InternLM3", "IQuestCoder", "Exaone", "Falcon", "HunYuanDenseV1")}
 _REFUSED: dict[str, str] = {}
 _QUANTISED: dict[str, str] = {"GptOssForCausalLM": "mxfp4"}
@@ -540,6 +591,26 @@ for _causal, _other, _family in (
     ("FalconH1ForCausalLM", "FalconH1", falcon_h1),
     ("NemotronHForCausalLM", "NemotronH", nemotron_h),
     ("BambaForCausalLM", "Bamba", bamba),
+    ("Glm4MoeForCausalLM", "Glm4Moe", glm4_moe),
+    ("MiniMaxM2ForCausalLM", "MiniMaxM2", minimax_m2),
+    ("Ernie4_5_MoeForCausalLM", "Ernie4_5_Moe", ernie4_5_moe),
+    ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1", hunyuan_moe),
+    ("AfmoeForCausalLM", "Afmoe", afmoe),
+    ("Dots1ForCausalLM", "Dots1", dots1),
+    ("ExaoneMoeForCausalLM", "ExaoneMoe", exaone_moe),
+    ("ExaoneMoEForCausalLM", "ExaoneMoE", exaone_moe),  # as the files of its makers have it
+    ("PhimoeForCausalLM", "Phimoe", phimoe),
+    ("PhiMoEForCausalLM", "PhiMoE", phimoe),  # likewise
+    ("AriaTextForCausalLM", "AriaText", aria),
+    ("FlexOlmoForCausalLM", "FlexOlmo", flex_olmo),
+    ("SolarOpenForCausalLM", "SolarOpen", solar_open),
+    ("GraniteMoeSWAForCausalLM", "GraniteMoeSWA", granite_moe_swa),
+    ("MellumForCausalLM", "Mellum", mellum),
+    ("Cohere2MoeForCausalLM", "Cohere2Moe", cohere2_moe),
+    ("SarvamMoEForCausalLM", "SarvamMoE", sarvam_moe),
+    ("FlintForCausalLM", "Flint", flint),
+    ("HYV3ForCausalLM", "HYV3", hy_v3),
+    ("Kolibri1ForCausalLM", "Kolibri1", kolibri),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers

@@ -8,21 +8,11 @@ from typing import Any
 
 from ..checkpoint.settings import Settings
 from ..errors import UnsupportedModelError
-from .builders import EXPERTS
 from .config import Latent, ModelConfig
 from .decoders import HFConfig, decoder
 from .llamas import query_growth, rope_unless_given
-from .mixtures import MOST_EXPERTS, STACKS, mixture
+from .mixtures import BY_SIGMOIDS, DEEPSEEK, deepseek_mixture, dense_or_sparse, first_dense, without_further
 from .names import Names
-
-DEEPSEEK = Names(
-    parts={
-        "mlp.gate.e_score_correction_bias": ("mlp.gate.correction",),
-        **{f"mlp.shared_experts.{name}_proj": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")},
-    },
-    stacks=STACKS,
-    interleaved=True,
-)
 
 
 def latent_decoder(hf: HFConfig, *, value_dim: int | None = 128, **options: Any) -> ModelConfig:
@@ -61,37 +51,14 @@ def _temperature(config: ModelConfig) -> float:
     return float((0.1 * settings["mscale_all_dim"] * math.log(settings["factor"]) + 1) ** 2)
 
 
-def _with_experts(hf: Settings, config: ModelConfig, kinds: tuple[str, ...], **values: Any) -> ModelConfig:
-    """Return a config with the experts that the keys of DeepSeek's configs say. kinds: of the MLP of each layer"""
-    groups = {"groups": hf.size("n_group", 1) if hf.get("n_group", 1) else 1}
-    groups["chosen_groups"] = hf.size("topk_group", 1) if hf.get("topk_group", 1) else 1
-    width = hf.size("moe_intermediate_size", 1407)
-    return mixture(
-        config,
-        count=hf.size("n_routed_experts", 64, most=MOST_EXPERTS),
-        chosen=hf.size("num_experts_per_tok", 8),
-        width=width,
-        shared=width * hf.size("n_shared_experts", 1),
-        scale=float(hf.number("routed_scaling_factor", 1.0)),
-        mlp=kinds,
-        **{"normalised": hf.flag("norm_topk_prob", True), **groups, **values},
-    )
-
-
-def _first_dense(hf: Settings, layers: int, default: int) -> tuple[str, ...]:
-    """Return the kind of MLP of each layer: the first ones are dense."""
-    dense = hf.size("first_k_dense_replace", default, least=0)
-    return tuple("gated" if number < dense else EXPERTS for number in range(layers))
-
-
 def _names(hf: Settings) -> Names:
-    return replace(DEEPSEEK, interleaved=hf.flag("rope_interleave", True))
+    return without_further(hf, replace(DEEPSEEK, interleaved=hf.flag("rope_interleave", True)))
 
 
 def deepseek_v2(hf: HFConfig) -> ModelConfig:
     """Returns the config of DeepSeek-V2 and V2-Lite: latent attention, and mixtures beside an MLP for all rows."""
     hf = Settings.of(hf)
-    config = latent_decoder(hf, names=DEEPSEEK, mlp_bias=hf.flag("mlp_bias"))
+    config = latent_decoder(hf, names=replace(DEEPSEEK, interleaved=True), mlp_bias=hf.flag("mlp_bias"))
     method = hf.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise hf.wrong("topk_method", "greedy or group_limited_greedy")
@@ -100,19 +67,18 @@ def deepseek_v2(hf: HFConfig) -> ModelConfig:
     if method == "greedy":
         values |= {"groups": 1, "chosen_groups": 1}
     hf = {"n_shared_experts": 2} | hf
-    return _with_experts(hf, config, _first_dense(hf, config.layers, 0), **values)
+    return deepseek_mixture(hf, config, first_dense(hf, config.layers, 0), **values)
 
 
 def deepseek_v3(hf: HFConfig) -> ModelConfig:
     """Returns the config of DeepSeek-V3 and R1: latent attention, and mixtures whose routers score by sigmoids, choose
     groups first and correct scores when they choose."""
     hf = Settings.of(hf)
-    hf.get("num_nextn_predict_layers")  # of layers that predict further tokens, which are not loaded
     defaults = {"moe_intermediate_size": 2048, "n_routed_experts": 256, "routed_scaling_factor": 2.5}
     hf = defaults | {"n_group": 8, "topk_group": 4} | hf
     config = latent_decoder(hf, names=_names(hf))
-    kinds = _first_dense(hf, config.layers, 3)
-    return _with_experts(hf, config, kinds, score="sigmoid", corrected=True, group_best=2)
+    kinds = first_dense(hf, config.layers, 3)
+    return deepseek_mixture(hf, config, kinds, **BY_SIGMOIDS)
 
 
 def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
@@ -123,9 +89,7 @@ def glm4_moe_lite(hf: HFConfig) -> ModelConfig:
     defaults |= {"moe_intermediate_size": 1536, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4}
     hf = defaults | hf
     config = latent_decoder(hf, names=_names(hf))
-    types = hf.texts("mlp_layer_types", None) or ["dense"] + ["sparse"] * (config.layers - 1)
-    kinds = tuple(EXPERTS if kind == "sparse" else "gated" for kind in types)
-    return _with_experts(hf, config, kinds, score="sigmoid", corrected=True, group_best=2)
+    return deepseek_mixture(hf, config, dense_or_sparse(hf, config.layers), **BY_SIGMOIDS)
 
 
 def mistral4(hf: HFConfig) -> ModelConfig:
@@ -141,7 +105,7 @@ def mistral4(hf: HFConfig) -> ModelConfig:
     hf = defaults | {"n_shared_experts": 1} | hf
     hf = hf | {"rope_parameters": _rope_of_tails(hf), "rope_scaling": None}
     config = latent_decoder(hf, names=_names(hf), query_growth=query_growth(hf))
-    return _with_experts(hf, config, _first_dense(hf, config.layers, 0), group_best=2)
+    return deepseek_mixture(hf, config, first_dense(hf, config.layers, 0), group_best=2)
 
 
 def _rope_of_tails(hf: Settings) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .decoders import (  # fmt: skip
     num_layers,
     window_of,
     windows_of,
+    works_with,
 )
 from .names import FUSED, Names
 
@@ -144,9 +145,8 @@ def ernie4_5(hf: HFConfig) -> ModelConfig:
 def hunyuan(hf: HFConfig) -> ModelConfig:
     """Returns the config of Hunyuan, the dense models: norms on q and k after the rotation."""
     hf = Settings.of(hf)
-    for key, value in {"use_qk_norm": True, "norm_type": "rms", "use_cla": False}.items():  # of Tencent's own code
-        if hf.get(key, value) != value:
-            raise UnsupportedModelError(f"{key} is {hf[key]}; Hunyuan works with {value}")
+    # Of Tencent's own code.
+    works_with(hf, "Hunyuan", {"use_qk_norm": True, "norm_type": "rms", "use_cla": False})
     hf.get("attention_head_dim")  # likewise; head_dim is what counts
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0}
     return llama(defaults | _stretched(hf) | {"mlp_bias": False}, qk_norm=HeadNorm(after=True), names=HUNYUAN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,7 +10,19 @@ from ..checkpoint.settings import MOST_LAYERS, Settings
 from ..errors import UnsupportedModelError
 from .builders import EXPERTS
 from .config import Mixture, ModelConfig
-from .decoders import FULL, SLIDING, HFConfig, decoder, granite, llama, mistral, qwen2, qwen3, windows_of
+from .decoders import (  # fmt: skip
+    FULL,
+    SLIDING,
+    HFConfig,
+    decoder,
+    granite,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    windows_of,
+    works_with,
+)
 from .names import Names
 
 
@@ -39,6 +52,14 @@ GATE_UP, DOWN = (
 )
 # As transformers holds the matrices of all experts, and may write them.
 STACKS = {"mlp.experts.gate_up_proj": GATE_UP, "mlp.experts.down_proj": DOWN}
+# Experts that every row goes through, and what corrects scores, as DeepSeek calls them.
+SHARED_EXPERTS = {
+    f"mlp.shared_experts.{name}_proj": (f"mlp.shared_expert.{name}_proj",) for name in ("gate", "up", "down")
+}
+CORRECTION = ("mlp.gate.correction",)
+DEEPSEEK = Names(parts={"mlp.gate.e_score_correction_bias": CORRECTION, **SHARED_EXPERTS}, stacks=STACKS)
+# The routers of DeepSeek-V3.
+BY_SIGMOIDS: dict[str, Any] = {"score": "sigmoid", "corrected": True, "group_best": 2}
 GRANITE = Names(
     parts={
         "block_sparse_moe.router.layer": ("mlp.gate",),
@@ -70,6 +91,7 @@ GPT_OSS = Names(
     },
     writes_stacks=True,
     in_turn=True,
+    turned=True,
     other_names=r".*_proj_scales$",  # they are read with the blocks
 )
 
@@ -138,6 +160,54 @@ def gpt_oss(hf: HFConfig) -> ModelConfig:
     if hf.size("experts_per_token", chosen) != chosen:  # the same in files of OpenAI's
         raise hf.wrong("experts_per_token", f"num_experts_per_tok, {chosen}")
     return mixture(config, count=experts_of(hf, 128), chosen=chosen, biases=True, clamped=True, names=GPT_OSS)
+
+
+def deepseek_mixture(hf: Settings, config: ModelConfig, kinds: Sequence[str], **values: Any) -> ModelConfig:
+    """Return a config with the experts that the keys of DeepSeek's configs say.
+
+    kinds: of the MLP of each layer; values: further arguments of `mixture`, in place of what the keys say
+    """
+    if "score" in values:  # what DeepSeek-V3's own code calls its rules
+        rules = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        works_with(hf, "a router of sigmoids", rules)
+    groups = {"groups": hf.size("n_group", 1) if hf.get("n_group", 1) else 1}
+    groups["chosen_groups"] = hf.size("topk_group", 1) if hf.get("topk_group", 1) else 1
+    width = hf.size("moe_intermediate_size", 1407)
+    return mixture(
+        config,
+        count=hf.size("n_routed_experts", 64, most=MOST_EXPERTS),
+        chosen=hf.size("num_experts_per_tok", 8),
+        width=width,
+        shared=width * hf.size("n_shared_experts", 1, least=0),
+        scale=float(hf.number("routed_scaling_factor", 1.0)),
+        mlp=tuple(kinds),
+        **{"normalised": hf.flag("norm_topk_prob", True), **groups, **values},
+    )
+
+
+def first_dense(hf: Settings, layers: int, default: int, key: str = "first_k_dense_replace") -> tuple[str, ...]:
+    """Return the kind of MLP of each layer: the first ones are dense. key: that says how many"""
+    dense = hf.size(key, default, least=0)
+    return tuple("gated" if number < dense else EXPERTS for number in range(layers))
+
+
+def dense_or_sparse(hf: Settings, layers: int, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the kind of MLP of each layer, as `mlp_layer_types` names them. default: if the config does not; the first
+    one is dense if there is none"""
+    names = hf.texts("mlp_layer_types", None)
+    kinds = {"dense": "gated", "sparse": EXPERTS}
+    if names is None:
+        return tuple(default) or ("gated",) + (EXPERTS,) * (layers - 1)
+    if len(names) != layers or {*names} - kinds.keys():
+        raise hf.wrong("mlp_layer_types", f"a list of {layers} times dense or sparse, one a layer")
+    return tuple(kinds[name] for name in names)
+
+
+def without_further(hf: Settings, names: Names) -> Names:
+    """Return names that leave out the layers behind the model's, which predict further tokens."""
+    layers, further = hf.size("num_hidden_layers", most=MOST_LAYERS), hf.size("num_nextn_predict_layers", 1, least=0)
+    numbers = "|".join(str(layers + number) for number in range(min(further, MOST_LAYERS)))
+    return replace(names, other_names=rf"model\.layers\.({numbers})\." if numbers else "")
 
 
 def experts_of(hf: Settings, default: int) -> int:

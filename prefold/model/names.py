@@ -22,8 +22,8 @@ class Names:
     stacks       tensors [matrices, outputs, inputs] of a layer that hold a matrix of each number, with the names here
                  of the tensors that lie side by side in such a matrix: "{}" stands for the number
     writes_stacks   whether checkpoints have these stacks; else they have each tensor by itself, and may have stacks
-    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another;
-                 its matrices are [inputs, outputs] then, unless they are blocks of MXFP4 (`mxfp4`)
+    in_turn      whether a stack has an output of each of its tensors in turn, not all of one behind those of another
+    turned       whether the matrices of stacks are [inputs, outputs], unless they are blocks of MXFP4 (`mxfp4`)
     halves       matches names in a layer if a checkpoint has two layers for one here, attention and the MLP; "": it has
                  one
     joined       tensors of a layer that checkpoints have as several ones, which lie one below the other, of any sizes:
@@ -34,6 +34,7 @@ class Names:
     swapped      whether they change places: heads are rotated the other way round
     before       matches what stands before the names of this model, where the checkpoint holds more than that
     other_names  matches the beginning of names that are of something else; "": all are of this model
+    single_rows  ends of the names here of vectors that are stored as [1, numbers]
     negative_exponentials  ends of the names here of tensors whose numbers x are stored as -exp(x)
     """
 
@@ -44,6 +45,7 @@ class Names:
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     writes_stacks: bool = False
     in_turn: bool = False
+    turned: bool = False
     halves: str = ""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
@@ -51,6 +53,7 @@ class Names:
     swapped: bool = False
     before: str = ""
     other_names: str = ""
+    single_rows: tuple[str, ...] = ()
     negative_exponentials: tuple[str, ...] = ()
 
     def of_module(self, stored: str) -> tuple[str, ...]:
@@ -147,6 +150,7 @@ GGUF = Names(
         "ffn_gate_shexp": ("mlp.shared_expert.gate_proj",),
         "ffn_up_shexp": ("mlp.shared_expert.up_proj",),
         "ffn_down_shexp": ("mlp.shared_expert.down_proj",),
+        "exp_probs_b.bias": ("mlp.gate.correction",),
     },
     stacks={
         f"ffn_{name}_exps.{kind}": tuple(f"mlp.experts.{{}}.{part}_proj.{kind}" for part in name.split("_"))
@@ -239,10 +243,11 @@ _MAMBA = {
     "ssm_out": ("mamba.out_proj",),
 }
 GGUF_OF |= {
+    "afmoe": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "attn_gate": ("self_attn.g_proj",)}),
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
     "gemma4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, **_GEMMA4}),
     "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
-    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2, "exp_probs_b.bias": ("mlp.gate.correction",)}),
+    "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
     "qwen3next": replace(

@@ -219,9 +219,11 @@ class Experts(Operation):
 
     An expert is an MLP. The logits, in float32, are `by` times the router plus its bias; the scores are their softmax,
     or the sigmoid of each. The weight of a chosen expert is `scale` times its score, divided by the sum of the
-    chosen experts' scores if `normalised`.
+    chosen experts' scores, at least `least_sum`, if `normalised`. By "sparsemixer" it is `scale` times the softmax of
+    its logit among those of the experts that are not chosen yet and within `tolerance`, as of `Mixture`.
 
     correction     float32 [experts], added to the scores that choose, and not to the weights (DeepSeek-V3)
+    corrects_logits  whether it is added to the logits instead
     groups         equal groups of experts, of which a row may choose from the best `chosen_groups`: those whose
                    `group_best` largest corrected scores have the largest sum (DeepSeek-V2, DeepSeek-V3)
     router         [experts, hidden]
@@ -243,12 +245,15 @@ class Experts(Operation):
     chosen: int
     normalised: bool
     activation: str
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    least_sum: float = 0.0
+    tolerance: float = 0.0
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 1
     correction: Weight | None = None
+    corrects_logits: bool = False
     router_bias: Weight | None = None
     gate_up_bias: Weight | None = None
     down_bias: Weight | None = None

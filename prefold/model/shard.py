@@ -161,7 +161,7 @@ class Shard:
             "ffn_sub_norm": (_columns(shape[0], self.rank, self.size),),
             "o_proj": (every, q),
             "sinks": (self.heads,),
-            "g_proj": (self.heads,),  # gates of heads
+            "g_proj": (self.heads if config.head_gates is True else q,),
             "gate_proj": (_columns(shape[0], self.rank, self.size),),
             "up_proj": (_columns(shape[0], self.rank, self.size),),
             "down_proj": (every, _columns(shape[-1], self.rank, self.size)),

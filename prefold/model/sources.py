@@ -29,7 +29,7 @@ from ..errors import CheckpointError
 from ..kernels import BFLOAT16, StoredRows
 from . import mxfp4
 from .config import ModelConfig, head_order
-from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS
+from .names import GGUF, GGUF_OF, GGUF_OUT_NORMS, Names
 
 BLOCK = 1 << 20  # numbers decoded at once: 4 MiB of float32, which caches hold and malloc gives back
 # Types of GGUF files whose rows are numbers as NumPy has them.
@@ -215,7 +215,7 @@ class SafetensorsSource:
                 if self.IGNORED.fullmatch(stored):
                     continue
                 if templates := names.of_stack(stored):
-                    self._add_stack(checkpoint, files, stored, templates, names.in_turn)
+                    self._add_stack(checkpoint, files, stored, templates, names)
                     continue
                 own_names = names.of_tensor(stored)
                 if not own_names or config.is_unread(own_names[0]):
@@ -225,7 +225,7 @@ class SafetensorsSource:
                 shape = tensor.shape
                 transposed = names.transposed and own_names[0].startswith("layers.") and len(shape) == 2
                 shape = shape[::-1] if transposed else shape
-                flat = self._is_flat(own_names, shape)
+                flat = self._is_flat(own_names, shape, names.single_rows)
                 shape = (math.prod(shape),) if flat else shape
                 orders = [config.row_order(name) for name in own_names]
                 if len(own_names) == 1:
@@ -253,10 +253,10 @@ class SafetensorsSource:
             self.shapes[layer + name] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @staticmethod
-    def _is_flat(own_names: Sequence[str], shape: Sequence[int]) -> bool:
+    def _is_flat(own_names: Sequence[str], shape: Sequence[int], single_rows: Sequence[str] = ()) -> bool:
         """Return whether the numbers of a tensor are taken as one row: of a convolution that is several here, of norms
-        of heads, and of a number without dimensions."""
-        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias"))
+        of heads, of a vector that is stored as a row, and of a number without dimensions."""
+        is_norm = own_names[0].endswith(("_norm.weight", "_norm.bias", *single_rows))
         return not shape or (is_norm and len(shape) > 1) or (len(own_names) > 1 and len(shape) > 2)
 
     def _add_stack(
@@ -265,19 +265,18 @@ class SafetensorsSource:
         files: Mapping[str, SafetensorsFile],
         stored: str,
         templates: Sequence[str],
-        in_turn: bool,
+        names: Names,
     ) -> None:
-        """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`; in_turn: as of
-        Names"""
+        """Adds the tensors of a stack. files: by their tensors; templates: as of `Names.of_stack`"""
         file = files[stored]
         scales: tuple[SafetensorsFile, str] | None = None
         whole = file.tensors[stored].shape
-        turned = in_turn and len(whole) == 3
+        turned = names.turned and len(whole) == 3
         if turned:
             whole = (whole[0], whole[2], whole[1])
-        elif in_turn and len(whole) == 4:
+        elif names.in_turn and len(whole) == 4:
             scales, whole = _scales(files, stored, whole), (*whole[:2], whole[2] * mxfp4.BLOCK)
-        for name, number, rows, shape in in_stack(stored, whole, templates, in_turn):
+        for name, number, rows, shape in in_stack(stored, whole, templates, names.in_turn):
             if name in self._places:
                 raise CheckpointError(f"{checkpoint.path} has {name!r} twice, once of them in {stored!r}")
             self._places[name] = TensorPlace(file, stored, rows, turned, matrix=number, scales=scales)
@@ -373,7 +372,7 @@ class GGUFSource:
     # Architectures whose files have the halves of heads in turn: what converts the first ones puts them so.
     IN_TURN = (
         *("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "cohere2"),
-        *("command-r", "glm4", "ernie4_5", "arcee"),
+        *("command-r", "glm4", "ernie4_5", "ernie4_5-moe", "arcee"),
     )
 
     def __init__(

@@ -105,14 +105,19 @@ def _stored(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         path, rest = ("", name) if layer is None else (f"{names.layer(int(layer[1]))}.", layer[2])
         # A tensor with a name of its own, or a module's.
         module, _, kind = (rest, "", "") if rest in stored_as else rest.rpartition(".")
-        called, parts = stored_as.get(module, (module, (module,)))
+        template = re.sub(r"\.\d+(?=\.|$)", ".{}", module, count=1)
+        called, parts = stored_as.get(module) or stored_as.get(template, (module, (module,)))
+        if (number := re.search(r"\.(\d+)(?=\.|$)", module)) is not None:  # of an expert, or of a head
+            called, parts = called.replace("{}", number[1]), tuple(part.replace("{}", number[1]) for part in parts)
         if module != parts[0]:
             continue  # a tensor of several parts is stored when its first part comes
         end = f".{kind}" if kind else ""
         if len(parts) > 1:
             tensor = torch.cat([tensors[f"{name.removesuffix(rest)}{part}{end}"] for part in parts])
-        if not kind:  # Huginn's biases of q and k
+        if not kind and len(parts) > 1:  # Huginn's biases of q and k
             tensor = tensor.view(2, 1, config.heads, config.head_dim)
+        if name.endswith(names.single_rows):
+            tensor = tensor[None]
         if names.transposed and layer is not None and tensor.dim() == 2:
             tensor = tensor.T.contiguous()
         prefix = "" if module.split(".")[0] in ("lm_head", "score") else names.prefix
@@ -130,7 +135,7 @@ def _stacks(tensors: Mapping[str, Tensor], config: ModelConfig) -> tuple[dict[st
                 parts = [first, *(f"layers.{number}.{other.format(len(matrices))}" for other in templates[1:])]
                 tensors_of = [remaining.pop(part) for part in parts]
                 matrix = torch.stack(tensors_of, 1).flatten(0, 1) if names.in_turn else torch.cat(tensors_of)
-                matrices.append(matrix.T if names.in_turn and matrix.dim() == 2 else matrix)
+                matrices.append(matrix.T if names.turned and matrix.dim() == 2 else matrix)
             if matrices:
                 stored[f"{names.prefix}{names.layer(number)}.{stack}"] = torch.stack(matrices)
     return stored, remaining

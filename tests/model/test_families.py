@@ -426,6 +426,7 @@ def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
 
 WITH_TOWERS = (
     "Apertus1p5",
+    "Aria",
     "Gemma3",
     "Gemma4",
     "Gemma4Unified",
@@ -438,15 +439,19 @@ WITH_TOWERS = (
 def test_settings_that_change_nothing_are_not_refused(architecture, tmp_path):
     """Of each family: all that transformers writes, and what checkpoints on the hub have beside it."""
     family = re.match(r"(.+?)(Text)?(For\w+|LMHeadModel|Model)", architecture)[1]
-    # transformers has no config of Kev, which stands on Qwen3.5, and none of Jina's reranker.
-    family = {"Kev": "Qwen3_5", "Jina": "Qwen3"}.get(family, family)
+    # transformers has no config of Kev, which stands on Qwen3.5, and none of Jina's reranker, and spells some names
+    # otherwise.
+    others = {"Kev": "Qwen3_5", "Jina": "Qwen3", "PhiMoE": "Phimoe", "ExaoneMoE": "ExaoneMoe"}
+    family = others.get(family, family)
     loops = {"Ouro": "ouro", "Raven": "huginn", "PrefoldLooped": "looped"}
     if family in loops:
         theirs = LOOPS[loops[family]]
     else:
         # Granite 4 of its own accord has experts and recurrent layers.
         dense = {"num_local_experts": 0, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
-        own = {"GraniteMoeHybrid": dense, "Bamba": {"attn_layer_indices": [1]}}.get(family, {})
+        experts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}  # Dots1 has none
+        own = {"GraniteMoeHybrid": dense, "Bamba": {"attn_layer_indices": [1]}, "Dots1": experts}
+        own = own.get(family, {"head_dim": 128} if family == "Glm4Moe" else {})
         made = getattr(transformers, f"{family}TextConfig" if family in WITH_TOWERS else f"{family}Config")(**own)
         (tmp_path / "config.json").write_text(made.to_json_string(use_diff=False))
         theirs = read_json(tmp_path / "config.json")

@@ -3,6 +3,7 @@ transformers gives of each prompt by itself, PyTorch's executor gives the same, 
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -12,11 +13,14 @@ from architectures import PROGRAMS, checkpoint_of
 from generating import ask, engine_of, generate
 from invariance import bits
 from running import as_request, prompts, run
+from safetensors.torch import load_file, save_file
 from tiny import reference
 
 from prefold import LLM, InputError
 from prefold.engine.cache import CacheOptions
+from prefold.errors import CheckpointError
 from prefold.features.hybrid.steps import StateFacts
+from prefold.model import config_from
 from prefold.spec.requests import Readout
 
 TOLERANCE = 1e-4
@@ -136,3 +140,61 @@ def test_no_company_changes_a_bit(case):
     with other:
         found = answers(asked)
         assert all(answers([asked[number]]) == [found[number]] for number in (0, 3, 8))
+
+
+@pytest.mark.parametrize("name", ["afmoe", "ernie4_5_moe", "minimax_m2"])
+def test_two_ranks(tmp_path, name):
+    """Gates of numbers, biases of what lies beside experts, and norms over all heads, of which a part is rotated."""
+    folder, asked = checkpoint_of(tmp_path, name, PROGRAMS[name]), prompts(3, count=4)
+    with torch.inference_mode():
+        found = [reference(folder).base_model(input_ids=torch.tensor([tokens]))[0][0, -1] for tokens in asked]
+    with LLM(str(folder), dtype="float32", cache=None, tensor_parallel=2) as llm:
+        for vector, hidden in zip(llm.embed(asked, normalize=False), found, strict=True):
+            np.testing.assert_allclose(vector, hidden.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    folder = checkpoint_of(tmp_path, "glm4_moe", PROGRAMS["glm4_moe"])
+    file = folder / "model.safetensors"
+    tensors, eh = load_file(file), {"model.layers.3.eh_proj.weight": torch.zeros(48, 96)}
+    with LLM(str(folder), dtype="float32") as llm:
+        before = llm.embed([[5, 6, 7]])
+    save_file(tensors | eh | {"model.layers.3.mlp.gate.weight": torch.zeros(6, 48)}, file, {"format": "pt"})
+    with LLM(str(folder), dtype="float32") as llm:
+        assert (llm.embed([[5, 6, 7]]) == before).all()
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(48, 96)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected: layers\.4\.eh_proj\.weight"):
+        LLM(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; it must be 2, as many as SparseMixer"),
+        ("aria_text", {"hidden_act": "gelu"}, "hidden_act is gelu; Aria works with silu"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is softmax; MiniMax M2 works with sigmoid"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "linear attention is not supported"),
+        ("minimax_m2", {"rotary_dim": 10}, "rotary_dim is 10; it must be at most 8, the size of a head"),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1]}, "moe_topk is .1, 2, 1.; it must be the same in all layers"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; Hunyuan works with 1"),
+        ("afmoe", {"score_func": "softmax"}, "score_func is softmax; AFMoE works with sigmoid"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is softmax; a router of sigmoids works with sigmoid"),
+        ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn is 'max'; it must be softmax or sigmoid"),
+        ("exaone_moe", {"mlp_layer_types": ["dense", "linear", "sparse"]}, "mlp_layer_types is .* dense or sparse"),
+        ("dots1", {"n_routed_experts": None}, "has no n_routed_experts"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; Solar Open works with 0"),
+    ],
+)
+def test_settings_of_mixtures_that_are_refused(tmp_path, name, settings, message):
+    config = json.loads((checkpoint_of(tmp_path, name, PROGRAMS[name]) / "config.json").read_text(encoding="utf-8"))
+    assert config_from(config).experts is not None
+    with pytest.raises(CheckpointError, match=message):
+        config_from(config | settings)
+
+
+def test_keys_with_a_value_for_each_layer(tmp_path):
+    """As in published files of Hunyuan."""
+    name = "hunyuan_v1_moe"
+    config = json.loads((checkpoint_of(tmp_path, name, PROGRAMS[name]) / "config.json").read_text(encoding="utf-8"))
+    lists = {"moe_topk": [3] * 3, "num_shared_expert": [1] * 3, "moe_intermediate_size": [64] * 3}
+    assert config_from(config | lists) == config_from(config)

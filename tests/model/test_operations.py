@@ -203,9 +203,10 @@ class Dense:
         out = np.zeros((len(h), op.down.rows // count))
         for row, x in enumerate(h):
             chosen, shares = route(
-                logits[row], op.chosen, normalised=op.normalised, sigmoid=op.score == "sigmoid", scale=op.scale,
+                logits[row], op.chosen, normalised=op.normalised, score=op.score, scale=op.scale,
                 correction=None if op.correction is None else self.weight(op.correction), groups=op.groups,
                 chosen_groups=op.chosen_groups, group_best=op.group_best,
+                corrects_logits=op.corrects_logits, least_sum=op.least_sum, tolerance=op.tolerance,
             )  # fmt: skip
             for expert in chosen:
                 first = matrices[0][expert] @ x + biases[0][expert]

@@ -92,6 +92,15 @@ DORY: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 10, "n_input_layers": 1, "n_output_layers": 1, "attention_bias": True,
     "mlp_bias": True, "initializer_range": 0.3, "ngpt_alpha_init": 0.5,
 }  # fmt: skip
+# Mixtures of experts. Many experts, so that choices differ; factors that change what experts give.
+MANY: dict[str, Any] = {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3}
+LOCAL: dict[str, Any] = {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3}
+GROUPED: dict[str, Any] = {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.5}
+DEEP: dict[str, Any] = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2}
+DEEP |= {"head_dim": 8, "attention_bias": True}
+PHIMOE: dict[str, Any] = {"attention_bias": True, "lm_head_bias": True, "sliding_window": None, "head_dim": 8}
+PHIMOE |= {"num_local_experts": 6, "router_jitter_noise": 0.1}
+SHORT = {**LONG, "short_mscale": 1.3, "long_mscale": 1.1, "original_max_position_embeddings": 512}
 
 # By model_type, the settings of families of prefold's own without which the architecture would look like another; and
 # variants, which have more words behind the model_type. tests/model/test_family_programs.py compares each with
@@ -101,11 +110,53 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": LATENT | GROUPS | {"first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT | {"rope_interleave": False},
+    "afmoe": MANY | WINDOWS | {"mup_enabled": True, "route_scale": 1.7, "attention_bias": True},
     "apertus": {},
     "apertus1p5_text": {},
     "arcee": {},
+    "aria_text": {"moe_num_experts": 6, "moe_topk": 3, "moe_num_shared_experts": 2, "mlp_bias": True},
     "bitnet": {},
     "codegen": {"num_attention_heads": 4, "rotary_dim": 4},
+    "cohere2_moe": {
+        **MANY,
+        **WINDOWS,
+        "num_shared_experts": 2,
+        "prefix_dense_intermediate_size": 40,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "cohere2_moe by sigmoids": {
+        **MANY,
+        **WINDOWS,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": "sigmoid",
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+    },
+    "dots1": DEEP | {"first_k_dense_replace": 1, "norm_topk_prob": True, "max_window_layers": 2},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "use_bias": True, "moe_norm_min": 0.6, "moe_layer_interval": 2},
+    "exaone_moe": MANY | GROUPED | WINDOWS | {"num_shared_experts": 2},
+    "flex_olmo": MANY | {"attention_bias": True},
+    "flint": MANY | WINDOWS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "glm4_moe": DEEP | {"use_qk_norm": True},
+    "granitemoe_swa": {
+        **LOCAL,
+        **WINDOWS,
+        "layer_rope_theta": [0, 1e4, 500],
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.6,
+        "shared_intermediate_size": 24,
+    },
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 6, "moe_topk": 3},
+    "hy_v3": MANY | {"num_shared_experts": 2, "mlp_bias": True, "attention_bias": True},
+    "kolibri1": LOCAL | WINDOWS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    "mellum": LOCAL | WINDOWS | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "minimax_m2": LOCAL | {"rotary_dim": 4},
+    "phimoe": PHIMOE,
+    "phimoe with a factor of positions": PHIMOE | {"rope_parameters": SHORT, "sliding_window": 5},
+    "sarvam_moe": DEEP,
+    "solar_open": DEEP,
     "cohere": {"use_qk_norm": True},
     "cwm": WINDOWS,
     "ernie4_5": {"head_dim": 8, "use_bias": True},

@@ -55,10 +55,14 @@ def configs(draw: Callable) -> ModelConfig:
         return config
     shared, experts, groups = draw(st.sampled_from([0, 3])), draw(st.integers(1, 4)), draw(st.integers(1, 2))
     kinds, plain = draw(st.sampled_from(["experts", (mlp, "experts")])), mlp == "plain"
+    corrected, score = draw(st.sampled_from([False, True, "logits"])), draw(st.sampled_from(["softmax", "sigmoid"]))
+    if groups == 1 and not corrected and draw(booleans):
+        score = "sparsemixer"
     return mixture(
         config, mlp=kinds, count=groups * experts, chosen=draw(st.integers(1, experts)), normalised=draw(booleans),
         width=4, shared=shared, shared_gate=bool(shared) and draw(booleans), biases=draw(booleans),
         clamped=not plain and draw(booleans), gated=not plain, latent=draw(st.sampled_from([0, 8])),
-        score=draw(st.sampled_from(["softmax", "sigmoid"])), groups=groups,
-        corrected=draw(booleans), group_best=draw(st.integers(1, 2)), scale=draw(st.sampled_from([1.0, 2.5])),
+        score=score, groups=groups, corrected=corrected, group_best=draw(st.integers(1, 2)),
+        scale=draw(st.sampled_from([1.0, 2.5])), shared_scale=draw(st.sampled_from([1.0, 0.5])),
+        least_sum=draw(st.sampled_from([0.0, 0.6])), tolerance=draw(st.sampled_from([0.0, 0.5])),
     )  # fmt: skip

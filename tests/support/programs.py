@@ -30,6 +30,7 @@ from prefold.kernels.abi import (
     StateStep,
 )
 from prefold.kernels.interface import BFLOAT16, FLOAT32
+from prefold.worker.native.program import SCORES
 
 LANES, PANEL = 16, 32
 
@@ -411,7 +412,7 @@ def random_stacks(
         firsts = gate if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
         gate_up = np.stack([pack(matrix) for matrix in firsts])
         packed = np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])
-        return [gate, up, down], {"gate_up": gate_up, "down": packed}
+        return [up if plain else gate, up, down], {"gate_up": gate_up, "down": packed}
     compiled, matrices, given = kernels.load(), [], {}
     assert compiled is not None
     for kind, name, outputs, inputs in zip(
@@ -453,15 +454,20 @@ def random_experts(
     groups = int(rng.choice([n for n in range(1, count + 1) if count % n == 0 and count // n * n >= chosen]))
     least = -(-chosen // (count // groups))
     options = {
-        "normalised": normalised, "sigmoid": bool(rng.integers(2)), "scale": float(rng.choice([1.0, 2.5])),
+        "normalised": normalised, "score": "sigmoid" if rng.integers(2) else "softmax",
+        "scale": float(rng.choice([1.0, 2.5])),
         "correction": normal(rng, count, scale=0.3) if rng.integers(2) else None, "groups": groups,
         "chosen_groups": int(rng.integers(least, groups + 1)), "group_best": int(rng.integers(1, 3)),
     }  # fmt: skip
     if options["correction"] is not None:
         given["correction"] = options["correction"]
+        options |= {"corrects_logits": bool(rng.integers(2)), "least_sum": float(rng.choice([0.0, 0.4]))}
+    elif groups == 1 and not rng.integers(3):
+        options |= {"score": "sparsemixer", "tolerance": float(rng.choice([0.0, 0.02, 0.9]))}
     call = ExpertsCall(
         **machine.fields(**given), experts=count, chosen=chosen, width=width + fill, bias_width=width,
-        normalised=normalised, is_sigmoid=options["sigmoid"], scale=options["scale"], groups=groups,
+        normalised=normalised, score=SCORES[options["score"]], scale=options["scale"], groups=groups,
+        **{key: options[key] for key in ("corrects_logits", "least_sum", "tolerance") if key in options},
         chosen_groups=options["chosen_groups"], group_best=options["group_best"], is_plain=plain,
     )  # fmt: skip
     fields = machine.fields(weight=pack(router), bias=biases[0] if biased else None, activation=kind, call=call)

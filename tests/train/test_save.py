@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import PROGRAMS, checkpoint_of
 from learning import gradients, sequences, trainable
 from tiny import EVERY, UNCLASSIFIED, reference, tiny_checkpoint
 
@@ -147,3 +148,15 @@ def test_a_model_with_a_tower_is_not_saved(tmp_path):
     with pytest.raises(UnsupportedModelError, match="has a tower"):
         save_model(model, checkpoint, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["aria_text", "ernie4_5_moe", "granitemoe_swa", "lfm2_moe", "minimax_m2", "sarvam_moe", "stablelm"]
+)
+def test_names_of_experts_and_heads_come_back(tmp_path, name):
+    folder = checkpoint_of(tmp_path / "model", name, PROGRAMS[name])
+    saved = save_model(trainable(folder), resolve(str(folder)), tmp_path / "saved")
+    expected, found = reference(folder).state_dict(), reference(saved).state_dict()
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)

@@ -474,7 +474,7 @@ def dory(hf: HFConfig) -> ModelConfig:
         inner_norms=True,
         names=DORY,
     )
-    config = with_local_rope(config, hf | own, types, "rope_theta", bases[SLIDING])
+    config = with_local_rope(config, types, rope_of(hf | own, SLIDING, "rope_theta", bases[SLIDING]))
     return LoopedConfig.of(config, Loop(blocks=1, order=(0,) * loops, prelude=prelude, coda=coda, between="add"))
 
 

@@ -61,20 +61,38 @@ void leave_groups(float* keys, const ExpertsCall& call) {
   }
 }
 
+// The experts of one row, and their weights, by kSparseMixer.
+void mix_sparsely(const ExpertsCall& call, const float* logits, int32_t* to, float* weights) {
+  choose_largest(logits, call.experts, call.chosen, to);
+  for (int64_t i = 0; i < call.chosen; ++i) {
+    const float top = logits[to[i]];
+    float sum = 0;
+    for (int64_t e = 0; e < call.experts; ++e) {
+      const bool was_chosen = std::find(to, to + i, static_cast<int32_t>(e)) != to + i;
+      if (was_chosen || (top - logits[e]) / std::max(std::abs(logits[e]), top) > call.tolerance) continue;
+      sum += std::exp(logits[e] - top);
+    }
+    weights[i] = call.scale / sum;
+  }
+}
+
 // The experts of one row, and their weights.
 void route(const ExpertsCall& call, const float* logits, int32_t* to, float* weights) {
   const int64_t experts = call.experts, chosen = call.chosen;
-  const bool plain = !call.correction && call.groups == 1;  // then the largest scores are those of the largest logits
+  if (call.score == kSparseMixer) return mix_sparsely(call, logits, to, weights);
+  // Then the largest scores are those of the largest logits, and the softmax is that of the chosen ones.
+  const bool plain = !call.correction && call.groups == 1 && call.least_sum == 0;
+  const bool is_sigmoid = call.score == kSigmoid;
   static thread_local std::vector<float> scores, keys;
-  if (!plain || call.is_sigmoid) {
+  if (!plain || is_sigmoid) {
     scores.resize(experts);
     float sum = 0, top = -HUGE_VALF;
     for (int64_t e = 0; e < experts; ++e) top = std::max(top, logits[e]);
     for (int64_t e = 0; e < experts; ++e) {
-      scores[e] = call.is_sigmoid ? 1 / (1 + std::exp(-logits[e])) : std::exp(logits[e] - top);
+      scores[e] = is_sigmoid ? 1 / (1 + std::exp(-logits[e])) : std::exp(logits[e] - top);
       sum += scores[e];
     }
-    if (!call.is_sigmoid) {
+    if (!is_sigmoid) {
       for (float& score : scores) score /= sum;
     }
   }
@@ -82,16 +100,17 @@ void route(const ExpertsCall& call, const float* logits, int32_t* to, float* wei
     choose_largest(logits, experts, chosen, to);
   } else {
     keys = scores;
+    if (call.corrects_logits) keys.assign(logits, logits + experts);
     if (call.correction) {
       for (int64_t e = 0; e < experts; ++e) keys[e] += call.correction[e];
     }
     if (call.groups > 1) leave_groups(keys.data(), call);
     choose_largest(keys.data(), experts, chosen, to);
   }
-  if (!plain || call.is_sigmoid) {
+  if (!plain || is_sigmoid) {
     float sum = 0;
     for (int64_t i = 0; i < chosen; ++i) sum += weights[i] = scores[to[i]];
-    const float by = call.normalised ? call.scale / sum : call.scale;
+    const float by = call.normalised ? call.scale / std::max(sum, call.least_sum) : call.scale;
     for (int64_t i = 0; i < chosen; ++i) weights[i] *= by;
     return;
   }

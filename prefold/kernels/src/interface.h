@@ -358,6 +358,10 @@ extern "C" Greedy<Bf16> prefold_greedy_bfloat16;
 
 // ------------------------------------------------------------------------------------------------------------- layers
 
+// What the logits of a router become: their softmax; sigmoids; or a softmax for each choice, of the logits near its largest
+// one that were not chosen before.
+enum RouterScore : int32_t { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
+
 // A mixture of experts. Each row goes through the `chosen` experts with its largest logits. Their results are weighted
 // by the softmax of the logits: of the chosen experts if `normalised`, else of all.
 struct ExpertsCall {
@@ -379,7 +383,10 @@ struct ExpertsCall {
   // sum.
   int64_t groups, chosen_groups, group_best;
   float scale;                    // of the weights
-  int32_t is_sigmoid;             // scores are sigmoids of the logits, not their softmax
+  float least_sum;                // the weights are divided by this if their sum is smaller
+  float tolerance;                // of kSparseMixer: how far from the largest logit one may be, as a part of it
+  int32_t score;                  // kSoftmax, kSigmoid or kSparseMixer
+  int32_t corrects_logits;        // the correction is added to logits, not to scores
   int32_t is_plain;               // experts have no gate: activation(up)
   int32_t normalised, threads;
 };

@@ -15,7 +15,7 @@ from ... import kernels
 from ...engine.schedule.steps import NOT_FINITE, SlotStep
 from ...errors import UnsupportedModelError
 from ...kernels import LANES, Activation, Kind, PathPlane, ProgramCall, SlotPlane, TileCall
-from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, LatentCall, MambaCall, ShortConvCall
+from ...kernels.abi import ConvCall, DeltaCall, ExpertsCall, LatentCall, MambaCall, RouterScore, ShortConvCall
 from ...kernels.abi import Operation as CompiledOperation
 from ...kernels.threads import threads
 from ...model.adapters import AdapterArrays
@@ -68,6 +68,11 @@ ACTIVATIONS = {
     "relu": Activation.RELU,
     "relu2": Activation.RELU2,
     "clamped": Activation.CLAMPED,
+}
+SCORES = {
+    "softmax": RouterScore.SOFTMAX,
+    "sigmoid": RouterScore.SIGMOID,
+    "sparsemixer": RouterScore.SPARSE_MIXER,
 }
 # A layer of a pass, the plane of its K/V, and the plane of the model whose window and rotation it has.
 Visit = tuple[int, int, int]
@@ -407,7 +412,8 @@ def _experts(compiler: Compiler, experts: Experts) -> None:
         chosen=experts.chosen, width=-(-width // LANES) * LANES, bias_width=width, normalised=experts.normalised,
         correction=bias(experts.correction), groups=experts.groups, chosen_groups=experts.chosen_groups,
         group_best=experts.group_best, scales=bias(experts.scales),
-        scale=experts.scale, is_sigmoid=experts.score == "sigmoid", is_plain=not experts.gated,
+        scale=experts.scale, least_sum=experts.least_sum, tolerance=experts.tolerance,
+        score=SCORES[experts.score], corrects_logits=experts.corrects_logits, is_plain=not experts.gated,
     )  # fmt: skip
     words, blocks = kernels.matrix_addresses(memory.matrices[experts.router])
     compiler.add(

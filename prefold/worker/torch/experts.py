@@ -94,9 +94,11 @@ def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None
 
     logits: float32 [rows, experts]
     """
+    if operation.score == "sparsemixer":
+        return mix_sparsely(operation, logits)
     scores = logits.sigmoid() if operation.score == "sigmoid" else logits.softmax(-1)
     # Where scores decide alone, logits decide without rounding.
-    keys = logits if correction is None else scores + correction
+    keys = logits if correction is None else (logits if operation.corrects_logits else scores) + correction
     if operation.groups > 1:
         keys = scores if correction is None else keys
         of_groups = keys.unflatten(-1, (operation.groups, -1))
@@ -105,12 +107,24 @@ def choose_experts(operation: Experts, logits: Tensor, correction: Tensor | None
         kept.scatter_(-1, best.topk(operation.chosen_groups, -1)[1], True)
         keys = of_groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     experts = keys.topk(operation.chosen, -1)[1]
-    if operation.score == "softmax" and operation.normalised:
+    if operation.score == "softmax" and operation.normalised and not operation.least_sum:
         return logits.gather(-1, experts).softmax(-1) * operation.scale, experts
     weights = scores.gather(-1, experts)
     if operation.normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=operation.least_sum)
     return weights * operation.scale, experts
+
+
+def mix_sparsely(operation: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and the numbers of the experts of each row, by "sparsemixer"."""
+    experts = logits.topk(operation.chosen, -1)[1]
+    left, weights = logits, []
+    for choice in experts.split(1, -1):
+        top = logits.gather(-1, choice)
+        is_far = (top - logits) / torch.maximum(logits.abs(), top) > operation.tolerance
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(-1).gather(-1, choice))
+        left = left.scatter(-1, choice, -torch.inf)
+    return torch.cat(weights, -1) * operation.scale, experts
 
 
 def through_experts(operation: Experts, weights: ExpertWeights, h: Tensor, logits: Tensor, ops: Ops) -> Tensor:
