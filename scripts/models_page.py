@@ -198,12 +198,14 @@ each in under 40 lines and run as one of prefold's tests against transformers:
 |---|---|---|
 """
 LONGROPE = """
-**LongRoPE** (Phi 3.5, Phi 4 mini, Phi 3 with 128k). These models have two sets of rotary factors, for sequences of up
-to 4,096 tokens and for longer ones. transformers chooses by each sequence, so that the keys of a prefix depend on what
-follows it, and cannot be shared. Here one set holds for all sequences of a job or of a server, chosen by the longest
-one that there may be: `context_length` (`--context-length`), by default the model's own 131,072, which takes the set of
-long sequences. With `--context-length 4096` it is the other set, results are those of transformers, and prompts of
-more than 4,096 tokens are refused. A job's summary and a server's log say which set it is.
+**LongRoPE** (Phi 3.5, Phi 3.5 MoE, Phi 4 mini, Phi 3 with 128k). These models have two sets of rotary factors, for
+sequences of up to 4,096 tokens and for longer ones. transformers chooses by each sequence, so that the keys of a prefix
+depend on what follows it, and cannot be shared. Here one set holds for all sequences of a job or of a server, chosen by
+the longest one that there may be: `context_length` (`--context-length`), by default the model's own 131,072, which
+takes the set of long sequences. With `--context-length 4096` it is the other set, results are those of transformers,
+and prompts of more than 4,096 tokens are refused. A job's summary and a server's log say which set it is. To longer
+sequences of Phi 3.5 MoE transformers gives the factors of short ones; here they have those of long ones, as in its
+makers' code.
 
 **Soft caps** on the scores of attention (Gemma 2) are computed by the compiled kernels on a CPU, and by PyTorch on a
 GPU, which is slower than the kernels there.

@@ -477,6 +477,7 @@ MODEL_TYPES = {
     "mellum": "MellumForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
     "sarvam_moe": "SarvamMoEForCausalLM",
+    "sarvam_mla": "DeepseekV3ForCausalLM",
     "flint": "FlintForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
     "kolibri1": "Kolibri1ForCausalLM",

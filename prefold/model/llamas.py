@@ -146,7 +146,8 @@ def hunyuan(hf: HFConfig) -> ModelConfig:
     """Returns the config of Hunyuan, the dense models: norms on q and k after the rotation."""
     hf = Settings.of(hf)
     # Of Tencent's own code.
-    works_with(hf, "Hunyuan", {"use_qk_norm": True, "norm_type": "rms", "use_cla": False})
+    rules = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
+    works_with(hf, "Hunyuan", rules | {"position_embedding_xdrope": False})
     hf.get("attention_head_dim")  # likewise; head_dim is what counts
     defaults = {"rms_norm_eps": 1e-5, "pad_token_id": 0}
     return llama(defaults | _stretched(hf) | {"mlp_bias": False}, qk_norm=HeadNorm(after=True), names=HUNYUAN)

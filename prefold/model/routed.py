@@ -158,7 +158,11 @@ def dots1(hf: HFConfig) -> ModelConfig:
     bias, windows = hf.flag("attention_bias"), windows_of(hf, types)
     config = llama({"mlp_bias": False} | hf, qk_norm=True, windows=windows, names=DEEPSEEK)
     config = replace(config, qkv_bias=bias, o_bias=bias)
-    required = {key: hf.size(key) for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")}
+    required: dict[str, Any] = {
+        key: hf.size(key) for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+    }
+    if hf.get("scoring_func") == "noaux_tc":  # as its files call sigmoids that are corrected
+        required["scoring_func"] = "sigmoid"
     hf = {"moe_intermediate_size": 1408, "norm_topk_prob": False} | hf | required
     return deepseek_mixture(hf, config, first_dense(hf, layers, 0), **BY_SIGMOIDS)
 
@@ -171,6 +175,8 @@ def exaone_moe(hf: HFConfig) -> ModelConfig:
     hf.get("num_nextn_predict_layers")  # of layers that predict further tokens, which are not loaded
     hf = {"moe_intermediate_size": 1024, "routed_scaling_factor": 2.5} | hf | own
     kinds = dense_or_sparse(hf, config.layers, first_dense(hf, config.layers, 1))
+    if hf.get("is_moe_layer") not in (None, [kind == EXPERTS for kind in kinds]):  # of its makers' own code
+        raise hf.wrong("is_moe_layer", "the layers that first_k_dense_replace says")
     return deepseek_mixture(hf, config, kinds, **BY_SIGMOIDS)
 
 

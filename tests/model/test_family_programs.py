@@ -181,6 +181,11 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func is softmax; a router of sigmoids works with sigmoid"),
         ("cohere2_moe", {"expert_selection_fn": "max"}, "expert_selection_fn is 'max'; it must be softmax or sigmoid"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "linear", "sparse"]}, "mlp_layer_types is .* dense or sparse"),
+        (
+            "exaone_moe",
+            {"is_moe_layer": [True, True, True]},
+            "is_moe_layer is .* the layers that first_k",
+        ),
         ("dots1", {"n_routed_experts": None}, "has no n_routed_experts"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1; Solar Open works with 0"),
     ],
@@ -192,9 +197,36 @@ def test_settings_of_mixtures_that_are_refused(tmp_path, name, settings, message
         config_from(config | settings)
 
 
-def test_keys_with_a_value_for_each_layer(tmp_path):
-    """As in published files of Hunyuan."""
-    name = "hunyuan_v1_moe"
+HUNYUAN = {"moe_topk": [3] * 3, "num_shared_expert": [1] * 3, "moe_intermediate_size": [64] * 3}
+HUNYUAN |= {"use_mixed_mlp_moe": True, "topk_group": False, "n_group": False, "use_rotary_pos_emb": True}
+MINIMAX = {"attn_type_list": [1] * 3, "layernorm_mlp_beta": 1.0, "qk_norm_type": "per_layer", "use_qk_norm": True}
+MINIMAX |= {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0, "use_mtp": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("hunyuan_v1_moe", HUNYUAN | {"kv_lora_rank": None, "moe_layer_num_skipped": 0, "cla_share_factor": 2}),
+        ("minimax_m2", MINIMAX | {"shared_moe_mode": "sigmoid", "num_mtp_modules": 3, "sliding_window": None}),
+        ("afmoe", {"score_func": "sigmoid", "route_norm": True, "num_expert_groups": 1, "n_group": 1, "topk_group": 1}),
+        ("dots1", {"scoring_func": "noaux_tc", "moe_layer_freq": 1}),
+        ("exaone_moe", {"is_moe_layer": [False, True, True], "scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+        ("exaone_moe", {"architectures": ["ExaoneMoEForCausalLM"]}),
+        ("phimoe", {"architectures": ["PhiMoEForCausalLM"], "auto_map": {"AutoModelForCausalLM": "a.B"}}),
+        ("ernie4_5_moe", {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True}),
+    ],
+)
+def test_keys_of_published_files_say_what_transformers_computes(tmp_path, name, published):
     config = json.loads((checkpoint_of(tmp_path, name, PROGRAMS[name]) / "config.json").read_text(encoding="utf-8"))
-    lists = {"moe_topk": [3] * 3, "num_shared_expert": [1] * 3, "moe_intermediate_size": [64] * 3}
-    assert config_from(config | lists) == config_from(config)
+    assert config_from(config | published) == config_from(config)
+
+
+def test_positions_of_phi_moe(tmp_path):
+    """Beyond the positions that it was trained on, the factors and the scale of long sequences, as its makers' code."""
+    name = "phimoe with a factor of positions"
+    folder = checkpoint_of(tmp_path, name, PROGRAMS[name])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for positions, kind, scale in ((512, "short", 1.3), (1024, "long", 1.1)):
+        rope = config_from(config | {"max_position_embeddings": positions}).rope
+        assert rope.settings["attention_factor"] == scale
+        assert list(rope.settings["factors"]) == config["rope_parameters"][f"{kind}_factor"]

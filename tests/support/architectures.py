@@ -155,6 +155,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "minimax_m2": LOCAL | {"rotary_dim": 4},
     "phimoe": PHIMOE,
     "phimoe with a factor of positions": PHIMOE | {"rope_parameters": SHORT, "sliding_window": 5},
+    "sarvam_mla": LATENT | GROUPS | {"first_k_dense_replace": 1, "q_lora_rank": None},
     "sarvam_moe": DEEP,
     "solar_open": DEEP,
     "cohere": {"use_qk_norm": True},
