@@ -14,6 +14,7 @@ IN_INT8 = 256
 ONE_FORM = 512
 S8 = 65536
 RANK_LINE = 64
+MOST_MIXED = 8
 
 
 class Failure(IntEnum):
@@ -71,6 +72,9 @@ class Kind(IntEnum):
     XIELU = 16
     BY_POSITION = 17
     SCALE_ROWS = 18
+    MIX = 19
+    MATCH = 20
+    SPARSE_GATE = 21
 
 
 class Run(Structure):
@@ -488,6 +492,7 @@ CONSTANTS = {
     "ONE_FORM": ONE_FORM,
     "S8": S8,
     "RANK_LINE": RANK_LINE,
+    "MOST_MIXED": MOST_MIXED,
 }
 ENUMS: tuple[type[IntEnum], ...] = (
     Failure,
