@@ -39,6 +39,7 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
+from .gemma3n import gemma3n, gemma3n_with_towers
 from .gemma4 import gemma4, gemma4_with_towers
 from .hybrids import (  # fmt: skip
     bamba,
@@ -363,6 +364,8 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n": "Gemma3nForConditionalGeneration",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -440,7 +443,7 @@ LEFT_TO_OTHERS: dict[str, HFConfig] = {
 UNCLASSIFIED: tuple[Family, ...] = (
     granite, granite4, cohere2, olmoe, granite_moe, lfm2, lfm2_moe, qwen3_5, qwen3_5_moe, qwen3_next, cohere, cwm, lfm3,
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
-    codegen, glm4_moe_lite, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba,
+    codegen, glm4_moe_lite, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h, bamba, gemma3n,
 )  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
@@ -465,6 +468,7 @@ for _causal, _other, _family in (
     ("GemmaForCausalLM", "Gemma", gemma),
     ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Gemma3nForCausalLM", "Gemma3nText", gemma3n),
     ("Gemma4ForCausalLM", "Gemma4Text", gemma4),
     ("Cohere2ForCausalLM", "Cohere2", cohere2),
     ("Starcoder2ForCausalLM", "Starcoder2", starcoder2),
@@ -529,6 +533,7 @@ for _causal, _other, _family in (
     ("BambaForCausalLM", "Bamba", bamba),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
+FAMILIES["Gemma3nForConditionalGeneration"] = gemma3n_with_towers
 FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower

@@ -25,7 +25,7 @@ TABLES = {
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
 # Checkpoints that have towers, too, of which text alone is read: the architecture of the text model.
-TEXTS = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
+TEXTS = {f"Gemma{number}ForConditionalGeneration": f"Gemma{number}ForCausalLM" for number in ("3n", "4")}
 # RoPE types whose factors are others once a row is at a position behind this one.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
