@@ -64,7 +64,8 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
     low-rank part beside attention (LAuReL), sparse gates, embeddings for each layer, and layers that read keys and
     values of an earlier layer. Source: modeling_gemma3n.py of transformers."""
     hf = Settings.of(hf)
-    hf.get("altup_coef_clip")  # of training
+    for key in ("altup_coef_clip", "altup_lr_multiplier"):  # of training
+        hf.get(key)
     layers = num_layers(hf)
     defaults: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": 512, "final_logit_softcapping": 30.0}
     widths = _of_layers(hf, "intermediate_size", layers)
