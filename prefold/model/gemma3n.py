@@ -42,11 +42,6 @@ class Gemma3nConfig(ModelConfig):
     deviations: tuple[float | None, ...]
     stream_scale: bool
 
-    @classmethod
-    def of(cls, config: ModelConfig, **own: Any) -> Gemma3nConfig:
-        """Return the config of a decoder with these fields of its own."""
-        return cls(**{entry.name: getattr(config, entry.name) for entry in fields(ModelConfig)} | own)
-
     @property
     def others(self) -> list[Buffer]:
         """Return the buffers of the streams beside the first one."""
@@ -89,16 +84,16 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
     reads = kv_layers_of(types, layers - hf.size("num_kv_shared_layers", 15, least=0, most=layers))
     planes = [replace(plane, rope=near) if types[n] == SLIDING else plane for n, plane in enumerate(config.planes)]
     scaled = hf.flag("altup_correct_scale", True)
-    names = Names() if scaled else Names(other_names=r".*\.altup\.correct_output_scale")
-    return Gemma3nConfig.of(
-        replace(
-            config,
-            planes=tuple(plane for n, plane in enumerate(planes) if reads[n] == n),
-            kv_layers=reads if len({*reads}) < layers else (),
-            mlp_widths=tuple(widths) if len({*widths}) > 1 else (),
-            mlp=tuple("gated" if of_layer is None else SPARSE for of_layer in deviations),
-            names=names,
-        ),
+    own = {entry.name: getattr(config, entry.name) for entry in fields(ModelConfig)}
+    own |= {
+        "planes": tuple(plane for n, plane in enumerate(planes) if reads[n] == n),
+        "kv_layers": reads if len({*reads}) < layers else (),
+        "mlp_widths": tuple(widths) if len({*widths}) > 1 else (),
+        "mlp": tuple("gated" if of_layer is None else SPARSE for of_layer in deviations),
+        "names": Names() if scaled else Names(other_names=r".*\.altup\.correct_output_scale"),
+    }
+    return Gemma3nConfig(
+        **own,
         streams=hf.size("altup_num_inputs", 4, least=2, most=MOST_STREAMS),
         laurel_rank=hf.size("laurel_rank", 64),
         deviations=deviations,
@@ -107,8 +102,7 @@ def gemma3n(hf: HFConfig) -> ModelConfig:
 
 
 def gemma3n_with_towers(hf: HFConfig) -> ModelConfig:
-    """Return the config of a checkpoint of Gemma 3n that has towers for images and sound, of which text alone is
-    read."""
+    """Return the config of a checkpoint of Gemma 3n that has towers, too, of which text alone is read."""
     hf = Settings.of(hf)
     for key in ("vision_config", "audio_config"):
         hf.get(key)
@@ -148,10 +142,13 @@ def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
     """
     config = builder.config
     assert isinstance(config, Gemma3nConfig)
-    others, hidden, add = config.others, config.hidden, builder.add
-    streams = (X, *others)
+    others, count, hidden, add = config.others, config.streams, config.hidden, builder.add
+    streams, altup = (X, *others), f"{builder.prefix}altup."
+    predict = Weight(((f"{altup}prediction_coefs.weight", count * count),), (count,), wide=True)
+    correct = Weight(((f"{altup}correction_coefs.weight", count),), (count,), wide=True)
     builder.begun = (*builder.begun, *others)
-    _mix(builder, X, "prediction_coefs", streams, streams)
+    _add_router(builder, X, count)
+    add(Mix(streams, streams, ROUTED, predict))
     h = builder.norm("input_layernorm", X, H)
     builder.attention(h)
     builder.norm("post_attention_layernorm", DELTA, DELTA)
@@ -164,11 +161,13 @@ def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
     builder.mlp(builder.norm("pre_feedforward_layernorm", ACTIVE, H), DELTA)
     builder.norm("post_feedforward_layernorm", DELTA, DELTA)
     add(Add(ACTIVE, DELTA))
-    _mix(builder, ACTIVE, "correction_coefs", streams, (ACTIVE,))
+    _add_router(builder, ACTIVE, count)
+    add(Add(ACTIVE, X, -1.0))  # what the layer has added to the prediction
+    add(Mix(streams, (ACTIVE,), ROUTED, correct, offset=1.0))
     source = X
     if config.stream_scale:
-        weight, source = Weight(((f"{builder.prefix}altup.correct_output_scale", hidden),)), H
-        add(Scale(X, weight=weight, out=source))
+        source = H
+        add(Scale(X, weight=Weight(((f"{altup}correct_output_scale", hidden),)), out=source))
     builder.layer_input(source)
     for stream in others:
         add(Add(stream, DELTA))
@@ -178,25 +177,16 @@ def layer(builder: LayerBuilder) -> tuple[Operation, ...]:
             add(operation)
         for end in ends:
             add(Add(X, end))
-        add(Scale(X, 1 / config.streams))
+        add(Scale(X, 1 / count))
     return tuple(builder.operations)
 
 
-def _mix(
-    builder: LayerBuilder, routed: Buffer, name: str, streams: tuple[Buffer, ...], others: tuple[Buffer, ...]
-) -> None:
-    """Add the mix of streams by what the router makes of a buffer. If that buffer alone is mixed, it is what the buffer
-    has more than the first stream, and the streams get it once and by their shares. name: of the weight"""
-    config, prefix = builder.config, f"{builder.prefix}altup."
-    assert isinstance(config, Gemma3nConfig)
-    count, hidden, corrects = config.streams, config.hidden, others == (routed,)
-    builder.norm("altup.router_norm", routed, H)
-    builder.linear("", [("altup.modality_router", count)], H, ROUTED, hidden)
+def _add_router(builder: LayerBuilder, source: Buffer, streams: int) -> None:
+    """Add what the layer's router makes of a buffer: a number for each stream."""
+    hidden = builder.config.hidden
+    builder.norm("altup.router_norm", source, H)
+    builder.linear("", [("altup.modality_router", streams)], H, ROUTED, hidden)
     builder.add(Scale(ROUTED, 1 / hidden))
-    if corrects:
-        builder.add(Add(routed, X, -1.0))
-    weight = Weight(((f"{prefix}{name}.weight", count * len(others)),), (count,), wide=True)
-    builder.add(Mix(streams, others, ROUTED, weight, offset=float(corrects)))
 
 
 def _streams(

@@ -192,6 +192,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma": {},
     "gemma2": WINDOWS,
+    "gemma3n_text": GEMMA3N,
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": LARGER_LAST,
     "glm4_moe": {},

@@ -214,11 +214,12 @@ def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
 
 
 def _of(config: Any, *names: str) -> Any:
-    """Returns the first of these values that a config has; None: it has none, or another one for each layer."""
+    """Returns the first of these values that a config has; None: it has none, or another one for each layer. Of a list
+    of sizes it is the largest."""
     for name in names:
         with contextlib.suppress(Exception):
             if (value := getattr(config, name, None)) is not None:
-                return value
+                return max(value) if isinstance(value, list) else value
     return None
 
 
