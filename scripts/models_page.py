@@ -148,10 +148,11 @@ attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.
 without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
 that overlap is refused.
 
-**Gemma 3n and 4** are not split over ranks, and all their weights stay in memory. Layers that share keys and values
-store them once. prefold reads text alone of a checkpoint with towers (`Gemma3nForConditionalGeneration`,
-`Gemma4ForConditionalGeneration`): in a prompt, the ids of images and sounds have the text model's embeddings. llama.cpp
-computes the deviation of Gemma 3n's gates with one less in the divisor than transformers; prefold does as transformers.
+**Gemma 3n and 4** are not split over ranks, and models with embeddings of layers keep all their weights in memory.
+Layers that share keys and values store them once. prefold reads text alone of a checkpoint with towers
+(`Gemma3nForConditionalGeneration`, `Gemma4ForConditionalGeneration`): in a prompt, the ids of images and sounds have
+the text model's embeddings. llama.cpp computes the deviation of Gemma 3n's gates with one less in the divisor than
+transformers; prefold does as transformers.
 
 ## Checkpoints for embedding and reranking
 

@@ -172,7 +172,7 @@ def test_each_kind_of_gemma_4_gives_what_transformers_does(tmp_path, settings):
     assert_last_states(model_of(folder), reference(folder).model)
 
 
-def test_of_gemma_4_with_towers_text_is_read(tmp_path):
+def test_of_gemma_4_with_towers_text_is_read(tmp_path, forced):
     import transformers
 
     text = config_for("gemma4_text", GEMMA4)
