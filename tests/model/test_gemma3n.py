@@ -1,4 +1,4 @@
-"""Gemma 3n in GGUF files as llama.cpp's converter writes them, in checkpoints that have towers, and in training."""
+"""Gemma 3n in GGUF files as llama.cpp's converter writes them, in checkpoints that have towers, and with adapters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from adapters import merged, write_adapter
 from architectures import GEMMA3N, checkpoint_of, config_for
 from safetensors.torch import load_file, save_file
 
@@ -122,6 +123,17 @@ def test_a_checkpoint_with_towers_reads_text(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     found = answers(folder, folder)
     assert np.array_equal(found[0], expected[0]) and found[1] == expected[1]
+
+
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_an_adapter_of_layers_with_gates_of_both_kinds(tmp_path, executor):
+    folder = checkpoint_of(tmp_path / "model", "gemma3n_text", GEMMA3N, seed=2)
+    adapter, asked = write_adapter(tmp_path / "adapter", folder, layers=range(4)), [5, 9, 200, 7, 31, 8, 12]
+    with torch.inference_mode():
+        expected = merged(folder, adapter).base_model(torch.tensor([asked])).last_hidden_state[0, -1].numpy()
+    with LLM(str(folder), dtype="float32", executor=executor, adapters={"a": str(adapter)}) as llm:
+        found = llm.embed([asked], pooling="last", normalize=False, adapter="a")[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 WRONG = {
