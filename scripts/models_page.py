@@ -224,8 +224,9 @@ that overlap is refused.
 **Gemma 4** has heads of two sizes. In E2B and E4B the last layers read keys and values of earlier layers, which are
 kept once; from the last layer with keys of its own on, rows that nobody reads are left out. Each layer of these models
 has an embedding of its own beside the first one: 2.3 billion numbers in E2B, of which a token reads 8,960. They stay in
-the mapped file, or as a GGUF file stores them. Of checkpoints with towers text alone is read. Gemma 4 is not split over
-ranks (`tensor_parallel`), not computed in int8, and not read layer by layer.
+the mapped file, or as a GGUF file stores them. Of checkpoints with towers text alone is read. Gemma 3n and 4 are not
+split over ranks (`tensor_parallel`), not computed in int8, and not read layer by layer. llama.cpp computes the standard
+deviation of Gemma 3n's gates with a divisor of n - 1, transformers and prefold with n.
 
 **Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). What is kept of a row is its
 latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token in bfloat16; keys and values of all

@@ -1,6 +1,6 @@
 """Finds a model's files: local folders, GGUF files, built-in names, hub ids. It never imports torch."""
 
-from . import gguf_dense, gguf_gemma4, gguf_hybrids, gguf_mixtures
+from . import gguf_dense, gguf_gemmas, gguf_hybrids, gguf_mixtures
 from .builtin import BUILT_IN, BuiltIn
 from .checkpoint import GEOMETRIES, Checkpoint, read_json, read_object, resolve, served_name
 from .gguf import GGUFFile

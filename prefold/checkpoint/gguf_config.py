@@ -34,6 +34,8 @@ LAYER_NORM = {"cohere2", "starcoder2"}
 FUSED_QUERIES = {"phi3"}
 # Config keys of an architecture that say whether the first layer has a tensor.
 BY_TENSOR: dict[str, dict[str, str]] = {}
+# Config keys of an architecture that are the rows of a tensor.
+ROWS: dict[str, dict[str, str]] = {}
 # Settings that are one number for each layer: the first one stands in the place of the list, which has ".layers" behind
 # its name.
 BY_LAYER: set[str] = set()
@@ -106,6 +108,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "torch_dtype": DTYPES.get(_type(file, f"{queries}.weight"), "bfloat16"),
     }
     config |= {key: f"blk.0.{name}" in file.tensors for key, name in BY_TENSOR.get(arch, {}).items()}
+    config |= {key: _rows(file, name) for key, name in ROWS.get(arch, {}).items()}
     if arch in TIED_VALUES:
         keys, values = ([name for name in file.tensors if name.endswith(f".attn_{part}.weight")] for part in "kv")
         config["has_tied_values"] = len(values) < len(keys)

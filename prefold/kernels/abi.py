@@ -14,6 +14,7 @@ IN_INT8 = 256
 ONE_FORM = 512
 S8 = 65536
 RANK_LINE = 64
+MOST_MIXED = 8
 
 
 class Failure(IntEnum):
@@ -80,6 +81,9 @@ class Kind(IntEnum):
     SCALE_HEADS = 19
     ACTIVATE_GATED = 20
     INTERPOLATE = 21
+    MIX = 22
+    MATCH = 23
+    SPARSE_GATE = 24
 
 
 class Run(Structure):
@@ -500,6 +504,7 @@ CONSTANTS = {
     "ONE_FORM": ONE_FORM,
     "S8": S8,
     "RANK_LINE": RANK_LINE,
+    "MOST_MIXED": MOST_MIXED,
 }
 ENUMS: tuple[type[IntEnum], ...] = (
     Failure,

@@ -130,19 +130,21 @@ class LayerBuilder:
         if config.mlp_of(self.number) != NO_MLP:
             self.mlp_part("pre_feedforward_layernorm" if normed else "post_attention_layernorm")
         if config.layer_inputs:
-            self._layer_input(config.layer_inputs)
+            self.layer_input(X)
+            self.add(Add(X, DELTA))
         if config.layer_scales:
             self.add(Scale(X, weight=Weight(((f"{self.prefix}layer_scalar", 1),), wide=True)))
         return tuple(self.operations)
 
-    def _layer_input(self, size: int) -> None:
-        """Add what the layer makes of its own embedding of the rows' tokens (Gemma 3n). size: of the embedding"""
-        gate, hidden = [("per_layer_input_gate", size)], self.config.hidden
-        self.linear("", gate, X, LAYER_INPUT, hidden, activation=self.config.activation)
+    def layer_input(self, source: Buffer) -> None:
+        """Add what the layer makes of its own embedding of the rows' tokens (Gemma 3n); DELTA gets the result. source:
+        what its gates read"""
+        size, hidden = self.config.layer_inputs, self.config.hidden
+        gate = [("per_layer_input_gate", size)]
+        self.linear("", gate, source, LAYER_INPUT, hidden, activation=self.config.activation)
         self.add(Gate(LAYER_INPUT, LAYER_INPUTS, 1, size, at=self.number * size, activation=""))
         self.linear("", [("per_layer_projection", hidden)], LAYER_INPUT, DELTA, size)
         self.norm("post_per_layer_input_norm", DELTA, DELTA)
-        self.add(Add(X, DELTA))
 
     def mlp_part(self, name: str) -> None:
         """Add the MLP with its norms, and add its result to the residual stream. name: of the norm before the MLP"""
@@ -623,7 +625,7 @@ def _begin(config: ModelConfig) -> tuple[Operation, ...]:
     size, hidden, layers = config.layer_inputs, config.hidden, config.layers
     if not size:
         return ()
-    table = Weight((("embed_tokens_per_layer.weight", config.vocab_size),), (layers * size,))
+    table = Weight((("embed_tokens_per_layer.weight", config.layer_vocab or config.vocab_size),), (layers * size,))
     linear = Weight((("per_layer_model_projection.weight", layers * size),), (hidden,))
     own_norm = Weight((("per_layer_projection_norm.weight", size),))
     return (

@@ -276,6 +276,7 @@ class ModelConfig:
     mlp_widths     of each layer the width of its MLP; (): intermediate
     layer_inputs   each layer adds what it makes of so many numbers, which tokens have for it in an embedding beside
                    the first one; 0: it does not
+    layer_vocab    rows of that embedding: tokens behind the last one have row 0; 0: vocab_size
     layer_scales   after each layer the residual stream is multiplied with a number of the layer
     activation     of the MLP: one of Linear, or "xielu" of an MLP without a gate
     gate_scale     what the gates of a gated MLP are multiplied with before the activation; not those of experts
@@ -355,6 +356,7 @@ class ModelConfig:
     mlp_norm: bool = False
     mlp_widths: tuple[int, ...] = ()
     layer_inputs: int = 0
+    layer_vocab: int = 0
     layer_scales: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"] = "silu"
     gate_scale: float = 1.0

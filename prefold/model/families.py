@@ -39,6 +39,7 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
+from .gemma3n import gemma3n, gemma3n_with_towers
 from .gemma4 import gemma4, gemma4_unified, gemma4_unified_with_media, gemma4_with_towers
 from .hybrids import (  # fmt: skip
     bamba,
@@ -394,6 +395,8 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n": "Gemma3nForConditionalGeneration",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
@@ -501,7 +504,7 @@ UNCLASSIFIED: tuple[Family, ...] = (
     ernie4_5, hyperclovax, granite_swa, apertus, nanochat, jais2, vaultgemma, bitnet, internlm3, iquestcoder, exaone,
     codegen, gemma4, gemma4_unified, glm4_moe_lite, mistral4, youtu, lara_mini, olmo_hybrid, falcon_h1, nemotron_h,
     bamba, glm4_moe, minimax_m2, ernie4_5_moe, afmoe, dots1, exaone_moe, aria, flex_olmo, solar_open, granite_moe_swa,
-    mellum, cohere2_moe, sarvam_moe, flint, hy_v3, kolibri,
+    mellum, cohere2_moe, sarvam_moe, flint, hy_v3, kolibri, gemma3n,
 )  # fmt: skip
 # See `add_families`.
 _OWN_CODE = {"Qwen2ForRewardModel", "Phi3ForCausalLM", "NemotronHForCausalLM"}
@@ -528,6 +531,7 @@ for _causal, _other, _family in (
     ("GemmaForCausalLM", "Gemma", gemma),
     ("Gemma2ForCausalLM", "Gemma2", gemma2),
     ("Gemma3ForCausalLM", "Gemma3Text", gemma3),  # "Gemma3Model" is the one with images
+    ("Gemma3nForCausalLM", "Gemma3nText", gemma3n),
     ("Gemma4ForCausalLM", "Gemma4Text", gemma4),
     ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedText", gemma4_unified),
     ("Cohere2ForCausalLM", "Cohere2", cohere2),
@@ -614,6 +618,7 @@ for _causal, _other, _family in (
     ("Kolibri1ForCausalLM", "Kolibri1", kolibri),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
+FAMILIES["Gemma3nForConditionalGeneration"] = gemma3n_with_towers
 FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
 FAMILIES["Gemma4UnifiedForConditionalGeneration"] = gemma4_unified_with_media
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower

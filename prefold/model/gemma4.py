@@ -54,7 +54,7 @@ def gemma4(hf: HFConfig) -> ModelConfig:
     tied, rope = hf.flag("attention_k_eq_v"), read_rope(rope_of(hf, FULL, "rope_theta", 1e6))
     far = Plane(rope=rope, sizes=_far_sizes(hf, config, types, tied), tied=tied)
     near = config.planes[types.index(SLIDING)] if SLIDING in types else far
-    reads = _reads(types, config.layers - hf.size("num_kv_shared_layers", 0, least=0))
+    reads = kv_layers_of(types, config.layers - hf.size("num_kv_shared_layers", 0, least=0))
     own = [kind for number, kind in enumerate(types) if reads[number] == number]
     wide = 2 if hf.flag("use_double_wide_mlp") else 1
     widths = [config.intermediate * (1 if read == number else wide) for number, read in enumerate(reads)]
@@ -121,7 +121,7 @@ def _far_sizes(hf: Settings, config: ModelConfig, types: list[str], tied: bool) 
     return KVSizes(heads or config.kv_heads, dim, dim)
 
 
-def _reads(types: list[str], first: int) -> tuple[int, ...]:
+def kv_layers_of(types: list[str], first: int) -> tuple[int, ...]:
     """Return of each layer the layer whose keys and values it reads. From the layer `first` on that is the last one
     before `first` of the same type."""
     last = {kind: number for number, kind in enumerate(types[:first])}

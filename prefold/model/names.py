@@ -195,13 +195,25 @@ GGUF_OUT_NORMS = replace(
         "post_ffw_norm": ("post_feedforward_layernorm",),
     },
 )
-_GEMMA4 = {
+_LAYER_INPUTS = {
     "per_layer_token_embd": ("embed_tokens_per_layer",),
     "per_layer_model_proj": ("per_layer_model_projection",),
     "per_layer_proj_norm": ("per_layer_projection_norm",),
     "inp_gate": ("per_layer_input_gate",),
     "proj": ("per_layer_projection",),
     "post_norm": ("post_per_layer_input_norm",),
+}
+_GEMMA3N = {
+    "altup_router": ("altup.modality_router",),
+    "altup_router_norm": ("altup.router_norm",),
+    "altup_predict_coef": ("altup.prediction_coefs",),
+    "altup_correct_coef": ("altup.correction_coefs",),
+    "altup_correct_scale.weight": ("altup.correct_output_scale",),
+    "laurel_l": ("laurel.linear_left",),
+    "laurel_r": ("laurel.linear_right",),
+    "laurel_post_norm": ("laurel.post_laurel_norm",),
+}
+_GEMMA4 = {
     "layer_output_scale.weight": ("layer_scalar",),
     "ffn_gate_inp.scale": ("router.scale",),
     "ffn_down_exps.scale": ("router.per_expert_scale",),
@@ -245,7 +257,15 @@ _MAMBA = {
 GGUF_OF |= {
     "afmoe": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "attn_gate": ("self_attn.g_proj",)}),
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
-    "gemma4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, **_GEMMA4}),
+    "gemma3n": replace(
+        GGUF_OUT_NORMS,
+        parts={**GGUF_OUT_NORMS.parts, **_LAYER_INPUTS, **_GEMMA3N},
+        stacks={
+            "altup_proj.weight": ("altup_projections.{}.weight",),
+            "altup_unembd_proj.weight": ("altup_unembed_projections.{}.weight",),
+        },
+    ),
+    "gemma4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, **_LAYER_INPUTS, **_GEMMA4}),
     "lfm2": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
     "lfm2moe": replace(GGUF, parts={**GGUF.parts, **_LFM2}),
     "qwen35": _QWEN35,

@@ -107,7 +107,7 @@ class Operation:
 @dataclass(frozen=True, slots=True)
 class Embed(Operation):
     """out = scale * the rows of `table` that the tokens name, plus the rows of `positions`. Position 0 has the row
-    `first`."""
+    `first`. Tokens behind the last row of a table beside the model's have its first row."""
 
     out: Buffer
     table: Weight
@@ -442,14 +442,74 @@ class Gate(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Scale(Operation):
-    """source *= factor * weight, in place.
+    """out = factor * weight * source.
 
-    weight  one number; None: there is none
+    weight  one number, or one for each number of a row; None: there is none
+    out     None: source
     """
 
     source: Buffer
     factor: float = 1.0
     weight: Weight | None = None
+    out: Buffer | None = None
+
+    @property
+    def fills(self) -> tuple[Buffer, int] | None:
+        if self.out is None:
+            return None
+        assert self.weight is not None, "a copy has the width of its weight"
+        return self.out, self.weight.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Mix(Operation):
+    """sources[i] += the sum over j of c[i, j] * others[j], in place: rows of one width, as they were before.
+
+    c = offset + weight tanh(by), with a row of numbers for each pair of i and j (AltUp, Baykal et al. 2023).
+
+    sources, others  at most 8 each
+    weight           float32 [len(sources) * len(others), width of `by`]
+    """
+
+    sources: tuple[Buffer, ...]
+    others: tuple[Buffer, ...]
+    by: Buffer
+    weight: Weight
+    offset: float = 0.0
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        return [*self.sources, *self.others, self.by]
+
+
+@dataclass(frozen=True, slots=True)
+class Match(Operation):
+    """source *= the root of the mean square of `beside`, divided by that of `source`, in place.
+
+    least  of the mean square of `source`
+    """
+
+    source: Buffer
+    beside: Buffer
+    least: float
+
+
+@dataclass(frozen=True, slots=True)
+class SparseGate(Operation):
+    """out = activation(max(gate - cut, 0)) * up, of `source`, which has gates, then up, side by side.
+
+    The cut of a row is the mean of its gates plus `deviations` of their standard deviations.
+    """
+
+    source: Buffer
+    out: Buffer
+    width: int
+    deviations: float
+    activation: str
+
+    @property
+    def fills(self) -> tuple[Buffer, int]:
+        return self.out, self.width
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,6 +352,90 @@ def test_xielu(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_buffer_times_factors(dtype, apart):
+    rng, machine, rows = np.random.default_rng(0), Machine(dtype), 9
+    x, weight = normal(rng, rows, 37, dtype=dtype), normal(rng, 37)
+    source = machine.buffer(x)
+    out = machine.buffer(rows, 37) if apart else source
+    machine.add(Kind.SCALE_ROWS, source=source, out=out, weight=weight if apart else None, eps=-0.3)
+    machine.run(rows, 2)
+    wanted = x.astype(np.float64) * -0.3 * (weight if apart else 1)
+    check(machine.buffers[out], wanted, 1e-6 if dtype == FLOAT32 else 2.0**-8)
+    assert not apart or same([machine.buffers[source]], [x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("count", "others"), [(8, 8), (4, 4), (3, 1)])
+def test_streams_are_mixed_by_shares_of_each_row(dtype, count, others):
+    """Streams that mix each other, or get parts of another buffer."""
+    rng, rows, width, gates = np.random.default_rng(0), 9, 37, 5
+    streams = [normal(rng, rows, width, dtype=dtype) for _ in range(count)]
+    by, beside = normal(rng, rows, gates + 2, dtype=dtype), normal(rng, rows, width, dtype=dtype)
+    weight = normal(rng, count * others, gates)
+
+    def run(last):
+        machine = Machine(dtype)
+        own = [machine.buffer(x[last:]) for x in streams]
+        read = own if others == count else [machine.buffer(beside[last:])]
+        buffers = np.array([*own, *read], np.int64)
+        machine.add(
+            Kind.MIX, beside=machine.buffer(by[last:]), heads=count, kv_heads=others, columns=gates, eps=0.7,
+            weight=weight, bias=buffers,
+        )  # fmt: skip
+        machine.run(rows - last, 2)
+        return [machine.buffers[number] for number in own]
+
+    before = np.array(streams).astype(np.float64)
+    read = before if others == count else beside[None].astype(np.float64)
+    shares = 0.7 + np.tanh(by[:, :gates].astype(np.float64)) @ weight.astype(np.float64).T
+    wanted = before + np.einsum("rij,jrd->ird", shares.reshape(rows, count, others), read)
+    found = run(0)
+    check(np.array(found), wanted, 1e-6 if dtype == FLOAT32 else 2.0**-8)
+    assert same(run(rows - 1), [x[-1:] for x in found])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_get_the_length_of_others(dtype):
+    rng, machine, rows, least = np.random.default_rng(0), Machine(dtype), 9, 1e-2
+    x, like = normal(rng, rows, 37, dtype=dtype), normal(rng, rows, 37, scale=3, dtype=dtype)
+    x[1], x[2], like[3], x[4, 5] = 0, x[2] * dtype.type(2.0**-7), 0, np.nan
+    source = machine.buffer(x)
+    machine.add(Kind.MATCH, source=source, beside=machine.buffer(like), eps=least)
+    machine.run(rows, 2)
+    own, wanted = (np.square(one.astype(np.float64)).mean(-1, keepdims=True) for one in (x, like))
+    wanted = x.astype(np.float64) * np.sqrt(wanted / np.maximum(own, least))
+    found, others = machine.buffers[source].astype(np.float64), np.arange(rows) != 4
+    check(found[others], wanted[others], 1e-6 if dtype == FLOAT32 else 2.0**-7)
+    assert np.isnan(found[4]).all() and not found[[1, 3]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [Activation.GELU_TANH, Activation.SILU])
+@pytest.mark.parametrize("deviations", [1.3, -0.5])
+def test_gates_that_let_the_largest_through(dtype, activation, deviations):
+    """Rows of the result may be longer than they have numbers: zeros lie behind these."""
+    rng, rows, width = np.random.default_rng(0), 9, 37
+    x = normal(rng, rows, 2 * width, dtype=dtype)
+    x[1, :width] = 2  # no gate is larger than the mean
+
+    def run(last):
+        machine = Machine(dtype)
+        source, out = machine.buffer(x[last:]), machine.buffer(rows - last, 48)
+        machine.add(Kind.SPARSE_GATE, source=source, out=out, columns=width, activation=activation, eps=deviations)
+        machine.run(rows - last, 2)
+        return machine.buffers[out]
+
+    gates, up = np.split(x.astype(np.float64), 2, -1)
+    cut = gates.mean(-1, keepdims=True) + deviations * gates.std(-1, keepdims=True)
+    wanted, found = activated(activation, np.maximum(gates - cut, 0)) * up, run(0)
+    check(found[:, :width], wanted, 2e-6 if dtype == FLOAT32 else 1e-2)
+    assert not found[:, width:].any() and not found[1].any()
+    assert (found == 0).mean() > 0.5 or deviations < 0
+    assert same([run(rows - 1)], [found[-1:]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_router_reads_other_rows_than_experts(dtype):
     rng, machine, hidden, rows = np.random.default_rng(0), Machine(dtype), 24, 15
     experts, x = random_experts(rng, machine, hidden), normal(rng, rows, hidden, dtype=dtype)

@@ -24,6 +24,7 @@ OWN: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "OPTForCausalLM": {"ffn_dim": 48},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 307},
     "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1},
     # Their defaults do not go with these sizes, or with any.

@@ -35,10 +35,11 @@ def case(request, tmp_path_factory):
     folder = checkpoint_of(tmp_path_factory.mktemp(name), name, PROGRAMS[name])
     asked, model = prompts(len(name), count=9), reference(folder)
     with torch.inference_mode():
-        found = [model(input_ids=torch.tensor([tokens]), output_hidden_states=True) for tokens in asked]
-    states = [one.hidden_states[-1][0].numpy() for one in found]
+        logits = [model(input_ids=torch.tensor([tokens])).logits[0].numpy() for tokens in asked]
+        found = [model.base_model(input_ids=torch.tensor([tokens])) for tokens in asked]
+    states = [one.last_hidden_state[0].numpy() for one in found]
     with LLM(str(folder), dtype="float32", cache=None) as llm:
-        yield llm, asked, model, states, [one.logits[0].numpy() for one in found]
+        yield llm, asked, model, states, logits
 
 
 def check_readouts(llm: LLM, asked: list[list[int]], states, logits, sharing: str, rows: int) -> None:

@@ -35,6 +35,14 @@ GEMMA4: dict[str, Any] = {
     "vocab_size_per_layer_input": 307, "use_double_wide_mlp": True,
 }  # fmt: skip
 
+# Gemma 3n: gates of two kinds, and embeddings of layers for a part of the vocabulary.
+GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5,
+    "head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 150,
+    "laurel_rank": 6, "activation_sparsity_pattern": [0.9, 0.3, 0.0, 0.6], "intermediate_size": [64, 50, 64, 64],
+    "final_logit_softcapping": 5.0,
+}  # fmt: skip
+
 # The larger ones: experts beside the MLP, keys that values are made of, and no embeddings of layers.
 GEMMA4_26B: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 5, "head_dim": 8,
@@ -166,6 +174,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "falcon with one key head": {},
     "falcon with all key heads": {"multi_query": False, "parallel_attn": False, "bias": True},
     "falcon with one norm": {"num_kv_heads": 3, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    "gemma3n_text": GEMMA3N,
+    "gemma3n_text with keys of its own": GEMMA3N
+    | {"num_kv_shared_layers": 0, "altup_num_inputs": 2, "altup_correct_scale": False},
     "gemma4_text": GEMMA4,
     "gemma4_text with experts": GEMMA4_26B,
     "gemma4_unified_text": LARGER_LAST,
@@ -245,6 +256,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma": {},
     "gemma2": WINDOWS,
+    "gemma3n_text": GEMMA3N,
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": LARGER_LAST,
     "glm4_moe": {},
@@ -325,6 +337,8 @@ def checkpoint_of(folder: Path, model_type: str, settings: dict[str, Any], *, se
         for name, parameter in model.named_parameters():
             if name.endswith(STATE_OUTPUTS):  # else each layer makes the differences of rounding much larger
                 parameter.mul_(0.5)
+            if name.endswith("modality_router.weight"):  # which reads norms divided by their width
+                parameter.mul_(parameter.shape[1])
             if name.endswith("linear_attn.norm.weight"):  # which is not stored less one
                 parameter.add_(model_type in CENTRED)
     model.save_pretrained(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from architectures import PROGRAMS, checkpoint_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learning import distance, gradients, group, sequences, trainable, weights_for
@@ -97,6 +98,19 @@ def test_recomputing_layers_changes_nothing(models, family, sharing):
     finally:
         model.recompute = False
     assert distance(recomputed, expected) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_hand_on_more_than_one_stream(tmp_path, name):
+    """Buffers that layers change, and that leave out rows which are not read."""
+    model = trainable(checkpoint_of(tmp_path, name, PROGRAMS[name]), torch.float64)
+    some, prompt_lengths = group(0)
+    expected = of_mode(model, "off", some, prompt_lengths=prompt_lengths)
+    assert set(expected) == {name for name, _ in model.named_parameters()}
+    for model.recompute in (False, True):
+        for sharing in SHARING_MODES:
+            found = of_mode(model, sharing, some, prompt_lengths=prompt_lengths)
+            assert distance(found, expected) < 1e-7
 
 
 @pytest.mark.parametrize("trained", ["down", "o.", "norm", "lm_head"])

@@ -32,7 +32,14 @@ def trained(folder) -> torch.nn.Module:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", EVERY)
 def test_transformers_loads_what_was_trained(tmp_path, family, tied):
-    folder = tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied)
+    assert_trained(tiny_checkpoint(tmp_path, family, tie_word_embeddings=tied), tmp_path)
+
+
+def test_a_weight_that_a_layer_uses_twice_is_trained_once(tmp_path):
+    assert_trained(checkpoint_of(tmp_path / "model", "gemma3n_text", PROGRAMS["gemma3n_text"]), tmp_path)
+
+
+def assert_trained(folder, tmp_path) -> None:
     model = trained(folder)
     saved = save_model(model, resolve(str(folder)), tmp_path / "saved")
     batch = TrainBatch.build(model.config, some := sequences(9))

@@ -25,7 +25,7 @@ TABLES = {
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
 # Checkpoints that have towers, too, of which text alone is read: the architecture of the text model.
-TEXTS = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
+TEXTS = {f"Gemma{number}ForConditionalGeneration": f"Gemma{number}ForCausalLM" for number in ("3n", "4")}
 # RoPE types whose factors are others once a row is at a position behind this one.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
@@ -214,11 +214,12 @@ def transformers_config(settings: Mapping[str, Any], architecture: str) -> Any:
 
 
 def _of(config: Any, *names: str) -> Any:
-    """Returns the first of these values that a config has; None: it has none, or another one for each layer."""
+    """Returns the first of these values that a config has; None: it has none, or another one for each layer. Of a list
+    of sizes it is the largest."""
     for name in names:
         with contextlib.suppress(Exception):
             if (value := getattr(config, name, None)) is not None:
-                return value
+                return max(value) if isinstance(value, list) else value
     return None
 
 

@@ -497,7 +497,8 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //           by the matrices of `call` (latent.h)
 // kPick     keep the rows that are read, of `source`; if `beside`, for all that follows
 // kEmbed    out = eps * the embeddings of the tokens, plus the learned embeddings of `positions` positions in `bias`.
-//           The matrix has rows that lie one behind the other; or is packed in words, if `wide`; or is in blocks
+//           The matrix has rows that lie one behind the other; or is packed in words, if `wide`; or is in blocks.
+//           Tokens from `keys` on have the embedding of token 0 (0: none has)
 // kHead     ids = the most likely tokens of `source`; this rank has `columns` ids from `at` on
 // kAdd      source += eps * beside
 // kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has
@@ -510,7 +511,14 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kNormHeads   norm `heads` heads of `dim` of `source` from `at` on, in place: weight, bias (null: an RMS norm) and eps as
 //           of NormHeads, `columns` from one head's weights to the next's
 // kXielu    source = xIELU of it, in place; weight: its p, n, beta and eps (activations.h)
-// kScaleRows  source *= eps
+// kScaleRows  out = eps * weight * source; weight: float32, of each number of a row (null: none)
+// kMix      s_i += the sum over j of (eps + (W tanh(by))_ij) * o_j, of `heads` buffers s and `kv_heads` buffers o, at most
+//           kMostMixed each. `by`: `beside`; weight: W, float32 [heads * kv_heads, columns]; bias: the numbers of the
+//           buffers, int64, s before o
+// kMatch    source *= the root of the mean square of `beside`, divided by that of source, in place; eps: the least mean
+//           square of source
+// kSparseGate  out = activation(max(gate - cut, 0)) * up of source, which has `columns` gates, then up; the cut is the
+//           gates' mean plus eps of their standard deviations
 // kByPosition  multiply `heads` heads of `dim` of `source` from `at` on, in place, with
 //           1 + eps log(1 + floor(position / positions))
 // kScaleHeads    multiply `heads` heads of `dim` of `source` from `at` on, in place, with weight [heads, dim]
@@ -523,16 +531,17 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // program fills in the rest.
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
-  kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows,
-  kScaleHeads, kActivateGated, kInterpolate,
+  kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows, kScaleHeads, kActivateGated, kInterpolate,
+  kMix, kMatch, kSparseGate,
 };
+constexpr int32_t kMostMixed = 8;
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
 struct Operation {
   int32_t kind;
   int32_t source, out, beside;    // buffers
   int32_t wide, plane, window;
-  int32_t activation;             // kLinear, kGated, kExperts, kActivateGated
+  int32_t activation;             // kLinear, kGated, kExperts, kActivateGated, kSparseGate
   int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
   int32_t summed;                 // whether the result, or the squares of a kNorm, are summed over all ranks
   float eps;

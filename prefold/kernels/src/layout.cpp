@@ -15,6 +15,7 @@ std::string text() {
       {"ONE_FORM", kOneForm},
       {"S8", kS8},
       {"RANK_LINE", kRankLine},
+      {"MOST_MIXED", kMostMixed},
       {"Failure.NO_MEMORY", kNoMemory},
       {"Failure.NO_SLOT", kNoSlot},
       {"Failure.NO_TOKEN", kNoToken},
@@ -66,6 +67,9 @@ std::string text() {
       {"Kind.SCALE_HEADS", kScaleHeads},
       {"Kind.ACTIVATE_GATED", kActivateGated},
       {"Kind.INTERPOLATE", kInterpolate},
+      {"Kind.MIX", kMix},
+      {"Kind.MATCH", kMatch},
+      {"Kind.SPARSE_GATE", kSparseGate},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},

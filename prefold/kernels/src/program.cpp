@@ -182,21 +182,25 @@ struct Pass {
   }
 
   int32_t embed(const Operation& op) const {
+    static thread_local Workspace workspace;
+    auto* inside = op.keys ? static_cast<int64_t*>(workspace.reserve(rows * sizeof(int64_t))) : nullptr;
+    const int64_t* tokens = inside ? inside : call.tokens;
     for (int64_t r = 0; r < rows; ++r) {
       if (call.tokens[r] < 0 || call.tokens[r] >= op.dim) return kNoToken;
       if (op.bias && (call.positions[r] < 0 || call.positions[r] >= op.positions)) return kNoPosition;
+      if (inside) inside[r] = call.tokens[r] < op.keys ? call.tokens[r] : 0;
     }
     const int64_t width = call.widths[op.out];
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
     if (op.blocks) {
-      pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, call.tokens, buffer(op.out), rows,
+      pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, tokens, buffer(op.out), rows,
                                                                          width, call.threads);
       if (op.eps == 1 && !learned) return 0;
     }
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         E* to = buffer(op.out) + r * width;
-        const int64_t token = call.tokens[r] - op.at;
+        const int64_t token = tokens[r] - op.at;
         if (token < 0 || token >= op.columns) {  // another rank's
           std::memset(static_cast<void*>(to), 0, width * sizeof(E));
           continue;
@@ -277,11 +281,93 @@ struct Pass {
 
   void scale(const Operation& op) const {
     const int64_t width = call.widths[op.source];
-    E* x = buffer(op.source);
+    const E* x = buffer(op.source);
+    E* out = buffer(op.out);
+    const auto* weight = static_cast<const float*>(op.weight);
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
-      for (int64_t i = first * width; i < stop * width; i += kLanes) {
-        const int64_t count = stop * width - i;
-        store_some(x + i, load_some(x + i, count) * Floats(op.eps), count);
+      for (int64_t r = first * width; r < stop * width; r += width) {
+        for (int64_t d = 0; d < width; d += kLanes) {
+          Floats factor(op.eps);
+          if (weight) factor *= load_some(weight + d, width - d);
+          store_some(out + r + d, load_some(x + r + d, width - d) * factor, width - d);
+        }
+      }
+    });
+  }
+
+  void mix(const Operation& op) const {
+    const int64_t count = op.heads, others = op.kv_heads, gates = op.columns;
+    const auto* weight = static_cast<const float*>(op.weight);
+    E* at[2 * kMostMixed];
+    for (int64_t i = 0; i < count + others; ++i) at[i] = buffer(static_cast<int32_t>(static_cast<const int64_t*>(op.bias)[i]));
+    const int64_t width = call.widths[static_cast<const int64_t*>(op.bias)[0]], by_row = call.widths[op.beside];
+    const E* by = buffer(op.beside);
+    parallel_ranges(rows, (count + others) * width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        float turned[kMostMixed], shares[kMostMixed * kMostMixed];
+        for (int64_t g = 0; g < gates; ++g) turned[g] = std::tanh(number_at(by + r * by_row + g));
+        for (int64_t i = 0; i < count * others; ++i) {
+          float sum = 0;
+          for (int64_t g = 0; g < gates; ++g) sum += weight[i * gates + g] * turned[g];
+          shares[i] = op.eps + sum;
+        }
+        for (int64_t d = 0; d < width; d += kLanes) {
+          Floats parts[kMostMixed];
+          for (int64_t j = 0; j < others; ++j) parts[j] = load_some(at[count + j] + r * width + d, width - d);
+          for (int64_t i = 0; i < count; ++i) {
+            E* to = at[i] + r * width + d;
+            Floats sum = zeros();
+            for (int64_t j = 0; j < others; ++j) sum += Floats(shares[i * others + j]) * parts[j];
+            store_some(to, load_some(to, width - d) + sum, width - d);
+          }
+        }
+      }
+    });
+  }
+
+  // The mean of the squares of a row.
+  static float mean_square(const E* x, int64_t width) {
+    Floats sums = zeros();
+    for (int64_t d = 0; d < width; d += kLanes) {
+      const Floats some = load_some(x + d, width - d);
+      sums += some * some;
+    }
+    return sum_of(sums) / static_cast<float>(width);
+  }
+
+  void match(const Operation& op) const {
+    const int64_t width = call.widths[op.source];
+    parallel_ranges(rows, 2 * width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first * width; r < stop * width; r += width) {
+        E* x = buffer(op.source) + r;
+        const float own = mean_square(x, width), wanted = mean_square(buffer(op.beside) + r, width);
+        const Floats factor(std::sqrt(wanted) / std::sqrt(own < op.eps ? op.eps : own));  // NaN stays NaN
+        for (int64_t d = 0; d < width; d += kLanes) store_some(x + d, load_some(x + d, width - d) * factor, width - d);
+      }
+    });
+  }
+
+  // What lies behind the `columns` results of a row is filled with zeros.
+  void sparse_gate(const Operation& op) const {
+    const int64_t width = op.columns, row = call.widths[op.source], out_row = call.widths[op.out];
+    parallel_ranges(rows, 4 * width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const E *gates = buffer(op.source) + r * row, *up = gates + width;
+        E* out = buffer(op.out) + r * out_row;
+        Floats sums = zeros(), squares = zeros();
+        for (int64_t d = 0; d < width; d += kLanes) sums += load_some(gates + d, width - d);
+        const float mean = sum_of(sums) / static_cast<float>(width);
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const uint32_t here = width - d < kLanes ? (1u << (width - d)) - 1 : (1u << kLanes) - 1;
+          const Floats apart = prefold::choose(here, load_some(gates + d, width - d) - Floats(mean), zeros());
+          squares += apart * apart;
+        }
+        const Floats cut(mean + op.eps * std::sqrt(sum_of(squares) / static_cast<float>(width)));
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const Floats gate = larger(Floats(0.0f), load_some(gates + d, width - d) - cut);
+          store_some(out + d, activated<!kBf16>(op.activation, gate) * load_some(up + d, width - d), width - d);
+        }
+        std::memset(static_cast<void*>(out + width), 0, (out_row - width) * sizeof(E));
       }
     });
   }
@@ -608,6 +694,9 @@ struct Pass {
         case kScaleHeads: scale_heads(op); break;
         case kActivateGated: activate_gated(op); break;
         case kInterpolate: interpolate(op); break;
+        case kMix: mix(op); break;
+        case kMatch: match(op); break;
+        case kSparseGate: sparse_gate(op); break;
         case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;

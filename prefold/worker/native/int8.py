@@ -67,7 +67,8 @@ def check_int8(config: ModelConfig, dtype: str, device: str, *, weights: str, ra
     if weights == "int8" and is_quantised:
         message = "the checkpoint's weights are quantised already, and to quantise them again would lose more"
         raise InputError(message, field="weights", remedy="leave --weights out: its blocks are used as they are")
-    if len(config.planes) != config.layers or config.latent is not None or any(one.sizes for one in config.planes):
+    is_plain = config.latent is None and not config.layer_inputs and not any(one.sizes for one in config.planes)
+    if len(config.planes) != config.layers or not is_plain:
         message = "there is no int8 arithmetic for models with layers of another kind than attention and an MLP"
         raise InputError(message, field="arithmetic", remedy=REMEDY)
 

@@ -37,7 +37,9 @@ from ...model.program import (
     Interpolate,
     Linear,
     Mamba2,
+    Match,
     MediaRows,
+    Mix,
     Norm,
     NormHeads,
     Operation,
@@ -46,6 +48,7 @@ from ...model.program import (
     Scale,
     ScaleHeads,
     ShortConv,
+    SparseGate,
     Weight,
     X,
     Xielu,
@@ -302,8 +305,9 @@ class Compiler:
         for source in pick.sources if self.is_last else ():
             self.add(Kind.PICK, source=self.number[source], beside=source == pick.sources[-1])
 
-    def embed(self, embed: Embed, at: int, columns: int) -> None:
-        """Add the embedding. at, columns: the first token of this rank, and how many it has"""
+    def embed(self, embed: Embed, at: int, columns: int, *, beside: bool = False) -> None:
+        """Add an embedding. at, columns: the first token of this rank, and how many it has; beside: whether it is one
+        beside the model's"""
         table = self.memory.tables[embed.table]
         is_packed = isinstance(table, PackedTable)
         rows, blocks = kernels.matrix_addresses(table.words if isinstance(table, PackedTable) else table)
@@ -311,7 +315,8 @@ class Compiler:
         scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, which has it as a tensor
         self.add(
             Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, wide=is_packed, bias=learned,
-            at=at, columns=columns, dim=self.config.vocab_size, eps=scale, summed=self.is_split,
+            at=at, columns=columns, keys=embed.table.rows if beside else 0, dim=self.config.vocab_size, eps=scale,
+            summed=self.is_split,
             positions=0 if embed.positions is None else embed.positions.rows - embed.first,
         )  # fmt: skip
 
@@ -386,14 +391,39 @@ def _gate(compiler: Compiler, gate: Gate) -> None:
 
 
 def _embed(compiler: Compiler, embed: Embed) -> None:
-    compiler.embed(embed, compiler.model.vocab.start, compiler.model.tokens)
+    compiler.embed(embed, 0, embed.table.rows, beside=True)
 
 
 def _scale(compiler: Compiler, scale: Scale) -> None:
-    factor = scale.factor
+    source, factor, weight = compiler.number[scale.source], scale.factor, None
     if scale.weight is not None:
-        factor *= float(compiler.floats(scale.weight)[0])
-    compiler.add(Kind.SCALE_ROWS, source=compiler.number[scale.source], eps=factor)
+        weight = compiler.floats(scale.weight)
+        if len(weight) == 1 and scale.out is None:
+            factor, weight = factor * float(weight[0]), None
+    out = source if scale.out is None else compiler.number[scale.out]
+    address = None if weight is None else compiler.address(weight)
+    compiler.add(Kind.SCALE_ROWS, source=source, out=out, weight=address, eps=factor)
+
+
+def _mix(compiler: Compiler, mix: Mix) -> None:
+    buffers = np.array([compiler.number[name] for name in (*mix.sources, *mix.others)], np.int64)
+    compiler.add(
+        Kind.MIX, beside=compiler.number[mix.by], heads=len(mix.sources), kv_heads=len(mix.others), eps=mix.offset,
+        weight=compiler.address(compiler.floats(mix.weight)), bias=compiler.address(buffers),
+        columns=mix.weight.inputs[0],
+    )  # fmt: skip
+
+
+def _match(compiler: Compiler, match: Match) -> None:
+    numbers = {"source": compiler.number[match.source], "beside": compiler.number[match.beside]}
+    compiler.add(Kind.MATCH, **numbers, eps=match.least)
+
+
+def _sparse_gate(compiler: Compiler, gate: SparseGate) -> None:
+    compiler.add(
+        Kind.SPARSE_GATE, source=compiler.number[gate.source], out=compiler.number[gate.out], columns=gate.width,
+        activation=ACTIVATIONS[gate.activation], eps=gate.deviations,
+    )  # fmt: skip
 
 
 def _experts(compiler: Compiler, experts: Experts) -> None:
@@ -490,6 +520,9 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Xielu: _xielu,
     Gate: _gate,
     Scale: _scale,
+    Mix: _mix,
+    Match: _match,
+    SparseGate: _sparse_gate,
     Embed: _embed,
     Experts: _experts,
     ShortConv: _short_conv,

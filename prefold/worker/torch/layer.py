@@ -19,7 +19,8 @@ from .ops import Ops
 class Layer(nn.Module):
     """A Layer takes rows through the operations of one layer.
 
-    Each operation that has weights is a module here, by a name that `name_of` gives.
+    Each operation that has weights is a module here, by a name that `name_of` gives. Operations of one kind that have
+    the same weights are one module.
 
     operations  those of the program
     held        the weights, with their parameters
@@ -42,10 +43,14 @@ class Layer(nn.Module):
         self.linears: dict[str, layers.Linear] = {}
         self.attends = next((operation for operation in operations if isinstance(operation, Attend)), None)
         self._steps: list[tuple[Callable[..., None], Operation, nn.Module, tuple[Buffer, ...]]] = []
+        made: dict[object, nn.Module] = {}
         for operation, dead in zip(operations, dead_buffers(operations, kept), strict=True):
             execution = execution_of(type(operation))
-            weights = execution.hold(operation, place)
-            if operation.weights:
+            key = (type(operation), *operation.named_weights)
+            is_new = not operation.weights or key not in made
+            weights = execution.hold(operation, place) if is_new else made[key]
+            if operation.weights and is_new:
+                made[key] = weights
                 self.add_module(name_of(operation, self._modules), weights)
                 self.held += held_weights(operation, weights, execution, split)
             if isinstance(operation, Linear) and operation.name:

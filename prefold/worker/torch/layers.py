@@ -169,12 +169,16 @@ class HeldWeight:
         return {name: (rows, *self.parameter.shape[1:]) for name, rows in self.parts}
 
 
-def recomputed(visit: Callable[[Tensor, None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
-    """Returns the residual stream [rows, hidden] after a visit, which is computed again in the backward pass: only x is
-    kept for it (Chen et al. 2016)."""
+def recomputed(
+    visit: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, kept: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the residual stream [rows, hidden] and further buffers after a visit, which is computed again in the
+    backward pass: only what it began with is held for it (Chen et al. 2016)."""
 
-    def whole(x: Tensor) -> Tensor:
-        x, delta = visit(x, None)
-        return x if delta is None else x + delta
+    def whole(x: Tensor, *buffers: Tensor) -> tuple[Tensor, ...]:
+        after = dict(zip(kept, buffers, strict=True))
+        x, delta = visit(x, None, kept=after)
+        return (x if delta is None else x + delta, *after.values())
 
-    return checkpoint(whole, x, use_reentrant=False, preserve_rng_state=False)
+    x, *buffers = checkpoint(whole, x, *kept.values(), use_reentrant=False, preserve_rng_state=False)
+    return x, dict(zip(kept, buffers, strict=True))

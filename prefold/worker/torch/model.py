@@ -227,13 +227,12 @@ class CausalLM(nn.Module):
                 adapters=rows.adapters,
                 ops=rows.ops,
                 states=rows.states,
-                kept=rows.kept,
                 positions=rows.positions,
             )
             if recompute:
-                rows.x, rows.delta = recomputed(visit, rows.stream), None
+                (rows.x, rows.kept), rows.delta = recomputed(visit, rows.stream, rows.kept), None
             else:
-                rows.x, rows.delta = visit(rows.x, rows.delta)
+                rows.x, rows.delta = visit(rows.x, rows.delta, kept=rows.kept)
             rows.place = place + 1
             if place == self._reading and rows.read_rows is not None and rows.place < len(self._planes):
                 read = rows.read_rows

@@ -27,6 +27,8 @@ from ...model.program import (  # fmt: skip
     Gate,
     Interpolate,
     Linear,
+    Match,
+    Mix,
     Norm,
     NormHeads,
     Operation,
@@ -34,6 +36,7 @@ from ...model.program import (  # fmt: skip
     Rope,
     Scale,
     ScaleHeads,
+    SparseGate,
     Weight,
     X,
     Xielu,
@@ -41,7 +44,7 @@ from ...model.program import (  # fmt: skip
 from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
-from .ops import Ops, wide
+from .ops import ACTIVATIONS, Ops, wide
 from .parallel import Alone
 
 
@@ -362,15 +365,46 @@ def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
 
 
 def scale(operation: Scale, weights: Weights, rows: Rows) -> None:
-    """A buffer times a factor."""
-    x = rows.get(operation.source) * operation.factor
-    rows.put(operation.source, x if weights.weight is None else x * weights.weight)
+    """A buffer times factors."""
+    kept = rows.get(operation.source)
+    x = kept * operation.factor if weights.weight is None else wide(kept) * (operation.factor * wide(weights.weight))
+    rows.put(operation.out or operation.source, x.to(kept.dtype))
+
+
+def mix(operation: Mix, weights: Weights, rows: Rows) -> None:
+    """Sums of buffers with shares that each row has of its own."""
+    others = [wide(rows.get(name)) for name in operation.others]
+    shares = operation.offset + F.linear(torch.tanh(wide(rows.get(operation.by))), weights.weight)
+    mixed = []
+    for name, of_source in zip(operation.sources, shares.chunk(len(operation.sources), -1), strict=True):
+        kept = rows.get(name)
+        parts = [share * other for share, other in zip(of_source.split(1, -1), others, strict=True)]
+        mixed.append((wide(kept) + sum(parts)).to(kept.dtype))
+    for name, values in zip(operation.sources, mixed, strict=True):
+        rows.put(name, values)
+
+
+def match(operation: Match, weights: Weights, rows: Rows) -> None:
+    """A buffer with the length of another one."""
+    kept = rows.get(operation.source)
+    own, wanted = (wide(x).pow(2).mean(-1, keepdim=True) for x in (kept, rows.get(operation.beside)))
+    rows.put(operation.source, (wide(kept) * wanted.sqrt() / own.clamp(min=operation.least).sqrt()).to(kept.dtype))
+
+
+def sparse_gate(operation: SparseGate, weights: Weights, rows: Rows) -> None:
+    """What gates let through that are larger than most of their row."""
+    kept = rows.get(operation.source)
+    gates, up = wide(kept).chunk(2, -1)
+    apart = gates - gates.mean(-1, keepdim=True)
+    cut = operation.deviations * apart.pow(2).mean(-1, keepdim=True).sqrt()
+    rows.put(operation.out, (ACTIVATIONS[operation.activation](torch.relu(apart - cut)) * up).to(kept.dtype))
 
 
 def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
     """Embeddings beside those that a pass begins with."""
     assert rows.tokens is not None
-    x = F.embedding(rows.tokens, weights.table)
+    beyond = rows.tokens >= len(weights.table)
+    x = F.embedding(rows.tokens.masked_fill(beyond, 0), weights.table)
     rows.put(operation.out, x * torch.tensor(operation.scale, dtype=x.dtype, device=x.device))
 
 
@@ -426,6 +460,9 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     AttendLatent: Execution(attend_latent),
     Gate: Execution(gate),
     Scale: Execution(scale),
+    Mix: Execution(mix),
+    Match: Execution(match),
+    SparseGate: Execution(sparse_gate),
     Embed: Execution(embed),
     Add: Execution(add),
     Pick: Execution(pick),

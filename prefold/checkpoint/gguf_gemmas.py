@@ -1,6 +1,8 @@
-"""The config keys of Gemma 4, of the metadata of GGUF files."""
+"""The config keys of Gemma 3n and 4, of the metadata of GGUF files."""
 
 from __future__ import annotations
+
+from statistics import NormalDist
 
 from ..errors import UnsupportedModelError
 from .gguf_config import (
@@ -9,6 +11,7 @@ from .gguf_config import (
     FULL,
     MIXTURES,
     OF_ARCHITECTURE,
+    ROWS,
     SLIDING,
     TIED_VALUES,
     Keys,
@@ -17,6 +20,36 @@ from .gguf_config import (
 from .settings import Settings
 
 HEADS, WIDTH = "attention.head_count_kv", "feed_forward_length"
+DEVIATIONS = "activation_sparsity_scale"
+
+
+def _gemma3n(gguf: Settings, config: Keys) -> Keys:
+    """Return the config keys that Gemma 3n alone has. A cap that its files leave out is as in llama.cpp."""
+    layers = config["num_hidden_layers"]
+    gguf.size("attention.sliding_window")
+    gguf.get("altup.lr_multiplier")  # of training
+    deviations = gguf.get(f"{DEVIATIONS}.layers")  # of layers without a cut -inf
+    if not isinstance(deviations, list) or not all(isinstance(one, float) for one in deviations):
+        raise gguf.wrong(DEVIATIONS, f"a list of {layers} numbers, one a layer")
+    return windows_of(gguf, 5) | {
+        "model_type": "gemma3n_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": gguf.get(f"{WIDTH}.layers") or config["intermediate_size"],
+        "activation_sparsity_pattern": [NormalDist().cdf(one) for one in deviations],
+        "altup_active_idx": gguf.size("altup.active_idx", least=0),
+        "altup_num_inputs": gguf.size("altup.num_inputs"),
+        "altup_correct_scale": gguf.flag("altup.correct_scale", True),
+        "num_kv_shared_layers": gguf.size("attention.shared_kv_layers", least=0, most=layers),
+        "hidden_size_per_layer_input": gguf.size("embedding_length_per_layer_input"),
+        "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
+        "rope_parameters": _ropes(gguf, config),
+    }
+
+
+def _ropes(gguf: Settings, config: Keys) -> Keys:
+    """Return the rotary settings of each kind of layer."""
+    near = {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)}
+    return {FULL: config["rope_parameters"], SLIDING: near}
 
 
 def _gemma4(gguf: Settings, config: Keys) -> Keys:
@@ -45,10 +78,7 @@ def _gemma4(gguf: Settings, config: Keys) -> Keys:
         "hidden_size_per_layer_input": gguf.size("embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": config["vocab_size"],
         "final_logit_softcapping": gguf.number("final_logit_softcapping", None),
-        "rope_parameters": {
-            FULL: config["rope_parameters"],
-            SLIDING: {"rope_type": "default", "rope_theta": gguf.number("rope.freq_base_swa", 1e4)},
-        },
+        "rope_parameters": _ropes(gguf, config),
     }
 
 
@@ -72,8 +102,12 @@ def _experts(gguf: Settings, config: Keys) -> Keys:
     }
 
 
-ARCHITECTURES["gemma4"] = "Gemma4ForCausalLM"
-OF_ARCHITECTURE["gemma4"] = _gemma4
+ARCHITECTURES |= {"gemma3n": "Gemma3nForCausalLM", "gemma4": "Gemma4ForCausalLM"}
+OF_ARCHITECTURE |= {"gemma3n": _gemma3n, "gemma4": _gemma4}
+ROWS["gemma3n"] = {
+    "vocab_size_per_layer_input": "per_layer_token_embd.weight",
+    "laurel_rank": "blk.0.laurel_l.weight",
+}
 MIXTURES["gemma4"] = _experts
 TIED_VALUES.add("gemma4")
-BY_LAYER |= {f"gemma4.{HEADS}", f"gemma4.{WIDTH}"}
+BY_LAYER |= {f"gemma4.{HEADS}", f"gemma4.{WIDTH}", f"gemma3n.{WIDTH}", f"gemma3n.{DEVIATIONS}"}
