@@ -71,6 +71,7 @@ class Kind(IntEnum):
     XIELU = 16
     BY_POSITION = 17
     SCALE_ROWS = 18
+    CLAMP = 19
 
 
 class Run(Structure):

@@ -60,6 +60,7 @@ std::string text() {
       {"Kind.XIELU", kXielu},
       {"Kind.BY_POSITION", kByPosition},
       {"Kind.SCALE_ROWS", kScaleRows},
+      {"Kind.CLAMP", kClamp},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},

@@ -21,6 +21,7 @@ from ...model.program import (  # fmt: skip
     AttendLatent,
     Buffer,
     ByPosition,
+    Clamp,
     Embed,
     Experts,
     Gate,
@@ -319,19 +320,38 @@ def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
     return rows.heads_of(buffer, at, heads, dim, dim), rows.heads_of(buffer, at + heads * dim, heads, dim, dim)
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "gelu_tanh": lambda gates: F.gelu(gates, approximate="tanh"),
+    "": lambda gates: gates,
+}
+
+
 def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
-    """The sigmoids of a buffer, or its numbers, times another buffer."""
+    """The sigmoids or the GELU of a buffer, or its numbers, times another buffer."""
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
-    gates = torch.sigmoid(gates) if operation.activation else gates
+    gates = GATES[operation.activation](gates)
     rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
 
 
 def scale(operation: Scale, weights: Weights, rows: Rows) -> None:
     """A buffer times a factor."""
-    x = rows.get(operation.source) * operation.factor
-    rows.put(operation.source, x if weights.weight is None else x * weights.weight)
+    x = rows.get(operation.source)
+    scaled = x * operation.factor
+    # A weight of float32 would make the rows float32.
+    rows.put(operation.source, scaled if weights.weight is None else (scaled * weights.weight).to(x.dtype))
+
+
+def clamp(operation: Clamp, weights: Weights, rows: Rows) -> None:
+    """The numbers of a buffer, within two limits."""
+    x = rows.get(operation.source)
+    x = torch.clamp(x, weights.low.to(x.dtype), weights.high.to(x.dtype))
+    if operation.is_part:
+        rows.change(operation.out, operation.at, operation.size, x)
+    else:
+        rows.put(operation.out, x)
 
 
 def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
@@ -389,6 +409,7 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     AttendLatent: Execution(attend_latent),
     Gate: Execution(gate),
     Scale: Execution(scale),
+    Clamp: Execution(clamp),
     Embed: Execution(embed),
     Add: Execution(add),
     Pick: Execution(pick),
