@@ -39,7 +39,7 @@ from .decoders import (  # fmt: skip
     smollm3,
     starcoder2,
 )
-from .gemma4 import gemma4, gemma4_with_towers
+from .gemma4 import gemma4
 from .hybrids import (  # fmt: skip
     bamba,
     falcon_h1,
@@ -529,7 +529,6 @@ for _causal, _other, _family in (
     ("BambaForCausalLM", "Bamba", bamba),
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
-FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower
 

@@ -21,6 +21,7 @@ from ...model.names import Names
 from ...model.sources import RandomSource, SafetensorsSource, StoredSource, put
 from .config import TOWER, TowerConfig
 from .families import PROJECTION, PROJECTOR_NORM, TowerModel, tower_model, tower_of
+from .gemma4 import FACTOR, POSITIONS
 
 
 def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[TowerModel, StoredSource]:
@@ -46,11 +47,13 @@ def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[
 
 
 class _RandomTower(RandomSource):
-    """A _RandomTower gives random weights, with norms that change nothing."""
+    """A _RandomTower gives random weights, with norms and bounds that change nothing."""
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        if re.search(r"layer_norm\d\.weight$", name):
+        if name == FACTOR or re.search(r"layer_norm\d\.weight$", name):
             target.fill(1)
+        elif bound := re.search(r"_(min|max)$", name):
+            target.fill(-np.inf if bound[1] == "min" else np.inf)
         else:
             super().read_into(name, target, part)
 
@@ -64,8 +67,11 @@ class _StoredTower:
 
     def add(self, name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> None:
         """Adds a tensor. shape: as it is stored; read: returns it"""
-        if len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
+        if name == POSITIONS:  # one axis behind the other
+            shape = math.prod(shape[:-1]), shape[-1]
+        elif len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
             shape = shape[0], math.prod(shape[1:])
+        shape = shape or (1,)
         self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
         self._reads[name] = read
 

@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
-from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_reference, write_gguf_tower
+from tiny_vision import (
+    FAMILIES,
+    GEMMA4,
+    drawing,
+    patches_of,
+    tile_attend,
+    tiny_vision,
+    vision_reference,
+    write_gguf_tower,
+)
 
 from prefold import LLM
 from prefold.checkpoint import resolve
@@ -51,7 +60,7 @@ def loaded(folder, how="torch", **options):
 
 def book_attend(tower):
     """Attention by the book, over the arrays of a tower."""
-    attend = tile_attend(tower.config.patches)
+    attend = tile_attend(tower.config.patches, tower.executor.model.scale)
     if isinstance(tower.executor.table, torch.Tensor):
         return attend
     return lambda layer, q, k, v, start: attend(layer, *map(torch.from_numpy, (q, k, v)), start).numpy()
@@ -65,16 +74,17 @@ def rows_of(tower, processor, image):
 
 def oracle_rows(folder, processor, image, attention="eager"):
     """What transformers puts in place of an image's tokens, [rows, hidden]."""
-    tiles = torch.from_numpy(processor.tiles(image))
-    if processor.tower.kind == "idefics3":
-        tiles = tiles[None]
+    tiles, tower = processor.tiles(image), processor.tower
+    given = {"pixel_values": torch.from_numpy(tiles[None] if tower.kind == "idefics3" else tiles)}
+    if tower.kind == "gemma4":
+        given = patches_of([tiles], tower.patch_size, tower.patches)
     with torch.no_grad():
-        found = vision_reference(folder, attention).model.get_image_features(tiles).pooler_output
+        found = vision_reference(folder, attention).model.get_image_features(**given).pooler_output
     return (torch.cat(list(found)) if isinstance(found, (list, tuple)) else found).flatten(0, -2)
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + GEMMA4)
 def test_rows_equal_those_of_transformers(tmp_path, family, how):
     folder = tiny_vision(tmp_path, family, settings={"do_pan_and_scan": True} if family == "gemma3" else None)
     tower, processor = loaded(folder, how)
@@ -82,7 +92,8 @@ def test_rows_equal_those_of_transformers(tmp_path, family, how):
         image = Image(drawing(seed, height, width))
         rows, expected = rows_of(tower, processor, image), oracle_rows(folder, processor, image)
         assert rows.shape == expected.shape
-        assert len(rows) == processor.layout(height, width).tiles * processor.rows_per_tile
+        layout = processor.layout(height, width)
+        assert len(rows) == layout.tiles * (layout.rows or processor.rows_per_tile)
         difference = (rows - expected).abs().max()
         own = (oracle_rows(folder, processor, image, "sdpa") - expected).abs().max()
         assert difference <= max(1e-4, 3 * own), (difference, own)
