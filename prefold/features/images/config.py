@@ -53,7 +53,7 @@ class TowerConfig:
     theta       the base of the rotary positions, of which each axis has half of a head
     clips       whether what linears read and give is kept within bounds
     shifts      whether rows are shifted and scaled before the projector
-    both_ways   whether the rows of an image see each other in both directions
+    both_ways   whether the rows of an image see each other in both directions, in layers with a sliding window
     """
 
     kind: Literal["gemma3", "idefics3", "gemma4"]

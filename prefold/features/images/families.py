@@ -50,7 +50,7 @@ class SeeingConfig(ModelConfig):
         return self.tower.rows if self.tower.span else 0
 
     def has_spans(self, window: int | None) -> bool:
-        return self.tower.kind != "gemma4" or window is not None
+        return window is not None or not self.tower.both_ways
 
 
 def tower_of(config: ModelConfig) -> TowerConfig | None:
@@ -198,7 +198,7 @@ def gemma4_images(hf: HFConfig) -> ModelConfig:
         )
     if not 0 <= text.media_token < text.vocab_size:
         raise UnsupportedModelError(f"{hf.file}: text_config.pad_token_id is {text.media_token}, which is no token")
-    return SeeingConfig.of(text, tower)
+    return SeeingConfig.of(replace(text, dtype=_dtype(hf, text)), tower)
 
 
 def idefics3_images(hf: HFConfig) -> ModelConfig:
@@ -216,7 +216,11 @@ def idefics3_images(hf: HFConfig) -> ModelConfig:
 
 
 def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
-    """Returns the config of a text model beside a tower. hf: the whole model's, which may say the dtype that the
-    checkpoint was saved in."""
-    dtype = hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
-    return SeeingConfig.of(replace(text, names=replace(text.names, before=TEXT, other_names=TOWER), dtype=dtype), tower)
+    """Returns the config of a text model beside a tower. hf: the whole model's"""
+    names = replace(text.names, before=TEXT, other_names=TOWER)
+    return SeeingConfig.of(replace(text, names=names, dtype=_dtype(hf, text)), tower)
+
+
+def _dtype(hf: Settings, text: ModelConfig) -> str | None:
+    """Returns the dtype that a checkpoint was saved in, which the whole model's config may say."""
+    return hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype

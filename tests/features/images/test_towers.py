@@ -59,7 +59,7 @@ def loaded(folder, how="torch", **options):
 
 
 def book_attend(tower):
-    """Attention by the book, over the arrays of a tower."""
+    """Attention by the book, over the arrays of a tower. An image of Gemma 4 is one tile."""
     attend = tile_attend(tower.config.patches, tower.executor.model.scale)
     if isinstance(tower.executor.table, torch.Tensor):
         return attend
@@ -100,19 +100,21 @@ def test_rows_equal_those_of_transformers(tmp_path, family, how):
         assert expected.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("size", [7, 13, 36, 50, 512])
 @pytest.mark.parametrize("own", [False, True], ids=["by the book", "our attention"])
 @pytest.mark.parametrize("how", ["torch", "native"])
-def test_in_pieces(tmp_path, monkeypatch, size, own, how):
-    """Three tiles of 36 patches, in pieces of some rows, one at a time and several."""
+def test_in_pieces(tmp_path, monkeypatch, size, own, how, family):
+    """Tiles in pieces of some rows, one at a time and several: three tiles of 36 patches, or one of 32."""
     for module in (tower_module, tower_config):
         monkeypatch.setattr(module, "PIECE_ROWS", size)
-    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}), how)
+    tower, _ = loaded(tiny_vision(tmp_path, family, vision={"num_hidden_layers": 3}), how)
     rng = np.random.default_rng(size)
-    tiles = tower.executor.arrays.send(rng.random((3, 3, 26, 26), np.float32))
+    shape, rows, patches = ((3, 3, 26, 26), 27, 3 * 36) if family == "gemma3" else ((1, 3, 16, 32), 8, 32)
+    tiles = tower.executor.arrays.send(rng.random(shape, np.float32))
     attend = TowerAttend(tower.executor) if own else book_attend(tower)
-    pieces = 3 * len(tower.config.pieces(3))
-    assert pieces == 3 * 2 * -(-3 * 36 // size)
+    pieces = 3 * len(tower.config.pieces(*tower.config.tiles_of(rows)))
+    assert pieces == 3 * 2 * -(-patches // size)
     with torch.no_grad():
         whole = tower(tiles, attend)
         assert abs(whole - tower(tiles, book_attend(tower))).max() < 1e-5
@@ -138,6 +140,17 @@ def test_sizes_of_towers(tmp_path, family, how):
     torch.testing.assert_close(
         rows_of(tower, processor, image), oracle_rows(folder, processor, image), rtol=0, atol=1e-4
     )
+
+
+def test_tiles_of_wrong_sizes(tmp_path):
+    """Of Gemma 4 they are whole squares, no more than there may be."""
+    attend = book_attend(tower := loaded(tiny_vision(tmp_path, "gemma4"))[0])
+    for height, width in ((20, 16), (8, 12), (0, 8), (8, 80)):
+        with pytest.raises(ValueError, match=f"a tile is {height} x {width} pixels; it must be 8 x 8 times at most 9"):
+            tower.start(torch.zeros(1, 3, height, width), attend)
+    tower, _ = loaded(tiny_vision(tmp_path, "gemma3"))
+    with pytest.raises(ValueError, match="tiles are 26 x 30 pixels; they must be 26 x 26"):
+        tower.start(torch.zeros(1, 3, 26, 30), attend)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -229,6 +242,21 @@ def test_configs_that_are_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=what):
             config_from(config | change)
+    gemma = json.loads((tiny_vision(tmp_path, "gemma4 both ways") / "config.json").read_text())
+    vision = gemma["vision_config"]
+    for change, what in (
+        ({"vision_soft_tokens_per_image": 10}, "10 rows .*sliding_window of 9"),
+        ({"vision_config": vision | {"hidden_activation": "gelu"}}, r"vision_config\.hidden_activation"),
+        ({"vision_config": vision | {"num_key_value_heads": 1}}, r"vision_config\.num_key_value_heads"),
+        ({"vision_config": vision | {"head_dim": 10}}, r"vision_config\.head_dim is 10; it must be a multiple of 4"),
+        ({"vision_config": vision | {"position_embedding_size": 17}}, "position_embedding_size is 17; .* at least 18"),
+        ({"vision_config": vision | {"rope_parameters": {"rope_type": "default"}}}, "rope_type is 'default'"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            config_from(gemma | change)
+    small = json.loads((tiny_vision(tmp_path, "gemma4") / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="pad_token_id is 400, which is no token"):
+        config_from(small | {"text_config": small["text_config"] | {"pad_token_id": 400}})
     smol = json.loads((tiny_vision(tmp_path, "smolvlm") / "config.json").read_text())
     for change, what in (
         ({"scale_factor": 4}, "scale_factor is 4"),
@@ -379,6 +407,24 @@ def test_random_weights():
     torch.testing.assert_close(natively, rows, rtol=0, atol=1e-5)
     parameters = sum(p.numel() for p in one.executor.weights.parameters())
     assert parameters == tower_model(found.tower).num_parameters
+
+
+def test_random_weights_of_gemma_4(tmp_path):
+    """Bounds and scales that change nothing."""
+    from prefold.checkpoint import Checkpoint
+
+    for family in GEMMA4:
+        hf = json.loads((tiny_vision(tmp_path, family) / "config.json").read_text())
+        checkpoint = Checkpoint.dummy(hf)
+        found = config_from(checkpoint.config)
+        tower, natively = (tower_at(checkpoint, found, how, seed=3) for how in ("torch", "native"))
+        tile = np.random.default_rng(0).random((1, 3, 16, 24), np.float32)
+        with torch.no_grad():
+            rows = tower(torch.from_numpy(tile), book_attend(tower))
+        assert rows.isfinite().all() and rows.std() > 0
+        assert abs(natively(tile, book_attend(natively)) - rows.numpy()).max() < 1e-5
+        parameters = sum(p.numel() for p in tower.executor.weights.parameters())
+        assert parameters == tower_model(found.tower).num_parameters
 
 
 def test_shapes_of_well_known_towers():
