@@ -148,9 +148,9 @@ attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.
 without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
 that overlap is refused.
 
-**Gemma 4** runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), all of its text
-models: layers that share keys and values (each stores them here), heads of two sizes, an embedding for each layer, and
-the mixture. Of a checkpoint with towers (`Gemma4ForConditionalGeneration`) text alone is read. Its GGUF files are not.
+**Gemma 4** with towers (`Gemma4ForConditionalGeneration`) reads text and [images](images.md#models); sound and video
+are refused. Of GGUF files text alone is read: a tower beside one (`mmproj`) is refused. The 12B (`gemma4_unified`)
+runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), with text alone.
 
 ## Checkpoints for embedding and reranking
 
@@ -177,7 +177,7 @@ def page() -> str:
         if not function.__module__.startswith("prefold."):
             continue
         about = " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
-        about = re.sub("^Returns the config of (an? )?", "", about).partition(". ")[0].rstrip(".")
+        about = re.sub("^Returns? the config of (an? )?", "", about).partition(". ")[0].rstrip(".")
         about = about[:1].upper() + about[1:]
         files = [name for architecture in architectures for name in of_gguf.get(architecture, ())]
         families.append(f"| {about} | {', '.join(architectures)} | {', '.join(files)} |")

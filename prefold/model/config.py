@@ -525,7 +525,7 @@ class ModelConfig:
 
     @property
     def media_token(self) -> int:
-        """Return the token that stands for a row of an image where a layer has embeddings of its own."""
+        """Return the token that stands for a row of media where layers have embeddings of their own."""
         return (self.pad_id or 0) if self.layer_inputs else 0
 
     def has_spans(self, window: int | None) -> bool:

@@ -357,7 +357,7 @@ class AttendLatent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Operation):
-    """Multiply `source` with sigmoids of `by`, or with its numbers themselves, in place.
+    """Multiply `source` with sigmoids of `by`, with GELUs of it, or with its numbers themselves, in place.
 
     `source` has `groups` groups of numbers side by side. The gates of a group begin `stride` numbers after those of the
     group before it, the first ones at `at`. A group has one gate, or as many as it has numbers (`each`).

@@ -180,8 +180,7 @@ def gemma3_images(hf: HFConfig) -> ModelConfig:
 
 
 def gemma4_images(hf: HFConfig) -> ModelConfig:
-    """Return the config of Gemma 4 with its tower for images; without one, of its text model. Its tower for sound is
-    not read."""
+    """Return the config of Gemma 4 with its tower for images, if it has one. The tower for sound is not read."""
     hf = Settings.of(hf)
     text = gemma4_with_towers(hf)
     if hf.get("vision_config") is None:

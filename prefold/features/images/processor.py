@@ -342,7 +342,7 @@ class Gemma4Processor(Processor):
         "size": None,
     }
 
-    def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
+    def __init__(self, tower: TowerConfig, settings: Mapping[str, object], image_token_id: int = 0):
         super().__init__(tower, settings, image_token_id)
         if not self.settings.flag("do_resize"):
             raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must be of whole squares")

@@ -39,7 +39,7 @@ from ...model.program import (  # fmt: skip
 from ...spec.plugins import named_class
 from . import layers
 from .lora import RowAdapters
-from .ops import Ops, wide
+from .ops import ACTIVATIONS, Ops, wide
 from .parallel import Alone
 
 
@@ -320,19 +320,13 @@ def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
     return rows.heads_of(buffer, at, heads, dim, dim), rows.heads_of(buffer, at + heads * dim, heads, dim, dim)
 
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "gelu_tanh": lambda gates: F.gelu(gates, approximate="tanh"),
-    "": lambda gates: gates,
-}
-
-
 def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
     """The sigmoids or the GELU of a buffer, or its numbers, times another buffer."""
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
-    gates = GATES[operation.activation](gates)
+    if operation.activation:
+        gates = torch.sigmoid(gates) if operation.activation == "sigmoid" else ACTIVATIONS[operation.activation](gates)
     rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
 
 
