@@ -163,7 +163,7 @@ LLAMA_TEXT: Mapping[str, Any] = {
 # Architectures that are refused with the reason, in place of the list of those that work.
 _THREE_POSITIONS = (
     "a row of its images has three positions (time, height and width), none of which is its depth in the prompt; "
-    "use Gemma 3, Idefics3 or SmolVLM for images"
+    "use Gemma 3, Gemma 4, Idefics3 or SmolVLM for images"
 )
 REFUSED: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
