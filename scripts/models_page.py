@@ -149,8 +149,8 @@ without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A fi
 that overlap is refused.
 
 **Gemma 4** with towers (`Gemma4ForConditionalGeneration`) reads text and [images](images.md#models); sound and video
-are refused. Of GGUF files text alone is read: a tower beside one (`mmproj`) is refused. The 12B (`gemma4_unified`)
-runs through [transformers' modules](families.md#models-that-no-family-is-needed-for), with text alone.
+are refused. GGUF files are read with their tower (`mmproj`) or without. The 12B (`gemma4_unified`) runs through
+[transformers' modules](families.md#models-that-no-family-is-needed-for), with text alone.
 
 ## Checkpoints for embedding and reranking
 

@@ -268,3 +268,47 @@ def write_gguf_tower(folder: Path, path: Path, *, swapped: bool = False) -> None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_gguf_gemma4_tower(folder: Path, path: Path) -> None:
+    """The tower of Gemma 4 of a folder as llama.cpp's converter writes it, with a tensor of one for sound."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_has_audio_encoder(True)
+    writer.add_clip_vision_projector_type(gguf.VisionProjectorType.GEMMA4V)
+    writer.add_vision_image_size(224)
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    writer.add_vision_block_count(vision["num_hidden_layers"])
+    writer.add_vision_head_count(vision["num_attention_heads"])
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_image_mean([0.0, 0.0, 0.0])
+    writer.add_vision_image_std([1.0, 1.0, 1.0])
+    if vision["pooling_kernel_size"] != 3:
+        writer.add_vision_projector_scale_factor(vision["pooling_kernel_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    ends = (".weight", ".input_max", ".input_min", ".output_max", ".output_min")
+    for stored, tensor in load_file(folder / "model.safetensors").items():
+        if "vision" not in stored:
+            continue
+        name = stored.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+        values = tensor.numpy()[None] if tensor.ndim == 0 else tensor.numpy()
+        if name.endswith("input_proj.weight"):
+            size = vision["patch_size"]
+            values = np.ascontiguousarray(values.reshape(-1, size, size, 3).transpose(0, 3, 1, 2))
+        found = names.get_name(name, try_suffixes=ends)
+        assert found is not None, name
+        writer.add_tensor(found, values)
+    writer.add_tensor("a.blk.0.ln1.weight", np.ones(3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -258,13 +258,16 @@ def _square(vision: Settings, key: str, default: int) -> int:
     return vision.size(key, default)
 
 
-# By the projector's type: the architectures of the whole model and of its text model.
+# By TowerConfig.kind: the architectures of the whole model and of its text model.
 ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
     "idefics3": ("Idefics3ForConditionalGeneration", "LlamaForCausalLM"),
+    "gemma4": ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"),
 }
-# The `merge` of Gemma 3, where its file does not say.
-GEMMA3_MERGE = 4
+# What GGUF files call the projector of each kind.
+PROJECTORS: Mapping[str, str] = {"gemma3": "gemma3", "idefics3": "idefics3", "gemma4v": "gemma4"}
+# The `merge` of Gemma 3 and of Gemma 4, where the file does not say.
+GEMMA3_MERGE, GEMMA4_MERGE = 4, 3
 
 
 def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
@@ -279,13 +282,15 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
     read = Settings(tower.metadata, str(tower.path))
     prefix = "clip.vision."
     for key in ("clip.use_silu", "clip.has_audio_encoder"):
-        if read.flag(key):
+        if kind != "gemma4" and read.flag(key):
             raise UnsupportedModelError(f"{tower.path}: {key} is true, which is not supported")
     hidden = config.size("hidden_size")
     output = read.size(prefix + "projection_dim", hidden)
     if output != hidden:
         raise CheckpointError(f"{tower.path} makes rows of {output} numbers; {config.file} has a width of {hidden}")
     image_size, patch_size = read.size(prefix + "image_size"), read.size(prefix + "patch_size")
+    if kind == "gemma4":
+        return _gemma4_keys(config, tower, read, prefix)
     vision = {
         "image_size": image_size,
         "patch_size": patch_size,
@@ -311,9 +316,46 @@ def config_with_tower(config: Settings, tower: GGUFFile) -> Settings:
     return Settings(keys, str(tower.path))
 
 
+def _gemma4_keys(config: Settings, tower: GGUFFile, read: Settings, prefix: str) -> Settings:
+    """Returns what `config_with_tower` does, of Gemma 4. A tower for sound in the same file is left out."""
+    hidden, heads = read.size(prefix + "embedding_length"), read.size(prefix + "attention.head_count")
+    table = tower.tensors.get("v.position_embd.weight")
+    if table is None or len(table.shape) != 3:
+        raise CheckpointError(f"{tower.path} has no tensor v.position_embd.weight of two axes")
+    vision = {
+        "patch_size": read.size(prefix + "patch_size"),
+        "hidden_size": hidden,
+        "head_dim": hidden // heads,
+        "intermediate_size": read.size(prefix + "feed_forward_length"),
+        "num_hidden_layers": read.size(prefix + "block_count", most=MOST_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": read.number(prefix + "attention.layer_norm_epsilon", 1e-6, zero=True),
+        "pooling_kernel_size": read.size(prefix + "projector.scale_factor", GEMMA4_MERGE),
+        "position_embedding_size": table.shape[1],
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in tower.tensors,
+        "standardize": "v.std_bias" in tower.tensors,
+    }
+    # No file says so: images of the models without embeddings of layers see themselves both ways (26B-A4B, 31B).
+    both_ways = {} if config.get("hidden_size_per_layer_input") else {"use_bidirectional_attention": "vision"}
+    keys = {
+        "architectures": [ARCHITECTURES["gemma4"][0]],
+        "model_type": "gemma4",
+        "text_config": {**config, **both_ways},
+        "vision_config": vision,
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "torch_dtype": config["torch_dtype"],
+    }
+    return Settings(keys, str(tower.path))
+
+
 def tower_settings(tower: GGUFFile) -> Settings:
     """Returns the settings of the image processor that a tower's GGUF file has."""
     read = Settings(tower.metadata, str(tower.path))
+    if _kind(tower) == "gemma4":
+        merge = read.size("clip.vision.projector.scale_factor", GEMMA4_MERGE)
+        sizes = {"patch_size": read.size("clip.vision.patch_size"), "pooling_kernel_size": merge}
+        return Settings(sizes, str(tower.path))
     size = read.size("clip.vision.image_size")
     colours = {key: read.get(f"clip.vision.{key}", [0.5] * 3) for key in ("image_mean", "image_std")}
     sizes = tile_settings(_kind(tower), size, read.size("clip.vision.preproc_image_size", 4 * size))
@@ -334,10 +376,10 @@ def _kind(tower: GGUFFile) -> str:
     """Returns the type of the tower's projector. Raises UnsupportedModelError for one that is not known."""
     metadata = tower.metadata
     kind = metadata.get("clip.projector_type") or metadata.get("clip.vision.projector_type")
-    if kind not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+    if kind not in PROJECTORS:
+        supported = ", ".join(PROJECTORS)
         raise UnsupportedModelError(f"{tower.path}: the projector {kind!r} is not supported; these are: {supported}")
-    return str(kind)
+    return PROJECTORS[str(kind)]
 
 
 def _intermediate(tower: GGUFFile) -> int:

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_gemma4 import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
 from tiny_vision import (
@@ -19,10 +20,11 @@ from tiny_vision import (
     tile_attend,
     tiny_vision,
     vision_reference,
+    write_gguf_gemma4_tower,
     write_gguf_tower,
 )
 
-from prefold import LLM
+from prefold import LLM, TextWithImages
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.images import config as tower_config
@@ -365,6 +367,38 @@ def test_a_pair_of_gguf_files_gives_the_rows_of_the_folder(tmp_path, family, swa
     torch.testing.assert_close(text_logits(files / "model.gguf", **mmproj), text_logits(folder), rtol=0, atol=1e-5)
     # The folder of both is enough.
     torch.testing.assert_close(rows_of(loaded(files)[0], processor, image), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", GEMMA4)
+def test_a_pair_of_gguf_files_of_gemma_4(tmp_path, family):
+    """Files do not say how many rows an image may have: 280. The tower for sound is left out."""
+    vision = {"hidden_size": 36, "position_embedding_size": 560, "num_hidden_layers": 1}
+    settings, text = {"max_soft_tokens": 280}, {"sliding_window": 300, "pad_token_id": 0}
+    more = {"vision_soft_tokens_per_image": 280}
+    folder = tiny_vision(tmp_path, family, vision=vision, text=text, settings=settings, **more)
+    alone, files = tmp_path / "text", tmp_path / "files"
+    alone.mkdir(), files.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    text = {k.replace("language_model.", ""): v for k, v in tensors.items() if "language_model" in k}
+    save_file(text, alone / "model.safetensors")
+    (alone / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())["text_config"]))
+    write_gguf(alone, files / "model.gguf")
+    write_gguf_gemma4_tower(folder, files / "mmproj.gguf")
+    image = Image(drawing(2, 40, 70))
+    tower, processor = loaded(folder)
+    again, of_gguf = loaded(files)
+    assert replace(again.config, norm_eps=1e-6, projector_eps=1e-6) == tower.config
+    np.testing.assert_array_equal(of_gguf.tiles(image), processor.tiles(image), strict=True)
+    expected = rows_of(tower, processor, image)
+    assert len(expected) > 200
+    torch.testing.assert_close(rows_of(again, processor, image), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows_of(loaded(files, "native")[0], processor, image), expected, rtol=0, atol=1e-5)
+    prompt, found = TextWithImages("see <|image|> now", [drawing(2, 40, 70)]), []
+    for name in (folder, files):
+        with LLM(str(name), dtype="float32", tokenizer=load_tokenizer(resolve(str(folder)))) as llm:
+            found.append((llm.embed([prompt], pooling="last"), list(llm.generate(prompt, max_tokens=4).tokens)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=0, atol=1e-5)
+    assert found[1][1] == found[0][1]
 
 
 def test_pairs_that_do_not_fit(tmp_path):
