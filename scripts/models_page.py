@@ -221,12 +221,14 @@ attention factor of their own. Those of [hybrids](hybrids.md) are read as llama.
 without `tokenizer.ggml.pre` is split as GPT-2 splits text, with a warning. A file with repeated names or tensors
 that overlap is refused.
 
-**Gemma 4** has heads of two sizes. In E2B and E4B the last layers read keys and values of earlier layers, which are
-kept once; from the last layer with keys of its own on, rows that nobody reads are left out. Each layer of these models
-has an embedding of its own beside the first one: 2.3 billion numbers in E2B, of which a token reads 8,960. They stay in
-the mapped file, or as a GGUF file stores them. Of checkpoints with towers text alone is read. Gemma 3n and 4 are not
-split over ranks (`tensor_parallel`), not computed in int8, and not read layer by layer. llama.cpp computes the standard
-deviation of Gemma 3n's gates with a divisor of n - 1, transformers and prefold with n.
+**Gemma 4** has heads of two sizes. In E2B and E4B the last layers read the keys and values of earlier layers, which are
+stored once. After the last layer with keys of its own, a pass drops the rows whose results no request reads. Each layer
+of these models has an embedding table beside the first one: 2.3 billion numbers in E2B, of which a token reads 8,960.
+The tables stay in the mapped file, or in the form of the GGUF file. Checkpoints with towers
+(`Gemma4ForConditionalGeneration`) take text and [images](images.md#models); audio and video are refused. A GGUF file
+may have its tower in a second file (`mmproj`). The 12B (`gemma4_unified`) and Gemma 3n with towers take text only.
+Gemma 3n and 4 do not run with `tensor_parallel`, in int8 or layer by layer. llama.cpp computes the standard deviation
+of Gemma 3n's gates with a divisor of n - 1; transformers and prefold divide by n.
 
 **Latent attention** (MLA: DeepSeek, GLM-4.7-Flash, Youtu, MiniCPM 3, Mistral Small 4). What is kept of a row is its
 latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token in bfloat16; keys and values of all
@@ -260,7 +262,7 @@ def page() -> str:
         if not function.__module__.startswith("prefold."):
             continue
         about = " ".join(inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].split())
-        about = re.sub("^Returns the config of (an? )?", "", about).partition(". ")[0].rstrip(".")
+        about = re.sub("^Returns? the config of (an? )?", "", about).partition(". ")[0].rstrip(".")
         about = about[:1].upper() + about[1:]
         files = [name for architecture in architectures for name in of_gguf.get(architecture, ())]
         families.append(f"| {about} | {', '.join(architectures)} | {', '.join(files)} |")

@@ -84,6 +84,7 @@ class Kind(IntEnum):
     MIX = 22
     MATCH = 23
     SPARSE_GATE = 24
+    CLAMP = 25
 
 
 class Run(Structure):

@@ -568,6 +568,16 @@ class ModelConfig:
         return 0
 
     @property
+    def media_token(self) -> int:
+        """Return the token that stands for a row of media where layers have embeddings of their own."""
+        return (self.pad_id or 0) if self.layer_inputs else 0
+
+    def has_spans(self, window: int | None) -> bool:
+        """Return whether rows of a span see each other both ways in the layers with this sliding window, too; else they
+        see there what comes before them alone."""
+        return True
+
+    @property
     def fixed(self) -> str | None:
         """Returns why rows stay at the positions they were computed at, in words; None: their K/V may be moved."""
         if self.latent is not None:

@@ -40,7 +40,7 @@ from .decoders import (  # fmt: skip
     starcoder2,
 )
 from .gemma3n import gemma3n, gemma3n_with_towers
-from .gemma4 import gemma4, gemma4_unified, gemma4_unified_with_media, gemma4_with_towers
+from .gemma4 import gemma4, gemma4_unified, gemma4_unified_with_media
 from .hybrids import (  # fmt: skip
     bamba,
     falcon_h1,
@@ -619,7 +619,6 @@ for _causal, _other, _family in (
 ):
     FAMILIES |= with_heads(_causal, _other, _family, classified=_family not in UNCLASSIFIED)
 FAMILIES["Gemma3nForConditionalGeneration"] = gemma3n_with_towers
-FAMILIES["Gemma4ForConditionalGeneration"] = gemma4_with_towers
 FAMILIES["Gemma4UnifiedForConditionalGeneration"] = gemma4_unified_with_media
 FAMILIES["Qwen3_5ForConditionalGeneration"] = qwen3_5_with_tower
 FAMILIES["Qwen3_5MoeForConditionalGeneration"] = qwen3_5_moe_with_tower

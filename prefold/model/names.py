@@ -67,7 +67,7 @@ class Names:
 
     def of_stack(self, stored: str) -> tuple[str, ...]:
         """Returns the names here, with "{}" for the number, of the tensors in a stack; none for any other tensor."""
-        return self._named(stored.removeprefix(self.prefix), self.stacks)
+        return self._named(self._own(stored), self.stacks)
 
     def _own(self, stored: str) -> str:
         """Returns a name without what stands before all names of this model."""

@@ -422,12 +422,12 @@ class AttendLatent(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Gate(Operation):
-    """Multiply `source` with sigmoids of `by`, or with its numbers themselves, in place.
+    """Multiply `source` with sigmoids of `by`, with GELUs of it, or with its numbers themselves, in place.
 
     `source` has `groups` groups of numbers side by side. The gates of a group begin `stride` numbers after those of the
     group before it, the first ones at `at`. A group has one gate, or as many as it has numbers (`each`).
 
-    activation  of the gates: "sigmoid"; "": none
+    activation  of the gates: "sigmoid"; "gelu_tanh"; "": none
     """
 
     source: Buffer
@@ -437,7 +437,7 @@ class Gate(Operation):
     at: int = 0
     stride: int = 0
     each: bool = True
-    activation: Literal["sigmoid", ""] = "sigmoid"
+    activation: Literal["sigmoid", "gelu_tanh", ""] = "sigmoid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,6 +510,28 @@ class SparseGate(Operation):
     @property
     def fills(self) -> tuple[Buffer, int]:
         return self.out, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp(Operation):
+    """out = `source`, with `low` in place of smaller numbers and `high` in place of larger ones: `size` numbers of out,
+    from `at` on.
+
+    low, high  a number each
+    is_part    whether `out` has more numbers, which stay as they are
+    """
+
+    source: Buffer
+    out: Buffer
+    low: Weight
+    high: Weight
+    size: int
+    at: int = 0
+    is_part: bool = False
+
+    @property
+    def fills(self) -> tuple[Buffer, int] | None:
+        return None if self.is_part or self.out == self.source else (self.out, self.size)
 
 
 @dataclass(frozen=True, slots=True)

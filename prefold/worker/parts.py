@@ -59,9 +59,10 @@ class WorkerPart:
     carry: Callable[[int], LayerCarry] | None = None
 
 
-def in_vocabulary(tokens: np.ndarray) -> np.ndarray:
-    """Return the ids of a step's rows with 0 in place of those of media, which the embedding does not have."""
-    return np.where(tokens >= MEDIA_BASE, np.int32(0), tokens)
+def in_vocabulary(tokens: np.ndarray, media_token: int) -> np.ndarray:
+    """Return the ids of a step's rows with a token of the vocabulary in place of those of media, which no embedding
+    has. media_token: as of ModelConfig"""
+    return np.where(tokens >= MEDIA_BASE, np.int32(media_token), tokens)
 
 
 MakePart = Callable[["CausalLM", "Checkpoint | None", int], "WorkerPart | None"]

@@ -475,6 +475,39 @@ def test_the_square_of_what_is_above_0(dtype):
     assert np.isnan(found[3]).all() and (found[others] == 0).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_within_limits(dtype):
+    """In place, and into some columns of a wider buffer. NaN stays NaN, and no limit is none."""
+    rng, machine, rows, width = np.random.default_rng(0), Machine(dtype), 9, 37
+    x, wide = normal(rng, rows, width, dtype=dtype), normal(rng, rows, 60, dtype=dtype)
+    x[3, 5], x[4, 6] = np.nan, np.inf
+    for low, high in ((-0.5, 0.75), (-np.inf, np.inf), (0.25, np.inf)):
+        machine.operations.clear()
+        source, out = machine.buffer(x), machine.buffer(wide)
+        limits = np.array([low, high], np.float32)
+        machine.add(Kind.CLAMP, source=source, out=out, at=11, columns=width, weight=limits)
+        machine.add(Kind.CLAMP, source=source, out=source, columns=width, weight=limits)
+        machine.run(rows, 3)
+        found, beside = (machine.buffers[number].astype(np.float32) for number in (source, out))
+        wanted = np.clip(x.astype(np.float32), low, high)
+        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(beside[:, 11:48], wanted)
+        others = np.delete(np.arange(60), np.s_[11:48])
+        np.testing.assert_array_equal(beside[:, others], wide[:, others].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_of_gelu(dtype):
+    rng, machine, rows, width = np.random.default_rng(0), Machine(dtype), 9, 37
+    x, gates = (normal(rng, rows, width, dtype=dtype) for _ in range(2))
+    source, beside = machine.buffer(x), machine.buffer(gates)
+    fields = {"heads": 1, "dim": width, "stride": 1, "columns": width, "activation": Activation.GELU_TANH}
+    machine.add(Kind.GATE, source=source, beside=beside, **fields)
+    machine.run(rows, 2)
+    wanted = gated(Activation.GELU_TANH, gates.astype(np.float64), x.astype(np.float64))
+    check(machine.buffers[source], wanted, 1e-6 if dtype == FLOAT32 else 1e-2)
+
+
 # Of gate and up, and of down.
 TYPES = [("Q4_K", "Q6_K"), ("MXFP4", "MXFP4"), ("Q8_0", "Q5_K"), ("Q5_0", "Q4_1"), ("Q5_1", "Q4_0"), ("BF16", "F16")]
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from architectures import GEMMA4 as ARCHITECTURES_GEMMA4
+from architectures import GEMMA4_26B, TINY
 from tiny import OWN, SIZES, randomise, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
 
 FAMILIES = ("gemma3", "idefics3", "smolvlm")
-CLASSES = {"gemma3": "Gemma3", "idefics3": "Idefics3", "smolvlm": "SmolVLM"}
+# Gemma 4 as E2B and E4B are; and as 26B-A4B and 31B are, whose images see themselves both ways.
+GEMMA4 = ("gemma4", "gemma4 both ways")
+CLASSES = {"gemma3": "Gemma3", "idefics3": "Idefics3", "smolvlm": "SmolVLM"} | dict.fromkeys(GEMMA4, "Gemma4")
 # Odd sizes, a head_dim that is no multiple of anything, and pixels at the edge of a tile that no patch has.
 VISION: dict[str, Any] = {
     "hidden_size": 30,
@@ -27,12 +32,33 @@ VISION: dict[str, Any] = {
     "image_size": 26,
     "patch_size": 4,
 }
+VISION_OF_GEMMA4: dict[str, Any] = {
+    "hidden_size": 30,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 12,
+    "intermediate_size": 50,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 24,
+}
+TEXT_OF_GEMMA4: dict[str, Any] = {"sliding_window": 9, "pad_token_id": 5}
+OF_GEMMA4: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma4": (ARCHITECTURES_GEMMA4, {"use_clipped_linears": True}),
+    "gemma4 both ways": (
+        GEMMA4_26B | {"use_bidirectional_attention": "vision", "num_experts": 4, "moe_intermediate_size": 16},
+        {"standardize": True},
+    ),
+}
 IMAGE_TOKENS = {
     "gemma3": ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
     "idefics3": ("<fake_token_around_image>", "<image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>"),
 }
 IMAGE_TOKENS["smolvlm"] = IMAGE_TOKENS["idefics3"]
+IMAGE_TOKENS |= dict.fromkeys(GEMMA4, ("<|image>", "<|image|>", "<image|>"))
 PLACEHOLDER = {"gemma3": "<start_of_image>", "idefics3": "<image>", "smolvlm": "<image>"}
+PLACEHOLDER |= dict.fromkeys(GEMMA4, "<|image|>")
 _numbers = itertools.count()
 
 
@@ -65,24 +91,45 @@ def tiny_vision(
 
     folder = Path(tmp_path) / f"{family}-images-{next(_numbers)}"
     tokenizer = write_vision_tokenizer(folder, family)
-    own = OWN["gemma3"] if family == "gemma3" else {"model_type": "llama"}
+    own, visual = OWN["gemma3"] if family == "gemma3" else {"model_type": "llama"}, VISION
+    if family in GEMMA4:
+        own, visual = OF_GEMMA4[family][0] | TEXT_OF_GEMMA4, VISION_OF_GEMMA4 | OF_GEMMA4[family][1]
+        own = TINY | own
     sizes = SIZES | own | (text or {})
     if "layer_types" in sizes:
         sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
     top: dict[str, Any] = {"image_token_id": tokenizer.token_to_id(IMAGE_TOKENS[family][1])}
-    top |= {"mm_tokens_per_image": 9} if family == "gemma3" else {"scale_factor": 2, "tie_word_embeddings": False}
-    if family == "gemma3":
-        top["image_token_index"] = top.pop("image_token_id")
+    if family in GEMMA4:
+        top["vision_soft_tokens_per_image"] = 9
+    elif family == "gemma3":
+        top = {"mm_tokens_per_image": 9, "image_token_index": top["image_token_id"]}
+    else:
+        top |= {"scale_factor": 2, "tie_word_embeddings": False}
     name = CLASSES[family]
     config = getattr(transformers, name + "Config")(
-        text_config=sizes, vision_config=VISION | (vision or {}), **(top | overrides)
+        text_config=sizes, vision_config=visual | (vision or {}), **(top | overrides)
     )
     model = getattr(transformers, name + "ForConditionalGeneration")(config)
     randomise(model, seed, norm=0 if family == "gemma3" else 1)
+    randomise_buffers(model, seed)
     soften(model)
     model.to(dtype).save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(image_settings(family, config, settings)))
     return folder
+
+
+def randomise_buffers(model: torch.nn.Module, seed: int) -> None:
+    """Gives numbers to what is stored beside parameters: bounds that cut, shifts and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            values = torch.randn(buffer.shape, generator=generator)
+            if name.endswith(("_min", "_max")):
+                buffer.copy_((1.5 + 0.2 * values) * (-1 if name.endswith("_min") else 1))
+            elif name.endswith(("layer_scalar", "std_scale")):
+                buffer.copy_(1 + 0.2 * values)
+            elif name.endswith("std_bias"):
+                buffer.copy_(values)
 
 
 def soften(model: torch.nn.Module) -> None:
@@ -96,6 +143,10 @@ def soften(model: torch.nn.Module) -> None:
 
 
 def image_settings(family: str, config: Any, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    if family in GEMMA4:
+        vision = config.vision_config
+        found = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.pooling_kernel_size}
+        return found | {"max_soft_tokens": 9} | (settings or {})
     size = config.vision_config.image_size
     found: dict[str, Any] = {"size": {"height": size, "width": size}, "do_pan_and_scan": False}
     if family != "gemma3":
@@ -113,7 +164,7 @@ def write_vision_tokenizer(folder: Path, family: str) -> Tokenizer:
     tokenizer.save(str(folder / "tokenizer.json"))
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"chat_template": chat_template(family)}
-    if family == "gemma3":
+    if family == "gemma3" or family in GEMMA4:
         begin, row, end = IMAGE_TOKENS[family]
         settings["extra_special_tokens"] = {"boi_token": begin, "image_token": row, "eoi_token": end}
     path.write_text(json.dumps(settings))
@@ -128,14 +179,29 @@ def vision_reference(folder: Path, attention: str = "eager") -> torch.nn.Module:
     return loader.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
-def tile_attend(patches: int):
-    """Attention of towers by the book: rows of one tile see each other."""
+def patches_of(tiles: Sequence[np.ndarray], patch: int, most: int) -> dict[str, torch.Tensor]:
+    """Images as Gemma 4 of transformers takes them: patches, and the places of these. tiles: of one image each, [1, 3,
+    height, width]; most: patches of an image"""
+    patches, places = np.zeros((len(tiles), most, 3 * patch**2), np.float32), np.full((len(tiles), most, 2), -1)
+    for number, (tile,) in enumerate(tiles):
+        down, across = tile.shape[1] // patch, tile.shape[2] // patch
+        found = tile.reshape(3, down, patch, across, patch).transpose(1, 3, 2, 4, 0).reshape(down * across, -1)
+        patches[number, : len(found)] = found
+        places[number, : len(found)] = [(x, y) for y in range(down) for x in range(across)]
+    return {"pixel_values": torch.from_numpy(patches), "image_position_ids": torch.from_numpy(places)}
+
+
+def tile_attend(patches: int, scale: float | None = None):
+    """Attention of towers by the book: rows of one tile see each other. patches: of a tile; scale: of the products of
+    queries and keys; None: as usual"""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
         tiles = torch.arange(len(k)) // patches
         apart = tiles[start : start + len(q), None] != tiles
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        weights = (q.float() @ k.float().transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(apart, -torch.inf)
+        weights = (q.float() @ k.float().transpose(1, 2) * (scale or q.shape[-1] ** -0.5)).masked_fill(
+            apart, -torch.inf
+        )
         return (weights.softmax(-1) @ v.float()).to(q.dtype).transpose(0, 1)
 
     return attend
@@ -198,6 +264,50 @@ def write_gguf_tower(folder: Path, path: Path, *, swapped: bool = False) -> None
         elif module in names:
             offset = 1 if names[module] == "mm.soft_emb_norm" else 0
             writer.add_tensor(f"{names[module]}.{kind}", tensor.numpy() + np.float32(offset))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_gguf_gemma4_tower(folder: Path, path: Path) -> None:
+    """The tower of Gemma 4 of a folder as llama.cpp's converter writes it, with a tensor of one for sound."""
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    vision = config["vision_config"]
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_has_audio_encoder(True)
+    writer.add_clip_vision_projector_type(gguf.VisionProjectorType.GEMMA4V)
+    writer.add_vision_image_size(224)
+    writer.add_vision_patch_size(vision["patch_size"])
+    writer.add_vision_embedding_length(vision["hidden_size"])
+    writer.add_vision_feed_forward_length(vision["intermediate_size"])
+    writer.add_vision_block_count(vision["num_hidden_layers"])
+    writer.add_vision_head_count(vision["num_attention_heads"])
+    writer.add_vision_projection_dim(config["text_config"]["hidden_size"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_image_mean([0.0, 0.0, 0.0])
+    writer.add_vision_image_std([1.0, 1.0, 1.0])
+    if vision["pooling_kernel_size"] != 3:
+        writer.add_vision_projector_scale_factor(vision["pooling_kernel_size"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    ends = (".weight", ".input_max", ".input_min", ".output_max", ".output_min")
+    for stored, tensor in load_file(folder / "model.safetensors").items():
+        if "vision" not in stored:
+            continue
+        name = stored.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+        name += ".weight" if name.endswith("position_embedding_table") else ""
+        values = tensor.numpy()[None] if tensor.ndim == 0 else tensor.numpy()
+        if name.endswith("input_proj.weight"):
+            size = vision["patch_size"]
+            values = np.ascontiguousarray(values.reshape(-1, size, size, 3).transpose(0, 3, 1, 2))
+        found = names.get_name(name, try_suffixes=ends)
+        assert found is not None, name
+        writer.add_tensor(found, values)
+    writer.add_tensor("a.blk.0.ln1.weight", np.ones(3, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,7 +10,7 @@ from ...model.families import add_families
 from ...spec.requests import FeatureCounter, add_counter
 from ...worker.parts import WorkerPart, add_part
 from .config import config_with_tower
-from .families import REFUSED, SeeingConfig, gemma3_images, idefics3_images
+from .families import REFUSED, SeeingConfig, gemma3_images, gemma4_images, idefics3_images
 from .steps import ImageFacts
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 add_families(
     {
         "Gemma3ForConditionalGeneration": gemma3_images,
+        "Gemma4ForConditionalGeneration": gemma4_images,
         "Idefics3ForConditionalGeneration": idefics3_images,
         "SmolVLMForConditionalGeneration": idefics3_images,
     },

@@ -11,8 +11,10 @@ from ...errors import UnsupportedModelError
 from ...model.builders import ATTENDED, QKV, WIDE, LayerBuilder, Module, norm, widths_of
 from ...model.config import ModelConfig, Plane
 from ...model.decoders import HFConfig, gemma3, llama
+from ...model.gemma4 import gemma4_with_towers
 from ...model.program import DELTA, OUT, Add, Attend, Buffer, Embed, H, Linear, Norm, Operation, Program, Weight, X
-from .config import TEXT, TOWER, TowerConfig, tower_config
+from .config import TEXT, TOWER, TowerConfig, gemma4_tower, tower_config
+from .gemma4 import MERGED, PATCHES, gemma4_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,9 @@ class SeeingConfig(ModelConfig):
     def span_rows(self) -> int:
         return self.tower.rows if self.tower.span else 0
 
+    def has_spans(self, window: int | None) -> bool:
+        return window is not None or not self.tower.both_ways
+
 
 def tower_of(config: ModelConfig) -> TowerConfig | None:
     """Returns the tower of a model; None: it takes text alone."""
@@ -57,8 +62,6 @@ def _fields(config: ModelConfig) -> dict[str, object]:
     return {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
 
 
-# Buffers of a tower beside those of decoders: the numbers of a patch, and of a square of patches.
-PATCHES, MERGED = "patches", "merged"
 PROJECTOR_NORM = "mm_soft_emb_norm.weight"
 # By TowerConfig.kind. The matrix of Gemma 3 is stored as [inputs, outputs], in folders and in GGUF files.
 PROJECTION = {"gemma3": "mm_input_projection_weight", "idefics3": "modality_projection.proj.weight"}
@@ -72,11 +75,18 @@ class TowerModel(ModelConfig):
     tower: TowerConfig
 
     def program(self, copies: int = 1) -> Program:
-        return tower_program(self)
+        return gemma4_program(self, self.tower) if self.tower.kind == "gemma4" else tower_program(self)
 
 
 def tower_model(tower: TowerConfig) -> TowerModel:
     """Return a tower as a model whose program executors run."""
+    if tower.kind == "gemma4":
+        return TowerModel(
+            tower=tower, vocab_size=2 * tower.places, hidden=tower.hidden, layers=tower.layers, heads=tower.heads,
+            kv_heads=tower.heads, head_dim=tower.head_dim, intermediate=tower.intermediate, norm_eps=tower.norm_eps,
+            rope=None, max_positions=tower.patches, planes=(Plane(),) * tower.layers, activation="gelu_tanh",
+            query_scalar=1.0, lm_head=False,
+        )  # fmt: skip
     return TowerModel(
         tower=tower, vocab_size=tower.patches, hidden=tower.hidden, layers=tower.layers, heads=tower.heads,
         kv_heads=tower.heads, head_dim=tower.head_dim, intermediate=tower.intermediate, norm_eps=tower.norm_eps,
@@ -153,7 +163,7 @@ LLAMA_TEXT: Mapping[str, Any] = {
 # Architectures that are refused with the reason, in place of the list of those that work.
 _THREE_POSITIONS = (
     "a row of its images has three positions (time, height and width), none of which is its depth in the prompt; "
-    "use Gemma 3, Idefics3 or SmolVLM for images"
+    "use Gemma 3, Gemma 4, Idefics3 or SmolVLM for images"
 )
 REFUSED: Mapping[str, str] = {
     "Qwen2VLForConditionalGeneration": _THREE_POSITIONS,
@@ -167,6 +177,27 @@ def gemma3_images(hf: HFConfig) -> ModelConfig:
     text = gemma3(GEMMA3_TEXT | hf.settings("text_config"))
     tied = hf.flag("tie_word_embeddings", True)
     return _seeing(hf, replace(text, tie_embeddings=tied), tower_config("gemma3", hf, text.hidden))
+
+
+def gemma4_images(hf: HFConfig) -> ModelConfig:
+    """Return the config of Gemma 4 with its tower for images, if it has one. The tower for sound is not read."""
+    hf = Settings.of(hf)
+    text = gemma4_with_towers(hf)
+    if hf.get("vision_config") is None:
+        return text
+    settings = hf.settings("text_config")
+    both_ways = settings.text("use_bidirectional_attention", None) == "vision"
+    tower = gemma4_tower(hf, text.hidden, both_ways=both_ways)
+    nearest = min((plane.window for plane in text.planes if plane.window is not None), default=tower.rows)
+    if both_ways and tower.rows > nearest:
+        # Beyond the window transformers hides rows of an image from its own rows.
+        raise UnsupportedModelError(
+            f"{hf.file}: images have up to {tower.rows} rows (vision_soft_tokens_per_image), which do not fit into the "
+            f"sliding_window of {nearest}"
+        )
+    if not 0 <= text.media_token < text.vocab_size:
+        raise UnsupportedModelError(f"{hf.file}: text_config.pad_token_id is {text.media_token}, which is no token")
+    return SeeingConfig.of(replace(text, dtype=_dtype(hf, text)), tower)
 
 
 def idefics3_images(hf: HFConfig) -> ModelConfig:
@@ -184,7 +215,11 @@ def idefics3_images(hf: HFConfig) -> ModelConfig:
 
 
 def _seeing(hf: Settings, text: ModelConfig, tower: TowerConfig) -> SeeingConfig:
-    """Returns the config of a text model beside a tower. hf: the whole model's, which may say the dtype that the
-    checkpoint was saved in."""
-    dtype = hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype
-    return SeeingConfig.of(replace(text, names=replace(text.names, before=TEXT, other_names=TOWER), dtype=dtype), tower)
+    """Returns the config of a text model beside a tower. hf: the whole model's"""
+    names = replace(text.names, before=TEXT, other_names=TOWER)
+    return SeeingConfig.of(replace(text, names=names, dtype=_dtype(hf, text)), tower)
+
+
+def _dtype(hf: Settings, text: ModelConfig) -> str | None:
+    """Returns the dtype that a checkpoint was saved in, which the whole model's config may say."""
+    return hf.text("dtype", None) or hf.text("torch_dtype", None) or text.dtype

@@ -97,6 +97,7 @@ class ImageLoader:
     value   the content of its file, the place of that content, or its pixels
     digest  of its pixels; reading it again must give the same
     tiles   how many it has
+    rows    how many rows each becomes
     recent  the images that were decoded last
     """
 
@@ -105,6 +106,7 @@ class ImageLoader:
     value: Any
     digest: bytes
     tiles: int
+    rows: int
     recent: LRUCache[Image]
 
     def image(self) -> Image:
@@ -197,8 +199,9 @@ class ImageInputs:
         # A file's pixels are not kept for long: they take ten times its memory.
         source, again = self.reader.source(value, field)
         summary = ImageSummary.of(source) if isinstance(source, Image) else self._summary(source, field, budget)
-        tiles = self.processor.layout(summary.height, summary.width).tiles
-        load = ImageLoader(self.processor, self.reader, again, summary.digest, tiles, self.recent)
+        layout = self.processor.layout(summary.height, summary.width)
+        rows = layout.rows or self.processor.rows_per_tile
+        load = ImageLoader(self.processor, self.reader, again, summary.digest, layout.tiles, rows, self.recent)
         return Picture(
             (summary.height, summary.width), self.processor.key(summary.digest), load, field, summary.animated
         )
@@ -246,8 +249,8 @@ class ImageInputs:
     def _medium(self, picture: Picture, salt: str) -> Medium:
         """Returns the medium of an image for requests of this salt."""
         load = picture.load
-        rows, span = load.processor.rows_per_tile, load.processor.span
-        medium = self.table.medium(picture.key, tiles=load.tiles, rows_per_tile=rows, span=span, load=load, salt=salt)
+        shape = {"tiles": load.tiles, "rows_per_tile": load.rows, "span": load.processor.span}
+        medium = self.table.medium(picture.key, load=load, salt=salt, **shape)
         if medium.load is load:  # else the medium has a loader from an earlier item
             load.store_in(self.blobs)
         return medium

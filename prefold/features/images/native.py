@@ -29,6 +29,7 @@ class NativeTower(TowerExecutor[np.ndarray]):
         assert isinstance(table, np.ndarray)
         self.model, self.arrays, self.table = model, NumpyArrays(weights.kernels), table
         self.dtype = weights.dtype.name
+        self.beside = [weights.memory.arrays[weight] for weight in weights.program.beside]
         self._kernels, self._parts = weights.kernels, ProgramParts(weights, parts_of(weights.program))
 
     def run(self, part: int, buffers: Mapping[Buffer, np.ndarray]) -> None:

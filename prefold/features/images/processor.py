@@ -24,7 +24,7 @@ from ...text import Tokenizer
 from .config import TowerConfig, tile_settings, tower_settings
 from .decode import Image, pillow
 
-BILINEAR, LANCZOS = 2, 1  # of Pillow
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # of Pillow
 SETTINGS: Mapping[str, Any] = {
     "do_rescale": True,
     "rescale_factor": 1 / 255,
@@ -50,11 +50,13 @@ class Layout:
     text   its place in a prompt, with the image token once for each row
     sizes  (height, width) to which the image is resized before it is cut, one after the other
     boxes  (left, top, right, bottom) of its pieces; each becomes a tile beside the tile of the whole image
+    rows   how many rows a tile becomes; None: as many as all tiles do
     """
 
     text: str
     sizes: Sequence[tuple[int, int]] = ()
     boxes: Sequence[tuple[int, int, int, int]] = ()
+    rows: int | None = None
 
     @property
     def tiles(self) -> int:
@@ -71,7 +73,7 @@ class Processor(ABC):
     special         the special tokens of images, which are plain text where a user writes them
     own_settings    settings that a family reads beside SETTINGS, with their defaults
     whole_first     whether the tile of the whole image comes before those of its pieces, or behind them
-    tile_size       height and width of every tile
+    tile_size       height and width of every tile; None: a tile is of the last of its layout's sizes
     """
 
     placeholder: str
@@ -79,7 +81,7 @@ class Processor(ABC):
     special: frozenset[str]
     own_settings: Mapping[str, Any]
     whole_first: bool
-    tile_size: tuple[int, int]
+    tile_size: tuple[int, int] | None
 
     def __init__(self, tower: TowerConfig, settings: Mapping[str, Any], image_token_id: int = 0):
         """Reads the settings of an image processor's file. Raises UnsupportedModelError for a setting that is not
@@ -104,7 +106,7 @@ class Processor(ABC):
 
     @property
     def rows_per_tile(self) -> int:
-        """Returns how many rows a tile becomes."""
+        """Returns how many rows a tile becomes, or at most becomes."""
         return self.tower.rows
 
     @cached_property
@@ -121,6 +123,16 @@ class Processor(ABC):
     @abstractmethod
     def layout(self, height: int, width: int) -> Layout:
         """Returns the Layout of an image of this size."""
+
+    def check(self, name: str) -> None:
+        """Raises CheckpointError unless the tower takes these tiles. name: of the checkpoint"""
+        size = self.tower.image_size
+        if self.tile_size is not None and self.tile_size != (size, size):
+            height, width = self.tile_size
+            raise CheckpointError(
+                f"{self.settings.file} makes tiles of {height} x {width} pixels; the tower of {name} takes "
+                f"{size} x {size}"
+            )
 
     def expand(self, text: str, sizes: Sequence[tuple[int, int]]) -> str:
         """Returns a text with an image's layout text in place of each placeholder. sizes: (height, width) of each
@@ -142,9 +154,10 @@ class Processor(ABC):
         for size in layout.sizes:
             picture = self._resized(picture, size)
         pieces = [picture.crop(box) for box in layout.boxes]
-        tiles = np.empty((layout.tiles, 3, *self.tile_size), np.float32)
+        tile_size = self.tile_size or layout.sizes[-1]
+        tiles = np.empty((layout.tiles, 3, *tile_size), np.float32)
         for piece, out in zip((picture, *pieces) if self.whole_first else (*pieces, picture), tiles, strict=True):
-            pixels = np.asarray(self._resized(piece, self.tile_size))
+            pixels = np.asarray(self._resized(piece, tile_size))
             for colour in range(3):
                 np.take(self._table[colour], pixels[:, :, colour], out=out[colour])
         return tiles
@@ -280,7 +293,7 @@ class Idefics3Processor(Processor):
             height, width = _longest(height, width, self.size)
             sizes.append((height, width))
         if not self.splits:
-            return [*sizes, self.tile_size]
+            return [*sizes, (self.tile, self.tile)]
         # Both sides are rounded up to whole tiles, the longer one first.
         tile = self.tile
         height, width = _with_longest(height, width, math.ceil(max(height, width) / tile) * tile)
@@ -307,7 +320,72 @@ def _with_longest(height: int, width: int, longest: int) -> tuple[int, int]:
     return (int(longest / ratio), longest) if width >= height else (longest, int(longest * ratio))
 
 
-KINDS: dict[str, type[Processor]] = {"gemma3": Gemma3Processor, "idefics3": Idefics3Processor}
+# Tokens of Gemma 4.
+BEFORE, GEMMA4_ROW, BEHIND = "<|image>", "<|image|>", "<image|>"
+
+
+class Gemma4Processor(Processor):
+    """A Gemma4Processor makes the tiles of images as Gemma 4 wants them: an image keeps its shape, and becomes as many
+    squares of patches as it may have."""
+
+    placeholder, image_token, whole_first, tile_size = GEMMA4_ROW, GEMMA4_ROW, True, None
+    special = frozenset((BEFORE, GEMMA4_ROW, BEHIND))
+    own_settings: Mapping[str, Any] = {
+        "do_resize": True,
+        "do_normalize": False,
+        "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0],
+        "resample": BICUBIC,
+        "patch_size": 16,
+        "max_soft_tokens": 280,
+        "pooling_kernel_size": 3,
+        "size": None,
+    }
+
+    def __init__(self, tower: TowerConfig, settings: Mapping[str, object], image_token_id: int = 0):
+        super().__init__(tower, settings, image_token_id)
+        if not self.settings.flag("do_resize"):
+            raise UnsupportedModelError(f"{self.settings.file}: do_resize is false, but tiles must be of whole squares")
+        self.patch, self.merge = self.settings.size("patch_size"), self.settings.size("pooling_kernel_size")
+        self.most, self.square = self.settings.size("max_soft_tokens"), self.merge * self.patch
+
+    def check(self, name: str) -> None:
+        tower, file = self.tower, self.settings.file
+        wanted = {"patch_size": tower.patch_size, "pooling_kernel_size": tower.merge}
+        for key, value in wanted.items():
+            if self.settings[key] != value:
+                raise CheckpointError(f"{file}: {key} is {self.settings[key]}; the tower of {name} has {value}")
+        if self.most > tower.rows:
+            raise CheckpointError(
+                f"{file}: max_soft_tokens is {self.most}; set vision_soft_tokens_per_image, which is {tower.rows}, to "
+                f"{self.most} in config.json too"
+            )
+
+    def layout(self, height: int, width: int) -> Layout:
+        down, across = self._squares(height, width)
+        rows = down * across
+        text = f"{BEFORE}{GEMMA4_ROW * rows}{BEHIND}"
+        return Layout(text, [(down * self.square, across * self.square)], rows=rows)
+
+    def _squares(self, height: int, width: int) -> tuple[int, int]:
+        """Returns how many squares an image has from top to bottom, and across."""
+        factor = math.sqrt(self.most * self.merge**2 * self.patch**2 / (height * width))
+        down, across = (math.floor(factor * side / self.square) for side in (height, width))
+        if down and across:
+            return down, across
+        # Of an image that is much longer than wide, or wider than long, one side is a single square.
+        if across:
+            return 1, min(math.floor(width / height), self.most)
+        if down:
+            return min(math.floor(height / width), self.most), 1
+        return 1, 1
+
+
+KINDS: dict[str, type[Processor]] = {
+    "gemma3": Gemma3Processor,
+    "idefics3": Idefics3Processor,
+    "gemma4": Gemma4Processor,
+}
 # Where transformers keeps the settings: since version 5 inside the first file, before in the second.
 NESTED, ALONE = "processor_config.json", "preprocessor_config.json"
 
@@ -324,12 +402,7 @@ def load_processor(checkpoint: Checkpoint, tower: TowerConfig, tokenizer: Tokeni
         )
     settings = _settings(checkpoint, tower)
     processor = kind(tower, settings, image_token_id)
-    size, (height, width) = tower.image_size, processor.tile_size
-    if not height == width == size:
-        raise CheckpointError(
-            f"{settings.file} makes tiles of {height} x {width} pixels; the tower of {checkpoint.name} takes "
-            f"{size} x {size}"
-        )
+    processor.check(checkpoint.name)
     return processor
 
 

@@ -348,8 +348,8 @@ class ImageScheduler(EnginePart):
             for first in unneeded:
                 del self._runs[first]
             self._worker.start(DropImages(unneeded)).result()
-        tiles = len(medium.ids) // self._tower.rows
-        run = _Run(medium, np.cumsum(np.tile(self._tower.pieces(tiles), self._tower.layers)))
+        pieces = self._tower.pieces(*self._tower.tiles_of(len(medium.ids)))
+        run = _Run(medium, np.cumsum(np.tile(pieces, self._tower.layers)))
         self._runs[first_id(medium)] = run
         return run
 

@@ -130,10 +130,11 @@ class ReplicaImages:
                 medium = self._media.pop(first)
                 if self._driver_ids.get(first_id(medium)) == first:
                     del self._driver_ids[first_id(medium)]
-            rows, span = self._processor.rows_per_tile, self._processor.span
             for picture in pictures:
-                shape = {"tiles": len(picture.ids) // rows, "rows_per_tile": rows, "span": span, "salt": picture.salt}
-                medium = self._table.medium(picture.key, load=partial(_tiles, self._processor, picture), **shape)
+                tiles = 1 + int(np.count_nonzero(np.diff(picture.ids) != 1))  # between two an id is unused
+                shape = {"tiles": tiles, "rows_per_tile": len(picture.ids) // tiles, "span": self._processor.span}
+                load = partial(_tiles, self._processor, picture)
+                medium = self._table.medium(picture.key, load=load, salt=picture.salt, **shape)
                 self._media[int(picture.ids[0])] = medium
                 self._driver_ids[first_id(medium)] = int(picture.ids[0])
 

@@ -37,12 +37,15 @@ class TowerWeights(nn.Module):
         self.embed = program.embed
         self.table = place.empty(program.embed.table)
         self.parts = nn.ModuleList(Layer(operations, place) for operations in parts_of(program))
+        self.beside = nn.ParameterList(place.empty(weight) for weight in program.beside)
+        self._beside_parts = [weight.parts for weight in program.beside]
 
     @property
     def held(self) -> list[HeldWeight]:
         """Return every parameter with the names of its tensors."""
         table = HeldWeight(self, "table", self.embed.table.parts)
-        return [table, *(weight for part in self.layers for weight in part.held)]
+        beside = [HeldWeight(self.beside, str(number), parts) for number, parts in enumerate(self._beside_parts)]
+        return [table, *beside, *(weight for part in self.layers for weight in part.held)]
 
     @property
     def layers(self) -> list[Layer]:
@@ -58,7 +61,7 @@ class TorchTower(TowerExecutor[Tensor]):
         self.model, self.weights, self.table = model, weights, table
         self.arrays, self.dtype = TorchArrays(table.device), str(table.dtype).removeprefix("torch.")
         self._attention = RowAttention(Heads(*heads, table.dtype), table.device)
-        self._parts = weights.layers
+        self._parts, self.beside = weights.layers, list(weights.beside)
         # Of each part, whether the part before it has left something to be added to the residual stream.
         self._adds = [False, *(_leaves_sum(part) for part in self._parts[:-1])]
 
@@ -68,7 +71,8 @@ class TorchTower(TowerExecutor[Tensor]):
         rows = Rows(dict(buffers), delta, None, None, None, NO_ADAPTERS, ops, ALONE, False)
         self._parts[part].run(rows)
         for name, target in buffers.items():
-            if (found := rows.buffers[name]) is not target:
+            # What is still to be added to the residual stream stays apart.
+            if (found := rows.buffers[name] if name == X else rows.get(name)) is not target:
                 target.copy_(found)
 
     def plan(self, end: np.ndarray, query_rows: np.ndarray, first: np.ndarray) -> RowPlan:

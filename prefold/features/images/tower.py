@@ -14,11 +14,14 @@ from typing import Generic
 import numpy as np
 
 from ...model.builders import QKV
+from ...model.config import RopeConfig
 from ...model.program import DELTA, OUT, Attend, Buffer, H, Operation, Program, X
+from ...model.rotary import frequencies
 from ...worker.arrays import Array, Arrays
 from ...worker.attention import RowPlan
 from .config import PIECE_ROWS
-from .families import MERGED, PATCHES, TowerModel
+from .families import TowerModel
+from .gemma4 import MERGED, PATCHES
 
 MOST_PLANS = 256  # attention plans that are kept, one for each shape of queries and keys
 # attend(layer, q, k, v, start) returns attention of q [n, heads, dim], whose first row is row `start` of all, shaped as
@@ -32,13 +35,16 @@ class TowerExecutor(ABC, Generic[Array]):
     model   the tower
     arrays  operations on its arrays
     dtype   of rows, by name
-    table   the embedding: of each place in a tile, [patches, hidden]
+    table   the embedding: of each place in a tile, [patches, hidden]; or of each place across, then of each from top to
+            bottom
+    beside  the weights of `Program.beside`
     """
 
     model: TowerModel
     arrays: Arrays[Array]
     dtype: str
     table: Array
+    beside: Sequence[Array]
 
     @abstractmethod
     def run(self, part: int, buffers: Mapping[Buffer, Array]) -> None:
@@ -73,15 +79,18 @@ def parts_of(program: Program) -> list[Sequence[Operation]]:
 class TowerPass(Generic[Array]):
     """A TowerPass is some tiles on their way through the tower.
 
-    tiles     how many they are
+    grid      how many patches each has from top to bottom, and across
     rows      how many patches they have
+    turns     cosines and sines of queries and keys, float32 [rows, 1, 2, numbers]: for their places across, and for
+              those from top to bottom; None: queries and keys are not turned
     buffers   of all rows, what the next pieces read
     attend    computes attention
     num_done  pieces of work that are done, over all layers
     """
 
-    tiles: int
+    grid: tuple[int, int]
     rows: int
+    turns: tuple[Array, Array] | None
     buffers: dict[Buffer, Array]
     attend: TowerAttention[Array]
     num_done: int = 0
@@ -101,9 +110,11 @@ class Tower(Generic[Array]):
         program = executor.model.program()
         self._widths = program.widths
         self._attends = [one for layer in program.layers for one in layer if isinstance(one, Attend)]
+        last = parts_of(program)[-2][-1]
+        self._ended: Buffer = X if last.fills is None else last.fills[0]  # what the squares are of
 
     def __call__(self, tiles: Array, attend: TowerAttention[Array]) -> Array:
-        """Return the rows of tiles float32 [tiles, 3, size, size], [tiles * rows, output], in the tower's dtype."""
+        """Return the rows of tiles float32 [tiles, 3, height, width], [tiles * rows, output], in the tower's dtype."""
         rows = self.start(tiles, attend)
         self.go_on(rows)
         return self.finish(rows)
@@ -111,21 +122,38 @@ class Tower(Generic[Array]):
     def start(self, tiles: Array, attend: TowerAttention[Array]) -> TowerPass[Array]:
         """Return tiles before the first layer; the arguments are those of a call of the tower."""
         config, arrays = self.config, self.executor.arrays
-        size, side, patch = config.image_size, config.side, config.patch_size
-        if tiles.ndim != 4 or tiles.shape[1:] != (3, size, size):
-            raise ValueError(f"tiles are {list(tiles.shape)}; they must be [tiles, 3, {size}, {size}]")
+        if tiles.ndim != 4 or tiles.shape[1] != 3:
+            raise ValueError(f"tiles are {list(tiles.shape)}; they must be [tiles, 3, height, width]")
+        down, across = config.grid(*tiles.shape[2:])
+        is_gemma4, patch = config.kind == "gemma4", config.patch_size
+        pixels = arrays.cast(2 * (tiles - 0.5) if is_gemma4 else tiles, self.executor.dtype)
         # If a patch does not divide the tile, the last pixels are in no patch.
-        pixels = arrays.cast(tiles, self.executor.dtype)[:, :, : side * patch, : side * patch]
-        # [tiles, row of patches, column of patches, colour, row, column]
-        patches = pixels.reshape(-1, 3, side, patch, side, patch).swapaxes(1, 2).swapaxes(2, 4).swapaxes(3, 4)
-        places = np.tile(np.arange(config.patches), len(tiles))
+        pixels = pixels[:, :, : down * patch, : across * patch]
+        # [tiles, row of patches, column of patches, row, colour, column]
+        patches = pixels.reshape(-1, 3, down, patch, across, patch).swapaxes(1, 2).swapaxes(2, 4)
+        # The colour comes last, or before the row.
+        patches = patches.swapaxes(4, 5) if is_gemma4 else patches.swapaxes(3, 4)
+        places, table, turns = np.tile(np.arange(down * across), len(tiles)), self.executor.table, None
+        if is_gemma4:
+            xs, ys = places % across, places // across
+            x = arrays.take(table, arrays.send(xs)) + arrays.take(table, arrays.send(config.places + ys))
+            turns = self._turns(xs, ys)
+        else:
+            x = arrays.take(table, arrays.send(places))
         buffers = {
             PATCHES: patches.reshape(-1, config.patch_inputs),
-            X: arrays.take(self.executor.table, arrays.send(places)),
+            X: x,
             DELTA: self._empty(DELTA, len(places)),
             QKV: self._empty(QKV, len(places)),
         }
-        return TowerPass(len(tiles), len(places), buffers, attend)
+        return TowerPass((down, across), len(places), turns, buffers, attend)
+
+    def _turns(self, xs: np.ndarray, ys: np.ndarray) -> tuple[Array, Array]:
+        """Return the cosines and sines of patches at these places, as of TowerPass."""
+        turned, _ = frequencies(RopeConfig(theta=self.config.theta), self.config.head_dim // 2)
+        angles = (np.stack((xs, ys), -1).astype(np.float32)[..., None] * turned)[:, None]
+        send = self.executor.arrays.send
+        return send(np.cos(angles)), send(np.sin(angles))
 
     def go_on(self, rows: TowerPass[Array], stop: int | None = None) -> bool:
         """Do the pieces of work up to `stop` (None: all) that are not done. Return whether all pieces are done now.
@@ -143,9 +171,9 @@ class Tower(Generic[Array]):
     def finish(self, rows: TowerPass[Array]) -> Array:
         """Return the projector's output for tiles that have gone through all layers, [tiles * rows, output]."""
         stage = 2 * self.config.layers
-        normed = self._empty(H, rows.rows)
-        self.executor.run(stage, {X: rows.buffers[X], DELTA: rows.buffers[DELTA], H: normed})
-        merged = self._squares(normed)
+        buffers = {X: rows.buffers[X], DELTA: rows.buffers[DELTA], H: self._empty(H, rows.rows)}
+        self.executor.run(stage, buffers)
+        merged = self._squares(buffers[self._ended], rows.grid)
         out = self._empty(OUT, len(merged))
         self.executor.run(stage + 1, {MERGED: merged, OUT: out})
         return out
@@ -157,8 +185,21 @@ class Tower(Generic[Array]):
         if stage % 2:
             buffers |= self._attended(rows, stage // 2, part)
         self.executor.run(stage, buffers)
+        if stage % 2 == 0 and rows.turns is not None:
+            self._turn(buffers[QKV], *(turns[part] for turns in rows.turns))
         if stage == 1:
             rows.buffers.pop(PATCHES, None)
+
+    def _turn(self, qkv: Array, cosines: Array, sines: Array) -> None:
+        """Turn queries and keys of some rows, in place: one half of each head by the places across, the other by the
+        places from top to bottom."""
+        config, arrays = self.config, self.executor.arrays
+        quarter, size = config.head_dim // 4, 2 * config.q_size
+        # [rows, heads, axis, half of the axis' numbers, numbers]
+        halves = arrays.float32(qkv[:, :size]).reshape(len(qkv), 2 * config.heads, 2, 2, quarter)
+        first, second = halves[:, :, :, 0], halves[:, :, :, 1]
+        turned = arrays.beside((first * cosines - second * sines, second * cosines + first * sines))
+        qkv[:, :size] = arrays.cast(turned.reshape(len(qkv), size), self.executor.dtype)
 
     def _attended(self, rows: TowerPass[Array], number: int, part: slice) -> dict[Buffer, Array]:
         """Return what attention of a layer gives for some rows."""
@@ -168,18 +209,22 @@ class Tower(Generic[Array]):
         attended = rows.attend(number, q[part], k, v, part.start)
         return {attend.out: attended.reshape(len(attended), attend.heads * attend.dim)}
 
-    def _squares(self, x: Array) -> Array:
+    def _squares(self, x: Array, grid: tuple[int, int]) -> Array:
         """Return a row for each square of patches: their mean, or their numbers side by side. x: [tiles * patches,
-        hidden]"""
+        hidden]; grid: as of TowerPass"""
         config, arrays = self.config, self.executor.arrays
-        side, merge, hidden = config.side, config.merge, config.hidden
-        across = side // merge
-        x = x.reshape(-1, side, side, hidden)[:, : across * merge, : across * merge]
+        merge, hidden = config.merge, config.hidden
+        down, across = (patches // merge for patches in grid)
+        x = x.reshape(-1, *grid, hidden)[:, : down * merge, : across * merge]
         # [tiles, row, row of its square, column, column of its square, hidden]
-        x = x.reshape(-1, across, merge, across, merge, hidden)
-        if config.kind == "gemma3":
-            return arrays.cast(arrays.float32(x).mean((2, 4)), self.executor.dtype).reshape(-1, hidden)
-        return x.swapaxes(2, 3).reshape(-1, config.merged)
+        x = x.reshape(-1, down, merge, across, merge, hidden)
+        if config.kind == "idefics3":
+            return x.swapaxes(2, 3).reshape(-1, config.merged)
+        mean = arrays.float32(x).mean((2, 4))
+        if config.shifts:
+            shift, factor = self.executor.beside
+            mean = (mean - shift) * factor
+        return arrays.cast(mean, self.executor.dtype).reshape(-1, hidden)
 
     def _empty(self, name: Buffer, rows: int) -> Array:
         return self.executor.arrays.empty((rows, self._widths[name]), self.executor.dtype)
@@ -190,21 +235,23 @@ class TowerAttend(Generic[Array]):
 
     def __init__(self, executor: TowerExecutor[Array]):
         self._executor: TowerExecutor[Array] = executor
-        self._patches = executor.model.tower.patches
+        tower = executor.model.tower
+        self._patches = tower.patches if tower.image_size else 0  # 0: all that there are
         self._plans: dict[tuple[int, int, int], RowPlan] = {}
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array, start: int) -> Array:
         """Return attention of q, whose first row is row `start` of all, over k and v of all, shaped as q."""
         # Only the tiles that the queries are in count.
-        low, high = start // self._patches * self._patches, -(-(start + len(q)) // self._patches) * self._patches
+        patches = self._patches or len(k)
+        low, high = start // patches * patches, -(-(start + len(q)) // patches) * patches
         k, v = k[low:high], v[low:high]
         shape = start - low, len(q), len(k)
         plan = self._plans.get(shape)
         if plan is None:
             every = np.arange(len(k))
-            first = every - every % self._patches
+            first = every - every % patches
             queries = every[start - low : start - low + len(q)]
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans[shape] = self._executor.plan(first + self._patches, queries, first)
+            plan = self._plans[shape] = self._executor.plan(first + patches, queries, first)
         return self._executor.attend(q, k, v, plan)

@@ -21,6 +21,7 @@ from ...model.names import Names
 from ...model.sources import RandomSource, SafetensorsSource, StoredSource, put
 from .config import TOWER, TowerConfig
 from .families import PROJECTION, PROJECTOR_NORM, TowerModel, tower_model, tower_of
+from .gemma4 import FACTOR, PATCH, POSITIONS, SHIFT
 
 
 def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[TowerModel, StoredSource]:
@@ -46,11 +47,13 @@ def open_tower(checkpoint: Checkpoint, config: ModelConfig, seed: int) -> tuple[
 
 
 class _RandomTower(RandomSource):
-    """A _RandomTower gives random weights, with norms that change nothing."""
+    """A _RandomTower gives random weights, with norms and bounds that change nothing."""
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
-        if re.search(r"layer_norm\d\.weight$", name):
+        if name == FACTOR or re.search(r"layer_norm\d\.weight$", name):
             target.fill(1)
+        elif bound := re.search(r"_(min|max)$", name):
+            target.fill(-np.inf if bound[1] == "min" else np.inf)
         else:
             super().read_into(name, target, part)
 
@@ -64,8 +67,11 @@ class _StoredTower:
 
     def add(self, name: str, shape: tuple[int, ...], read: Callable[[], np.ndarray]) -> None:
         """Adds a tensor. shape: as it is stored; read: returns it"""
-        if len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
+        if name == POSITIONS:  # one axis behind the other
+            shape = math.prod(shape[:-1]), shape[-1]
+        elif len(shape) > 2:  # what multiplies patches: all inputs of an output are in one row
             shape = shape[0], math.prod(shape[1:])
+        shape = shape or (1,)
         self.shapes[name] = shape[::-1] if name == PROJECTION["gemma3"] else shape
         self._reads[name] = read
 
@@ -131,7 +137,52 @@ GGUF_PROJECTORS = {
 }
 
 
+GEMMA4_GGUF = Names(
+    prefix="v.",
+    lists={"blk": 0},
+    parts={
+        "patch_embd.weight": (PATCH,),
+        "position_embd.weight": (POSITIONS,),
+        SHIFT: (SHIFT,),
+        FACTOR: (FACTOR,),
+        "ln1": ("input_layernorm",),
+        "attn_q": ("self_attn.q_proj.linear",),
+        "attn_k": ("self_attn.k_proj.linear",),
+        "attn_v": ("self_attn.v_proj.linear",),
+        "attn_q_norm": ("self_attn.q_norm",),
+        "attn_k_norm": ("self_attn.k_norm",),
+        "attn_out": ("self_attn.o_proj.linear",),
+        "attn_post_norm": ("post_attention_layernorm",),
+        "ln2": ("pre_feedforward_layernorm",),
+        "ffn_gate": ("mlp.gate_proj.linear",),
+        "ffn_up": ("mlp.up_proj.linear",),
+        "ffn_down": ("mlp.down_proj.linear",),
+        "ffn_post_norm": ("post_feedforward_layernorm",),
+    },
+)
+
+
+def _of_gemma4_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
+    """Returns the tower of Gemma 4 in a GGUF file, which may have one for sound too."""
+    tensors, size = _StoredTower(), config.patch_size
+
+    def patch(stored: str) -> np.ndarray:  # stored with its colours first
+        return file.dequantize(stored).reshape(-1, 3, size, size).transpose(0, 2, 3, 1)
+
+    for stored, tensor in file.tensors.items():
+        if stored.startswith(("a.", "mm.a.")):
+            continue
+        name = "embedding_projection.weight"
+        if stored != "mm.input_projection.weight":
+            # Bounds are those of the module around a linear.
+            name = re.sub(r"\.linear\.(?!weight)", ".", GEMMA4_GGUF.of_tensor(stored)[0])
+        tensors.add(name, tensor.shape, partial(patch if name == PATCH else file.dequantize, stored))
+    return tensors
+
+
 def _of_gguf(file: GGUFFile, config: TowerConfig) -> _StoredTower:
+    if config.kind == "gemma4":
+        return _of_gemma4_gguf(file, config)
     tensors, names = _StoredTower(), GGUF
     # Files of older converters have them the other way round, which shows in how long the biases are.
     first = file.tensors.get("v.blk.0.ffn_up.bias")

@@ -502,7 +502,8 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 // kHead     ids = the most likely tokens of `source`; this rank has `columns` ids from `at` on
 // kAdd      source += eps * beside
 // kGate     source *= the sigmoid of the gates in `beside` from `at` on, for `heads` heads of `dim`. Each head has
-//           `columns` gates: one for each number, or one for all. wide: the gates themselves, not their sigmoid
+//           `columns` gates: one for each number, or one for all. wide: the gates themselves, not their sigmoid;
+//           activation kGeluTanh: GELU of them
 // kExperts  out = the mixture of experts `call` of source; the router's matrix and bias are the operation's, and it reads
 //           `beside`
 // kShortConv, kGatedDelta, kMamba2
@@ -519,6 +520,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //           square of source
 // kSparseGate  out = activation(max(gate - cut, 0)) * up of source, which has `columns` gates, then up; the cut is the
 //           gates' mean plus eps of their standard deviations
+// kClamp    `columns` numbers of out, from `at` on, = the first ones of `source`, within weight[0] and weight[1]
 // kByPosition  multiply `heads` heads of `dim` of `source` from `at` on, in place, with
 //           1 + eps log(1 + floor(position / positions))
 // kScaleHeads    multiply `heads` heads of `dim` of `source` from `at` on, in place, with weight [heads, dim]
@@ -532,7 +534,7 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
   kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows, kScaleHeads, kActivateGated, kInterpolate,
-  kMix, kMatch, kSparseGate,
+  kMix, kMatch, kSparseGate, kClamp,
 };
 constexpr int32_t kMostMixed = 8;
 
@@ -541,7 +543,7 @@ struct Operation {
   int32_t kind;
   int32_t source, out, beside;    // buffers
   int32_t wide, plane, window;
-  int32_t activation;             // kLinear, kGated, kExperts, kActivateGated, kSparseGate
+  int32_t activation;             // kLinear, kGated, kExperts, kGate, kActivateGated, kSparseGate
   int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
   int32_t summed;                 // whether the result, or the squares of a kNorm, are summed over all ranks
   float eps;
@@ -587,7 +589,7 @@ struct ProgramCall {
   const int64_t* widths;                // of a row of each buffer
   int64_t rows, picked;
   const int64_t* read;                  // [picked], the rows that kPick keeps, ascending; unused if these are all
-  const int64_t* tokens;                // [rows]; null: the embeddings are in their buffer already
+  const int64_t* tokens;                // [rows]
   const int64_t* positions;             // [rows]
   const int64_t* slots;                 // [rows]; null: the rows of a stream
   const float* const* tables;           // [num_tables] of [positions, dims[t]]: cosines, then sines, of rotated numbers

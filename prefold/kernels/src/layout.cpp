@@ -70,6 +70,7 @@ std::string text() {
       {"Kind.MIX", kMix},
       {"Kind.MATCH", kMatch},
       {"Kind.SPARSE_GATE", kSparseGate},
+      {"Kind.CLAMP", kClamp},
   };
   const Place places[] = {
       {"Run", 0, sizeof(Run)},

@@ -239,10 +239,13 @@ struct Pass {
   // The distance of heads.
   static int64_t stride(const Operation& op) { return op.stride ? op.stride : op.dim; }
 
-  // Rounds the sigmoid before the product, as PyTorch does.
+  // Rounds the sigmoid or the GELU before the product, as PyTorch does.
   void gate(const Operation& op) const {
     const int64_t row = call.widths[op.source], gates_row = call.widths[op.beside], apart = stride(op);
-    const auto of_gate = [&](const Floats& gate) { return op.wide ? gate : rounded_to<E>(sigmoid(gate)); };
+    const auto of_gate = [&](const Floats& gate) {
+      if (op.activation == kGeluTanh) return rounded_to<E>(gated<GeluTanh, !kBf16>(gate, Floats(1.0f)));
+      return op.wide ? gate : rounded_to<E>(sigmoid(gate));
+    };
     parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         for (int64_t h = 0; h < op.heads; ++h) {
@@ -368,6 +371,23 @@ struct Pass {
           store_some(out + d, activated<!kBf16>(op.activation, gate) * load_some(up + d, width - d), width - d);
         }
         std::memset(static_cast<void*>(out + width), 0, (out_row - width) * sizeof(E));
+      }
+    });
+  }
+
+  // NaN stays NaN.
+  void clamp(const Operation& op) const {
+    const auto* limits = static_cast<const float*>(op.weight);
+    const Floats low(limits[0]), less(-limits[1]);
+    const int64_t width = op.columns;
+    parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
+      for (int64_t r = first; r < stop; ++r) {
+        const E* from = buffer(op.source) + r * call.widths[op.source];
+        E* to = buffer(op.out) + r * call.widths[op.out] + op.at;
+        for (int64_t d = 0; d < width; d += kLanes) {
+          const Floats x = larger(low, load_some(from + d, width - d));
+          store_some(to + d, Floats(0.0f) - larger(less, Floats(0.0f) - x), width - d);
+        }
       }
     });
   }
@@ -697,6 +717,7 @@ struct Pass {
         case kMix: mix(op); break;
         case kMatch: match(op); break;
         case kSparseGate: sparse_gate(op); break;
+        case kClamp: clamp(op); break;
         case kMamba2: failed = scan(op, pick_of<E>(prefold_mamba2_float32, prefold_mamba2_bfloat16)); break;
         case kLinear:
         case kGated: failed = product(op); break;
@@ -712,7 +733,7 @@ struct Pass {
           }
           break;
         case kEmbed:
-          if (call.tokens) failed = embed(op);
+          failed = embed(op);
           break;
         case kHead:
           if (call.ids) failed = choose(op);

@@ -5,6 +5,7 @@ The last part prepares the Triton kernels for slots. NumPy only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,18 +108,44 @@ def plan_slots(
     return SlotPlan(runs, num_queries, query_positions, window, slots_needed, lists)
 
 
-def runs_of(step: SlotStep, queries: np.ndarray | None = None) -> tuple[KeyRuns, np.ndarray]:
+def runs_by_window(
+    step: SlotStep,
+    windows: Iterable[int | None],
+    queries: np.ndarray | None = None,
+    has_spans: Callable[[int | None], bool] = lambda window: True,
+) -> dict[int | None, tuple[KeyRuns, np.ndarray]]:
+    """Returns by sliding window the keys that queries of a step see, and the positions of the queries, int64.
+
+    queries    the rows that query, ascending; None: all
+    has_spans  as of ModelConfig
+    """
+    seen = {window: has_spans(window) for window in windows}
+    runs = {both_ways: runs_of(step, queries, both_ways) for both_ways in {*seen.values()}}
+    return {window: runs[both_ways] for window, both_ways in seen.items()}
+
+
+def runs_of(step: SlotStep, queries: np.ndarray | None = None, has_spans: bool = True) -> tuple[KeyRuns, np.ndarray]:
     """Returns the keys that queries of a step see, and the positions of the queries, int64.
 
-    queries: the rows that query, ascending; None: all
+    queries    the rows that query, ascending; None: all
+    has_spans  whether the rows of a span see each other both ways; else each sees those before it alone
     """
     first, last, positions = step.run_first, step.run_last, step.positions.astype(np.int64)
+    if not has_spans:
+        first = np.maximum(first, _own_queries(step))
     reads: slice | np.ndarray = slice(None)
     if queries is not None:
         first, last, positions = np.searchsorted(queries, first), np.searchsorted(queries, last), positions[queries]
         reads = last > first
     runs = KeyRuns(*(array[reads] for array in (step.run_start, step.run_count, step.run_position, first, last)))
     return runs, positions
+
+
+def _own_queries(step: SlotStep) -> np.ndarray:
+    """Returns of each run of keys the query at whose row it begins; 0 for runs that earlier steps have computed."""
+    order = np.argsort(step.slots)
+    row = order[np.minimum(np.searchsorted(step.slots, step.run_start, sorter=order), len(order) - 1)]
+    return np.where(step.slots[row] == step.run_start, row, 0)
 
 
 def seen_by_query(runs: KeyRuns, num_queries: int) -> np.ndarray:

@@ -29,6 +29,7 @@ from ...model.program import (
     AttendLatent,
     Buffer,
     ByPosition,
+    Clamp,
     Embed,
     Experts,
     Gate,
@@ -387,6 +388,7 @@ def _gate(compiler: Compiler, gate: Gate) -> None:
     compiler.add(
         Kind.GATE, source=compiler.number[gate.source], beside=compiler.number[gate.by], at=gate.at, heads=gate.groups,
         dim=gate.dim, stride=gate.stride or 1, columns=gate.dim if gate.each else 1, wide=not gate.activation,
+        activation=ACTIVATIONS.get(gate.activation, Activation.LINEARLY),
     )  # fmt: skip
 
 
@@ -423,6 +425,14 @@ def _sparse_gate(compiler: Compiler, gate: SparseGate) -> None:
     compiler.add(
         Kind.SPARSE_GATE, source=compiler.number[gate.source], out=compiler.number[gate.out], columns=gate.width,
         activation=ACTIVATIONS[gate.activation], eps=gate.deviations,
+    )  # fmt: skip
+
+
+def _clamp(compiler: Compiler, clamp: Clamp) -> None:
+    limits = np.concatenate([compiler.floats(weight) for weight in (clamp.low, clamp.high)])
+    compiler.add(
+        Kind.CLAMP, source=compiler.number[clamp.source], out=compiler.number[clamp.out], at=clamp.at,
+        columns=clamp.size, weight=compiler.address(limits),
     )  # fmt: skip
 
 
@@ -523,6 +533,7 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
     Mix: _mix,
     Match: _match,
     SparseGate: _sparse_gate,
+    Clamp: _clamp,
     Embed: _embed,
     Experts: _experts,
     ShortConv: _short_conv,
@@ -777,14 +788,15 @@ class NativeProgram:
             self._cover(last)
         model, read_rows = self.model, batch.read_rows
         buffers = self._buffers.copy()
+        skipped = 0  # operations: a pass whose rows are given leaves out its embedding
         if x is not None:
-            buffers[self._number[X]] = x.ctypes.data
+            buffers[self._number[X]], skipped = x.ctypes.data, int(self._part.embeds)
         plans, read_plans = self._calls(batch.plans), self._calls(batch.read_plans)
         call = ProgramCall(
-            operations=addressof(self._array), count=len(self._array), buffers=buffers.ctypes.data,
-            widths=self._widths.ctypes.data, rows=rows, picked=rows if read_rows is None else len(read_rows),
-            read=None if read_rows is None else read_rows.ctypes.data,
-            tokens=batch.tokens.ctypes.data if x is None else None,
+            operations=addressof(self._array) + skipped * sizeof(CompiledOperation),
+            count=len(self._array) - skipped, buffers=buffers.ctypes.data, widths=self._widths.ctypes.data, rows=rows,
+            picked=rows if read_rows is None else len(read_rows),
+            read=None if read_rows is None else read_rows.ctypes.data, tokens=batch.tokens.ctypes.data,
             positions=batch.positions.ctypes.data, tables=addressof(self._addresses), num_tables=self._num_tables,
             dims=self._dims.ctypes.data, angles=self._angles,
             scale=model.config.scale, cap=model.config.attention_cap or 0,

@@ -10,7 +10,7 @@ import numpy as np
 from ...engine.schedule.steps import SlotStep, StreamStep
 from ...model.config import ModelConfig
 from ..attention.row_plan import RowPlan, plan_rows
-from ..attention.slot_plan import SlotPlan, plan_slots, runs_of
+from ..attention.slot_plan import SlotPlan, plan_slots, runs_by_window
 from ..pool import PoolPlan, plan_pool
 
 PathKV = Sequence[tuple[np.ndarray, np.ndarray | None]]  # as of NativePath
@@ -113,7 +113,7 @@ def prepare_stream(step: StreamStep, config: ModelConfig) -> StreamBatch:
     new_keys = step.path + np.arange(len(step.end) - step.path, dtype=np.int64)
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        first, invariant = step.first, config.invariant
+        first, invariant = step.first if config.has_spans(window) else None, config.invariant
         return plan_rows(step.end, query_rows, step.key_positions, window, first=first, invariant=invariant)
 
     plans = {window: plan(new_keys, window) for window in {plane.window for plane in config.planes}}
@@ -164,10 +164,10 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    (runs, positions), groups = runs_of(step, queries), config.group_of
+    groups, invariant = config.group_of, config.invariant
     return {
-        window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=config.invariant)
-        for window in windows
+        window: plan_slots(runs, len(positions), positions, window, group=groups[window], invariant=invariant)
+        for window, (runs, positions) in runs_by_window(step, windows, queries, config.has_spans).items()
     }
 
 

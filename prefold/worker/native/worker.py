@@ -100,7 +100,11 @@ class NativeWorker(Worker):
     def prepare(self, message: Message) -> StreamBatch | None:
         if not isinstance(message, StreamStep):
             return None
-        step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
+        step = (
+            message
+            if self._media is None
+            else replace(message, tokens=in_vocabulary(message.tokens, self.model.config.media_token))
+        )
         batch = prepare_stream(step, self.model.config)
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
@@ -188,7 +192,7 @@ class NativeWorker(Worker):
         self.last_run = None
         media = None if self._media is None else self._media(step.tokens)
         if media is not None:
-            step = replace(step, tokens=in_vocabulary(step.tokens))
+            step = replace(step, tokens=in_vocabulary(step.tokens, self.model.config.media_token))
         # That the step follows is the scheduler's word; that the call of the step before is still there is not.
         batch = None if last is None or media is not None or not step.follows else last.follow(step, fields)
         if batch is None:

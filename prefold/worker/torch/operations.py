@@ -22,6 +22,7 @@ from ...model.program import (  # fmt: skip
     AttendLatent,
     Buffer,
     ByPosition,
+    Clamp,
     Embed,
     Experts,
     Gate,
@@ -356,11 +357,12 @@ def keys_values(operation: Attend, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def gate(operation: Gate, weights: Weights, rows: Rows) -> None:
-    """The sigmoids of a buffer, or its numbers, times another buffer."""
+    """The sigmoids or the GELU of a buffer, or its numbers, times another buffer."""
     x, gates = rows.get(operation.source), rows.get(operation.by)
     groups, width, stride = operation.groups, operation.dim if operation.each else 1, operation.stride or 1
     gates = gates.narrow(1, operation.at, (groups - 1) * stride + width).unfold(1, width, stride)
-    gates = torch.sigmoid(gates) if operation.activation else gates
+    if operation.activation:
+        gates = torch.sigmoid(gates) if operation.activation == "sigmoid" else ACTIVATIONS[operation.activation](gates)
     rows.put(operation.source, (x.view(len(x), groups, operation.dim) * gates).flatten(1))
 
 
@@ -398,6 +400,16 @@ def sparse_gate(operation: SparseGate, weights: Weights, rows: Rows) -> None:
     apart = gates - gates.mean(-1, keepdim=True)
     cut = operation.deviations * apart.pow(2).mean(-1, keepdim=True).sqrt()
     rows.put(operation.out, (ACTIVATIONS[operation.activation](torch.relu(apart - cut)) * up).to(kept.dtype))
+
+
+def clamp(operation: Clamp, weights: Weights, rows: Rows) -> None:
+    """The numbers of a buffer, within two limits."""
+    x = rows.get(operation.source)
+    x = torch.clamp(x, weights.low.to(x.dtype), weights.high.to(x.dtype))
+    if operation.is_part:
+        rows.change(operation.out, operation.at, operation.size, x)
+    else:
+        rows.put(operation.out, x)
 
 
 def embed(operation: Embed, weights: Weights, rows: Rows) -> None:
@@ -463,6 +475,7 @@ EXECUTE: dict[type[Operation], Execution | str] = {
     Mix: Execution(mix),
     Match: Execution(match),
     SparseGate: Execution(sparse_gate),
+    Clamp: Execution(clamp),
     Embed: Execution(embed),
     Add: Execution(add),
     Pick: Execution(pick),

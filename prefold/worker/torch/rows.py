@@ -163,9 +163,8 @@ def prepare(
     windows = {plane.window for plane in config.planes}
 
     def plan(query_rows: np.ndarray, window: int | None) -> RowPlan:
-        return attention[window].plan(
-            step.end, query_rows, step.key_positions, window, path=step.path, first=step.first
-        )
+        first = step.first if config.has_spans(window) else None
+        return attention[window].plan(step.end, query_rows, step.key_positions, window, path=step.path, first=first)
 
     plans = {window: plan(new_keys, window) for window in windows}
     read_order = None

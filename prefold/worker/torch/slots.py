@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...engine.schedule.steps import SlotStep
 from ...model.config import ModelConfig, Plane
-from ..attention.slot_plan import SlotPlan, runs_of
+from ..attention.slot_plan import SlotPlan, runs_by_window
 from .attention.store import KVStore
 from .device import send
 from .lora import NO_ADAPTERS, Adapter, RowAdapters
@@ -78,9 +78,11 @@ def slot_plans(
 
     queries: the rows that query, ascending; None: all.
     """
-    runs, positions = runs_of(step, queries)
     plane_of = {plane.window: number for number, plane in enumerate(config.planes)}
-    return {window: store.plan(runs, len(positions), positions, window, plane_of[window]) for window in windows}
+    return {
+        window: store.plan(runs, len(positions), positions, window, plane_of[window])
+        for window, (runs, positions) in runs_by_window(step, windows, queries, config.has_spans).items()
+    }
 
 
 def fill_in(tokens: Tensor, last_ids: Tensor | None) -> Tensor:

@@ -131,7 +131,11 @@ class TorchWorker(Worker):
     def prepare(self, message: Message) -> Batch | None:
         if not isinstance(message, StreamStep):
             return None
-        step = message if self._media is None else replace(message, tokens=in_vocabulary(message.tokens))
+        step = (
+            message
+            if self._media is None
+            else replace(message, tokens=in_vocabulary(message.tokens, self.model.config.media_token))
+        )
         batch = prepare(step, self.model.config, self._attention, tuple(self.adapters.values()))
         return batch if step is message else replace(batch, step=message)  # which has the ids of media too
 
@@ -212,7 +216,7 @@ class TorchWorker(Worker):
         arguments = dict(call_arguments)
         if self._media is not None and (media := self._media(step.tokens)) is not None:
             arguments["media"] = media
-            step = replace(step, tokens=in_vocabulary(step.tokens))
+            step = replace(step, tokens=in_vocabulary(step.tokens, self.model.config.media_token))
         return self.read_slots(step, forward(self.model, self.store, self.prepare_slots(step), arguments))
 
     def read_slots(self, step: SlotStep, hidden: Tensor) -> Ticket:

@@ -12,7 +12,7 @@ import torch
 from books import check_books
 from generating import AtOnce, bytes_held, engine_of, generate, image_scheduler, tokens_of
 from running import run
-from tiny_vision import drawing, tiny_vision, vision_reference
+from tiny_vision import GEMMA4, drawing, patches_of, tiny_vision, vision_reference
 
 from prefold import LLM
 from prefold.engine import ModelEngine
@@ -25,13 +25,14 @@ from prefold.spec.requests import Generated, Namespace, Readout, Request, Sampli
 from prefold.worker.native.worker import NativeWorker
 from prefold.worker.torch.worker import TorchWorker
 
-FAMILIES = ("gemma3", "smolvlm")
+FAMILIES = ("gemma3", "smolvlm", *GEMMA4)
 MAX_TOKENS = 8
 SIZES = [(26, 26), (5, 61), (90, 31), (1, 1), (40, 33)]
 # A pan-and-scan that cuts the wide ones of these into tiles.
 SETTINGS = {
     "gemma3": {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 10, "pan_and_scan_max_num_crops": 2},
     "smolvlm": {},
+    **{family: {} for family in GEMMA4},
 }
 
 
@@ -76,11 +77,12 @@ class Case:
         media = []
         for number in prompt.images:
             image = self.images[number]
+            layout = processor.layout(image.height, image.width)
             media.append(
                 image_scheduler(engine).media.medium(
                     processor.key(image.digest),
-                    tiles=processor.layout(image.height, image.width).tiles,
-                    rows_per_tile=processor.rows_per_tile,
+                    tiles=layout.tiles,
+                    rows_per_tile=layout.rows or processor.rows_per_tile,
                     span=processor.span,
                     load=lambda image=image: processor.tiles(image),
                     salt=salt,
@@ -98,11 +100,16 @@ class Case:
     def arguments(self, prompt: Prompt) -> dict[str, torch.Tensor]:
         ids = torch.tensor([self.ids(prompt)])
         found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        images = (ids == self.processor.image_token_id).long()
+        if self.family in GEMMA4:
+            found["mm_token_type_ids"] = images
+            tower, tiles = self.processor.tower, [self.processor.tiles(self.images[i]) for i in prompt.images]
+            return found | (patches_of(tiles, tower.patch_size, tower.patches) if tiles else {})
         if prompt.images:
             tiles = torch.cat([torch.from_numpy(self.processor.tiles(self.images[i])) for i in prompt.images])
             found["pixel_values"] = tiles if self.family == "gemma3" else tiles[None]
         if self.family == "gemma3":
-            found["token_type_ids"] = (ids == self.processor.image_token_id).long()
+            found["token_type_ids"] = images
         return found
 
     @torch.inference_mode()
@@ -159,11 +166,15 @@ def smallest(found: Case) -> int:
 def test_the_cases_are_what_they_say(case):
     found, _, hidden, _, tolerance = case
     facts = found.llm.engine.worker.facts
-    assert facts.of(ImageFacts).tower.layers == 2 and facts.span_rows == (9 if found.family == "gemma3" else 0)
-    windows = {plane.window for plane in found.llm.config.planes} - {None}
-    assert not windows or max(windows) < facts.span_rows, "a window that is shorter than a span"
-    tiles = [found.processor.layout(image.height, image.width).tiles for image in found.images]
-    assert max(tiles) > 1
+    spans = found.family in ("gemma3", "gemma4 both ways")
+    assert facts.of(ImageFacts).tower.layers == 2 and facts.span_rows == (9 if spans else 0)
+    layouts = [found.processor.layout(image.height, image.width) for image in found.images]
+    if found.family in GEMMA4:
+        assert len({layout.rows for layout in layouts}) > 1
+    else:
+        windows = {plane.window for plane in found.llm.config.planes} - {None}
+        assert not windows or max(windows) < facts.span_rows, "a window that is shorter than a span"
+        assert max(layout.tiles for layout in layouts) > 1
     assert tolerance < 1e-3
     # What an image shows makes a difference to what follows it.
     assert np.abs(hidden[1][-1] - hidden[4][-1]).max() > 0.1

@@ -11,7 +11,7 @@ import pytest
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.images.config import TowerConfig
 from prefold.features.images.decode import Image, image_of
-from prefold.features.images.processor import Gemma3Processor, Idefics3Processor
+from prefold.features.images.processor import Gemma3Processor, Gemma4Processor, Idefics3Processor
 
 # What a prompt has around an image, for each of its rows, and before the tile of the whole.
 PLACEHOLDERS = ("<fake_token_around_image>", "<image>", "<global-img>")
@@ -85,6 +85,55 @@ def test_gemma3_pixels():
         np.testing.assert_array_equal(tiles, theirs["pixel_values"].astype(np.float32), strict=True)
         assert ours.layout(height, width).tiles == len(tiles) == 1 + theirs["num_crops"][0]
     assert scanned > 40
+
+
+def test_gemma4_pixels():
+    """transformers has the image as patches, each row by row and with its colours last, and these at the end of it."""
+    from transformers import Gemma4ImageProcessorPil
+
+    rng, narrow = np.random.default_rng(0), 0
+    for number in range(150):
+        longest = [60, 700, 30, 9000][number % 4]
+        height, width = (int(n) for n in rng.integers(1, longest, 2))
+        if number % 4 == 3:
+            height, width = sorted((height, 1 + width % 20), reverse=bool(number % 8 == 3))
+        patch, merge, most = int(rng.choice([2, 4])), int(rng.choice([2, 3])), int(rng.choice([70, 140]))
+        settings = {
+            "patch_size": patch,
+            "pooling_kernel_size": merge,
+            "max_soft_tokens": most,
+            "resample": int(rng.integers(0, 6)),
+            "do_rescale": bool(rng.random() < 0.9),
+            "do_normalize": bool(rng.random() < 0.5),
+            "image_mean": rng.uniform(0, 1, 3).tolist(),
+            "image_std": rng.uniform(0.1, 1, 3).tolist(),
+        }
+        given = picture(rng, height, width, MODES[number % len(MODES)])
+        own = tower("gemma4", image_size=0, patch_size=patch, merge=merge, most_rows=most)
+        ours, theirs = Gemma4Processor(own, settings), Gemma4ImageProcessorPil(**settings)(given, return_tensors="np")
+        ((tile,), layout) = ours.tiles(image_of(given)), ours.layout(*image_of(given).pixels.shape[:2])
+        patches, places = theirs["pixel_values"][0], theirs["image_position_ids"][0]
+        down, across = tile.shape[1] // patch, tile.shape[2] // patch
+        narrow += min(down, across) == merge
+        found = tile.reshape(3, down, patch, across, patch).transpose(1, 3, 2, 4, 0).reshape(down * across, -1)
+        np.testing.assert_array_equal(found, patches[: len(found)].astype(np.float32), strict=True)
+        assert places.tolist() == [[x, y] for y in range(down) for x in range(across)] + [[-1, -1]] * (
+            len(places) - len(found)
+        )
+        assert layout.rows == theirs["num_soft_tokens_per_image"][0] <= most
+        assert layout.text == f"<|image>{'<|image|>' * layout.rows}<image|>"
+    assert narrow > 10
+
+
+def test_settings_of_gemma_4_that_do_not_fit_the_tower():
+    own = tower("gemma4", image_size=0, patch_size=4, merge=3, most_rows=9)
+    fits = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 9}
+    Gemma4Processor(own, fits).check("here")
+    for key, value in (("patch_size", 16), ("pooling_kernel_size", 2), ("max_soft_tokens", 10)):
+        with pytest.raises(CheckpointError, match=f"{key} is {value}"):
+            Gemma4Processor(own, fits | {key: value}).check("here")
+    with pytest.raises(UnsupportedModelError, match="do_resize"):
+        Gemma4Processor(own, fits | {"do_resize": False})
 
 
 @pytest.mark.parametrize("name", ["SmolVLM", "Idefics3"])
@@ -194,20 +243,22 @@ def test_pixels_are_never_shown():
     assert repr(Image(np.zeros((2, 7, 3), np.uint8))) == "Image(7 x 2)"
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Idefics3", "SmolVLM"])
+@pytest.mark.parametrize("name", ["Gemma3", "Gemma4", "Idefics3", "SmolVLM"])
 def test_settings_that_transformers_saves(tmp_path, name):
     """Every key of such a file is known."""
     import json
 
     import transformers
 
-    kind = Gemma3Processor if name == "Gemma3" else Idefics3Processor
-    sizes = {"size": {"height": 24, "width": 24}}
-    if name != "Gemma3":
+    kinds = {"Gemma3": Gemma3Processor, "Gemma4": Gemma4Processor}
+    kind, sizes = kinds.get(name, Idefics3Processor), {"size": {"height": 24, "width": 24}}
+    if name == "Gemma4":
+        sizes = {}
+    elif name != "Gemma3":
         sizes = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}}
     getattr(transformers, name + "ImageProcessorPil")(**sizes).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    made = kind(tower("gemma3" if name == "Gemma3" else "idefics3"), saved)
-    assert made.tile_size == (24, 24)
+    made = kind(tower(name.lower() if name in kinds else "idefics3"), saved)
+    assert made.tile_size == (None if name == "Gemma4" else (24, 24))
     older = {"do_convert_rgb": None, "do_pan_and_scan": None, "pan_and_scan_max_num_crops": None, "whatever": None}
     assert kind(made.tower, saved | older).identity == made.identity

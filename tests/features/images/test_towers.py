@@ -9,11 +9,22 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_gemma4 import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny import DenseAttend
-from tiny_vision import FAMILIES, drawing, tile_attend, tiny_vision, vision_reference, write_gguf_tower
+from tiny_vision import (
+    FAMILIES,
+    GEMMA4,
+    drawing,
+    patches_of,
+    tile_attend,
+    tiny_vision,
+    vision_reference,
+    write_gguf_gemma4_tower,
+    write_gguf_tower,
+)
 
-from prefold import LLM
+from prefold import LLM, TextWithImages
 from prefold.checkpoint import resolve
 from prefold.errors import CheckpointError, InputError, UnsupportedModelError
 from prefold.features.images import config as tower_config
@@ -50,8 +61,8 @@ def loaded(folder, how="torch", **options):
 
 
 def book_attend(tower):
-    """Attention by the book, over the arrays of a tower."""
-    attend = tile_attend(tower.config.patches)
+    """Attention by the book, over the arrays of a tower. An image of Gemma 4 is one tile."""
+    attend = tile_attend(tower.config.patches, tower.executor.model.scale)
     if isinstance(tower.executor.table, torch.Tensor):
         return attend
     return lambda layer, q, k, v, start: attend(layer, *map(torch.from_numpy, (q, k, v)), start).numpy()
@@ -65,16 +76,17 @@ def rows_of(tower, processor, image):
 
 def oracle_rows(folder, processor, image, attention="eager"):
     """What transformers puts in place of an image's tokens, [rows, hidden]."""
-    tiles = torch.from_numpy(processor.tiles(image))
-    if processor.tower.kind == "idefics3":
-        tiles = tiles[None]
+    tiles, tower = processor.tiles(image), processor.tower
+    given = {"pixel_values": torch.from_numpy(tiles[None] if tower.kind == "idefics3" else tiles)}
+    if tower.kind == "gemma4":
+        given = patches_of([tiles], tower.patch_size, tower.patches)
     with torch.no_grad():
-        found = vision_reference(folder, attention).model.get_image_features(tiles).pooler_output
+        found = vision_reference(folder, attention).model.get_image_features(**given).pooler_output
     return (torch.cat(list(found)) if isinstance(found, (list, tuple)) else found).flatten(0, -2)
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + GEMMA4)
 def test_rows_equal_those_of_transformers(tmp_path, family, how):
     folder = tiny_vision(tmp_path, family, settings={"do_pan_and_scan": True} if family == "gemma3" else None)
     tower, processor = loaded(folder, how)
@@ -82,26 +94,29 @@ def test_rows_equal_those_of_transformers(tmp_path, family, how):
         image = Image(drawing(seed, height, width))
         rows, expected = rows_of(tower, processor, image), oracle_rows(folder, processor, image)
         assert rows.shape == expected.shape
-        assert len(rows) == processor.layout(height, width).tiles * processor.rows_per_tile
+        layout = processor.layout(height, width)
+        assert len(rows) == layout.tiles * (layout.rows or processor.rows_per_tile)
         difference = (rows - expected).abs().max()
         own = (oracle_rows(folder, processor, image, "sdpa") - expected).abs().max()
         assert difference <= max(1e-4, 3 * own), (difference, own)
         assert expected.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("size", [7, 13, 36, 50, 512])
 @pytest.mark.parametrize("own", [False, True], ids=["by the book", "our attention"])
 @pytest.mark.parametrize("how", ["torch", "native"])
-def test_in_pieces(tmp_path, monkeypatch, size, own, how):
-    """Three tiles of 36 patches, in pieces of some rows, one at a time and several."""
+def test_in_pieces(tmp_path, monkeypatch, size, own, how, family):
+    """Tiles in pieces of some rows, one at a time and several: three tiles of 36 patches, or one of 32."""
     for module in (tower_module, tower_config):
         monkeypatch.setattr(module, "PIECE_ROWS", size)
-    tower, _ = loaded(tiny_vision(tmp_path, "gemma3", vision={"num_hidden_layers": 3}), how)
+    tower, _ = loaded(tiny_vision(tmp_path, family, vision={"num_hidden_layers": 3}), how)
     rng = np.random.default_rng(size)
-    tiles = tower.executor.arrays.send(rng.random((3, 3, 26, 26), np.float32))
+    shape, rows, patches = ((3, 3, 26, 26), 27, 3 * 36) if family == "gemma3" else ((1, 3, 16, 32), 8, 32)
+    tiles = tower.executor.arrays.send(rng.random(shape, np.float32))
     attend = TowerAttend(tower.executor) if own else book_attend(tower)
-    pieces = 3 * len(tower.config.pieces(3))
-    assert pieces == 3 * 2 * -(-3 * 36 // size)
+    pieces = 3 * len(tower.config.pieces(*tower.config.tiles_of(rows)))
+    assert pieces == 3 * 2 * -(-patches // size)
     with torch.no_grad():
         whole = tower(tiles, attend)
         assert abs(whole - tower(tiles, book_attend(tower))).max() < 1e-5
@@ -127,6 +142,17 @@ def test_sizes_of_towers(tmp_path, family, how):
     torch.testing.assert_close(
         rows_of(tower, processor, image), oracle_rows(folder, processor, image), rtol=0, atol=1e-4
     )
+
+
+def test_tiles_of_wrong_sizes(tmp_path):
+    """Of Gemma 4 they are whole squares, no more than there may be."""
+    attend = book_attend(tower := loaded(tiny_vision(tmp_path, "gemma4"))[0])
+    for height, width in ((20, 16), (8, 12), (0, 8), (8, 80)):
+        with pytest.raises(ValueError, match=f"a tile is {height} x {width} pixels; it must be 8 x 8 times at most 9"):
+            tower.start(torch.zeros(1, 3, height, width), attend)
+    tower, _ = loaded(tiny_vision(tmp_path, "gemma3"))
+    with pytest.raises(ValueError, match="tiles are 26 x 30 pixels; they must be 26 x 26"):
+        tower.start(torch.zeros(1, 3, 26, 30), attend)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,6 +244,21 @@ def test_configs_that_are_refused(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=what):
             config_from(config | change)
+    gemma = json.loads((tiny_vision(tmp_path, "gemma4 both ways") / "config.json").read_text())
+    vision = gemma["vision_config"]
+    for change, what in (
+        ({"vision_soft_tokens_per_image": 10}, "10 rows .*sliding_window of 9"),
+        ({"vision_config": vision | {"hidden_activation": "gelu"}}, r"vision_config\.hidden_activation"),
+        ({"vision_config": vision | {"num_key_value_heads": 1}}, r"vision_config\.num_key_value_heads"),
+        ({"vision_config": vision | {"head_dim": 10}}, r"vision_config\.head_dim is 10; it must be a multiple of 4"),
+        ({"vision_config": vision | {"position_embedding_size": 17}}, "position_embedding_size is 17; .* at least 18"),
+        ({"vision_config": vision | {"rope_parameters": {"rope_type": "default"}}}, "rope_type is 'default'"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            config_from(gemma | change)
+    small = json.loads((tiny_vision(tmp_path, "gemma4") / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="pad_token_id is 400, which is no token"):
+        config_from(small | {"text_config": small["text_config"] | {"pad_token_id": 400}})
     smol = json.loads((tiny_vision(tmp_path, "smolvlm") / "config.json").read_text())
     for change, what in (
         ({"scale_factor": 4}, "scale_factor is 4"),
@@ -328,6 +369,38 @@ def test_a_pair_of_gguf_files_gives_the_rows_of_the_folder(tmp_path, family, swa
     torch.testing.assert_close(rows_of(loaded(files)[0], processor, image), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", GEMMA4)
+def test_a_pair_of_gguf_files_of_gemma_4(tmp_path, family):
+    """Files do not say how many rows an image may have: 280. The tower for sound is left out."""
+    vision = {"hidden_size": 36, "position_embedding_size": 560, "num_hidden_layers": 1}
+    settings, text = {"max_soft_tokens": 280}, {"sliding_window": 300, "pad_token_id": 0}
+    more = {"vision_soft_tokens_per_image": 280}
+    folder = tiny_vision(tmp_path, family, vision=vision, text=text, settings=settings, **more)
+    alone, files = tmp_path / "text", tmp_path / "files"
+    alone.mkdir(), files.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    text = {k.replace("language_model.", ""): v for k, v in tensors.items() if "language_model" in k}
+    save_file(text, alone / "model.safetensors")
+    (alone / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())["text_config"]))
+    write_gguf(alone, files / "model.gguf")
+    write_gguf_gemma4_tower(folder, files / "mmproj.gguf")
+    image = Image(drawing(2, 40, 70))
+    tower, processor = loaded(folder)
+    again, of_gguf = loaded(files)
+    assert replace(again.config, norm_eps=1e-6, projector_eps=1e-6) == tower.config
+    np.testing.assert_array_equal(of_gguf.tiles(image), processor.tiles(image), strict=True)
+    expected = rows_of(tower, processor, image)
+    assert len(expected) > 200
+    torch.testing.assert_close(rows_of(again, processor, image), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows_of(loaded(files, "native")[0], processor, image), expected, rtol=0, atol=1e-5)
+    prompt, found = TextWithImages("see <|image|> now", [drawing(2, 40, 70)]), []
+    for name in (folder, files):
+        with LLM(str(name), dtype="float32", tokenizer=load_tokenizer(resolve(str(folder)))) as llm:
+            found.append((llm.embed([prompt], pooling="last"), list(llm.generate(prompt, max_tokens=4).tokens)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=0, atol=1e-5)
+    assert found[1][1] == found[0][1]
+
+
 def test_pairs_that_do_not_fit(tmp_path):
     folder = tiny_vision(tmp_path, "gemma3")
     smol = tiny_vision(tmp_path, "smolvlm")
@@ -368,6 +441,24 @@ def test_random_weights():
     torch.testing.assert_close(natively, rows, rtol=0, atol=1e-5)
     parameters = sum(p.numel() for p in one.executor.weights.parameters())
     assert parameters == tower_model(found.tower).num_parameters
+
+
+def test_random_weights_of_gemma_4(tmp_path):
+    """Bounds and scales that change nothing."""
+    from prefold.checkpoint import Checkpoint
+
+    for family in GEMMA4:
+        hf = json.loads((tiny_vision(tmp_path, family) / "config.json").read_text())
+        checkpoint = Checkpoint.dummy(hf)
+        found = config_from(checkpoint.config)
+        tower, natively = (tower_at(checkpoint, found, how, seed=3) for how in ("torch", "native"))
+        tile = np.random.default_rng(0).random((1, 3, 16, 24), np.float32)
+        with torch.no_grad():
+            rows = tower(torch.from_numpy(tile), book_attend(tower))
+        assert rows.isfinite().all() and rows.std() > 0
+        assert abs(natively(tile, book_attend(natively)) - rows.numpy()).max() < 1e-5
+        parameters = sum(p.numel() for p in tower.executor.weights.parameters())
+        assert parameters == tower_model(found.tower).num_parameters
 
 
 def test_shapes_of_well_known_towers():
