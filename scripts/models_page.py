@@ -235,7 +235,7 @@ latent and the rotated tail of its key. For GLM-4.7-Flash that is 54 KB a token 
 heads would take 0.96 MB. There are two exact ways to attend. In a stream of rows, which embeddings, scores, labels and
 decisions are read from, the keys and values of all heads are made of latents once a step. Generated text attends in the
 space of latents: what makes keys is multiplied into the queries. Such models are not split over ranks and not computed
-in int8.
+in int8. GGUF files of DeepSeek V2 and V3, GLM-4.7-Flash and Youtu are read (`deepseek2`).
 
 ## Checkpoints for embedding and reranking
 

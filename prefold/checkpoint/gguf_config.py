@@ -32,6 +32,8 @@ MIXTURES: dict[str, Callable[[Settings, Keys], Keys]] = {}
 LAYER_NORM = {"cohere2", "starcoder2"}
 # Architectures whose queries, keys and values are one tensor.
 FUSED_QUERIES = {"phi3"}
+# Architectures with latent attention (MLA). Their keys say which heads there are over latents, not in the model.
+LATENT: set[str] = set()
 # Config keys of an architecture that say whether the first layer has a tensor.
 BY_TENSOR: dict[str, dict[str, str]] = {}
 # Config keys of an architecture that are the rows of a tensor.
@@ -76,17 +78,19 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     gguf = _of_architecture(file, arch)
     layers = layers_of(gguf)
     heads, hidden = gguf.size("attention.head_count"), gguf.size("embedding_length")
-    head_dim = gguf.size("attention.key_length", hidden // heads)
+    is_latent = arch in LATENT
+    head_dim = gguf.size("rope.dimension_count" if is_latent else "attention.key_length", hidden // heads)
     has_experts = gguf.size("expert_count", 0, least=0) > 0
     if has_experts and arch not in MIXTURES:
         _refuse(gguf, "expert_count", "a mixture of experts")
     if not gguf.flag("attention.causal", True):
         raise UnsupportedModelError(f"{file.path} attends in both directions; only causal models are supported")
     width = gguf.size("rope.dimension_count", head_dim)
-    if gguf.size("attention.value_length", head_dim) != head_dim or (width != head_dim and arch not in PARTLY_TURNED):
+    value_dim = head_dim if is_latent else gguf.size("attention.value_length", head_dim)
+    if value_dim != head_dim or (width != head_dim and arch not in PARTLY_TURNED):
         raise UnsupportedModelError(f"{file.path}: value_length and rope.dimension_count must equal key_length")
     norm = "attention.layer_norm_epsilon" if arch in LAYER_NORM else "attention.layer_norm_rms_epsilon"
-    queries = "attn_qkv" if arch in FUSED_QUERIES else "attn_q"
+    queries = "attn_qkv" if arch in FUSED_QUERIES else "attn_kv_a_mqa" if is_latent else "attn_q"
     with_queries = (number for number in range(layers) if f"blk.{number}.{queries}.weight" in file.tensors)
     queries = f"blk.{next(with_queries, 0)}.{queries}"
     config = {
@@ -96,7 +100,9 @@ def config_from_gguf(file: GGUFFile) -> Settings:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if arch in WITHOUT_HEADS else gguf.size("attention.head_count_kv", heads),
+        "num_key_value_heads": heads
+        if is_latent or arch in WITHOUT_HEADS
+        else gguf.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": _width(gguf, has_experts),
         "hidden_act": "silu",
@@ -304,7 +310,8 @@ def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
         attention = gguf.number("rope.scaling.attn_factor", None)
         return rope | {"rope_type": "longrope", "attention_factor": attention} | factors
     kind = gguf.text("rope.scaling.type", "linear")  # as in llama.cpp; files of 2023 have no type
-    _check_neutral(gguf, kind)
+    is_latent = gguf.prefix.removesuffix(".") in LATENT
+    _check_neutral(gguf, kind, is_latent)
     linear = _linear_factor(gguf) if kind == "linear" else 1.0
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear") or linear != 1.0:
@@ -320,6 +327,9 @@ def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
             "beta_fast": gguf.number("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": gguf.number("rope.scaling.yarn_beta_slow", 1.0),
         }
+        if is_latent:  # a tenth of what configs say; what it does to rotated numbers is cancelled, as by equal `mscale`
+            scale = round(10 * gguf.number("rope.scaling.yarn_log_multiplier"), 6)
+            rope |= {"mscale": scale, "mscale_all_dim": scale}
     elif kind != "none":
         raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")
     return rope
@@ -341,15 +351,16 @@ def _linear_factor(gguf: Settings) -> float:
     return (gguf.number("rope.scale_linear", 1.0, zero=True) if factor is None else factor) or 1.0
 
 
-def _check_neutral(gguf: Settings, kind: str) -> None:
+def _check_neutral(gguf: Settings, kind: str, is_latent: bool) -> None:
     """Raises UnsupportedModelError for rope scaling of this kind that is set to more than its neutral value, and is not
     computed here."""
     neutral = {
         "attn_factor": (1.0,),
         "yarn_attn_factor": (1.0,),
         "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0),  # -1: by the kind
-        "yarn_log_multiplier": (0.0,),
     }
+    if not is_latent:
+        neutral["yarn_log_multiplier"] = (0.0,)
     for key, values in neutral.items():
         value = gguf.get(f"rope.scaling.{key}", values[0])
         if value not in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedModelError
-from .gguf_config import ARCHITECTURES, BY_TENSOR, MIXTURES, OF_ARCHITECTURE, PARTLY_TURNED, Keys, windows_of
+from .gguf_config import ARCHITECTURES, BY_TENSOR, LATENT, MIXTURES, OF_ARCHITECTURE, PARTLY_TURNED, Keys, windows_of
 from .settings import Settings
 
 # llama.cpp's functions of the router's logits.
@@ -55,10 +55,17 @@ def _granite(gguf: Settings, config: Keys) -> Keys:
     )
 
 
-def _by_sigmoids(gguf: Settings, count: str = "n_routed_experts", shared: str = "n_shared_experts") -> Keys:
-    """Returns the config keys of the mixtures of DeepSeek-V3. count, shared: the keys of how many experts there are,
-    and of how many every row goes through"""
-    return counts(gguf, count, SIGMOID, "routed_scaling_factor") | {
+def _by_sigmoids(
+    gguf: Settings, count: str = "n_routed_experts", shared: str = "n_shared_experts", function: int = SIGMOID
+) -> Keys:
+    """Return the config keys of the mixtures of DeepSeek-V3.
+
+    Args:
+        count: The key for the number of experts.
+        shared: The key for the number of experts that every row goes through.
+        function: llama.cpp's number of the router's function.
+    """
+    return counts(gguf, count, function, "routed_scaling_factor") | {
         shared: gguf.size("expert_shared_count", 0, least=0),
         "moe_intermediate_size": gguf.size("expert_feed_forward_length"),
         "first_k_dense_replace": gguf.size("leading_dense_block_count", 0, least=0),
@@ -114,7 +121,40 @@ def _gpt_oss(gguf: Settings, config: Keys) -> Keys:
     return windows_of(gguf, 2) | {"rope_parameters": rope}
 
 
+def _deepseek(gguf: Settings, config: Keys) -> Keys:
+    """Return the config keys of models with latent attention: DeepSeek V2 and V3, GLM-4.7-Flash, Youtu. Newer files
+    describe the heads over latents, and have the model's own sizes under `..._mla`."""
+    tail = gguf.size("rope.dimension_count")
+    gguf.get("attention.head_count_kv")  # 1 in newer files
+    key, value = (gguf.size(f"attention.{part}_length") for part in ("key", "value"))
+    return {
+        "architectures": ["YoutuForCausalLM"],  # MIXTURES has the others
+        "kv_lora_rank": gguf.size("attention.kv_lora_rank"),
+        "q_lora_rank": gguf.size("attention.q_lora_rank", None, least=0) or None,
+        "qk_rope_head_dim": tail,
+        "qk_nope_head_dim": gguf.size("attention.key_length_mla", key) - tail,
+        "v_head_dim": gguf.size("attention.value_length_mla", value),
+    }
+
+
+def _deepseek_experts(gguf: Settings, config: Keys) -> Keys:
+    """Return the config keys of the mixtures of DeepSeek V2 and V3 and GLM-4.7-Flash. Older files do not say which
+    function routers have. llama.cpp then tells GLM-4.7-Flash by its layers and its vocabulary."""
+    is_glm = config["num_hidden_layers"] in (47, 48) and config["vocab_size"] == GLM_FLASH_VOCABULARY
+    function = gguf.size("expert_gating_func", SIGMOID if is_glm else SOFTMAX)
+    found = _by_sigmoids(gguf, function=function)
+    if function == SIGMOID:
+        return found | {"architectures": ["DeepseekV3ForCausalLM"]}
+    if found["norm_topk_prob"]:
+        raise gguf.wrong("expert_weights_norm", "false: routers with softmax do not norm their scores")
+    method = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    return found | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": method}
+
+
+GLM_FLASH_VOCABULARY = 154_880
+LATENT.add("deepseek2")
 ARCHITECTURES |= {
+    "deepseek2": "DeepseekV3ForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
@@ -133,6 +173,7 @@ BY_TENSOR |= {
     "glm4moe": {"use_qk_norm": "attn_q_norm.weight"},
     "ernie4_5-moe": {"use_bias": "attn_q.bias"},
 }
+OF_ARCHITECTURE["deepseek2"] = _deepseek
 OF_ARCHITECTURE["afmoe"] = lambda gguf, config: {}
 OF_ARCHITECTURE["exaone-moe"] = lambda gguf, config: windows_of(gguf, 4)
 OF_ARCHITECTURE["gpt-oss"] = _gpt_oss
@@ -151,5 +192,6 @@ MIXTURES |= {
     "ernie4_5-moe": _ernie,
     "hunyuan-moe": _hunyuan,
     "afmoe": _afmoe,
+    "deepseek2": _deepseek_experts,
     "exaone-moe": lambda gguf, config: _by_sigmoids(gguf, "num_experts", "num_shared_experts"),
 }

@@ -254,7 +254,18 @@ _MAMBA = {
     "ssm_norm": ("mamba.norm",),
     "ssm_out": ("mamba.out_proj",),
 }
+_LATENT = {
+    "attn_q_a": ("self_attn.q_a_proj",),
+    "attn_q_a_norm": ("self_attn.q_a_layernorm",),
+    "attn_q_b": ("self_attn.q_b_proj",),
+    "attn_kv_a_mqa": ("self_attn.kv_a_proj_with_mqa",),
+    "attn_kv_a_norm": ("self_attn.kv_a_layernorm",),
+    "attn_kv_b": ("self_attn.kv_b_proj",),  # of older files, in place of attn_k_b and attn_v_b
+    "attn_k_b": ("self_attn.k_b_proj",),
+    "attn_v_b": ("self_attn.v_b_proj",),
+}
 GGUF_OF |= {
+    "deepseek2": replace(GGUF, parts={**GGUF.parts, **_LATENT}),
     "afmoe": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "attn_gate": ("self_attn.g_proj",)}),
     "glm4": replace(GGUF_OUT_NORMS, parts={**GGUF_OUT_NORMS.parts, "ffn_up": FUSED.parts["mlp.gate_up_proj"]}),
     "gemma3n": replace(

@@ -390,6 +390,8 @@ class GGUFSource:
         names = names or GGUF_OF.get(arch) or (GGUF_OUT_NORMS if config.out_norms else GGUF)
         self.negative_exponentials = names.negative_exponentials
         self.order = head_order(config.head_dim, config.turned, arch in self.IN_TURN)
+        # Files of models with latent attention have the tails of heads as checkpoints do.
+        self._row_order = None if config.latent is None else config.row_order
         # The tensor in the file, and which of its rows, or numbers if either tensor is a vector.
         self._stored: dict[str, tuple[str, slice | NDArray[np.int64]]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -414,6 +416,28 @@ class GGUFSource:
                 is_vector = len(shape) < 2 < 1 + len(tensor.shape)
                 self._stored[name] = (stored, slice(0, *shape) if is_vector else part)
                 self.shapes[name] = shape
+        # The tensors of latent attention's keys and values, by the name of the matrix that they are together.
+        self._pairs: dict[str, tuple[str, str]] = {}
+        for keys in [name for name in self.shapes if name.endswith(".k_b_proj.weight")]:
+            self._pair(keys, keys.replace(".k_b_proj.", ".v_b_proj."), keys.replace(".k_b_proj.", ".kv_b_proj."))
+
+    def _pair(self, keys: str, values: str, name: str) -> None:
+        """Make one matrix of the two stacks for keys [heads, rank, numbers] and values [heads, numbers, rank]."""
+        if values not in self.shapes:
+            raise CheckpointError(
+                f"{self.file.path} has {self._stored[keys][0]} without the tensor of values beside it"
+            )
+        of_keys, of_values = self.shapes.pop(keys), self.shapes.pop(values)
+        if len(of_keys) != 3 or len(of_values) != 3 or (of_keys[0], of_keys[1]) != (of_values[0], of_values[2]):
+            found = f"{self._stored[keys][0]} of {self.file.path} is {list(of_keys)} beside {list(of_values)}"
+            raise CheckpointError(f"{found}; they must be [heads, rank, numbers] and [heads, numbers, rank]")
+        self._pairs[name] = self._stored.pop(keys)[0], self._stored.pop(values)[0]
+        self.shapes[name] = (of_keys[0] * (of_keys[2] + of_values[1]), of_keys[1])
+
+    def _paired(self, name: str) -> np.ndarray:
+        """Return the matrix of `_pair`: for each head the rows for its key, then those for its value."""
+        keys, values = (self.file.dequantize(stored) for stored in self._pairs[name])
+        return np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(self.shapes[name])
 
     def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
         """Return whether a tensor is of a layer behind the model's, which predicts further tokens and changes no
@@ -425,6 +449,8 @@ class GGUFSource:
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> np.ndarray:
         shape = self.shapes[name]
+        if name in self._pairs:
+            return self._paired(name)[part or ...]
         if self._has_numbers(name):
             (stored, rows), order = self._stored[name], self._order_of(name)
             numbers = self._numbers(stored)
@@ -437,6 +463,9 @@ class GGUFSource:
         return out
 
     def read_into(self, name: str, target: np.ndarray, part: tuple[slice, ...] = ()) -> None:
+        if name in self._pairs:
+            put(target, self._paired(name)[part or ...])
+            return
         (stored, of_file), shape = self._stored[name], self.shapes[name]
         order = self._order_of(name)
         if self._is_vector(name):
@@ -458,12 +487,17 @@ class GGUFSource:
             put(target[first - begin : last - begin], block[(slice(first - start, last - start), *part[1:])])
 
     def extent(self, name: str) -> Extent:
+        if name in self._pairs:
+            extents = [self.file.extent(one, 0, math.prod(self.file.tensors[one].shape)) for one in self._pairs[name]]
+            return replace(extents[0], size=sum(extent.size for extent in extents))
         stored, part = self._stored[name]
         first = int(part.start if isinstance(part, slice) else part[0])
         numbers = 1 if self._is_vector(name) else self.file.tensors[stored].shape[-1]
         return self.file.extent(stored, first * numbers, math.prod(self.shapes[name]))
 
     def stored_type(self, name: str) -> tuple[str, int]:
+        if name in self._pairs:
+            return "", 0
         stored, shape = self._stored[name][0], self.shapes[name]
         return (self.file.type_name(stored), self.file.row_bytes(stored)) if len(shape) == 2 else ("", 0)
 
@@ -482,6 +516,8 @@ class GGUFSource:
         return min(len(self.shapes[name]), len(self.file.tensors[self._stored[name][0]].shape)) < 2
 
     def _order_of(self, name: str) -> Sequence[int] | None:
+        if self._row_order is not None:
+            return self._row_order(name)
         return self.order if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm") else None
 
     def _has_numbers(self, name: str) -> bool:

@@ -84,7 +84,8 @@ def test_what_is_read_in_blocks_is_what_is_dequantised_whole(tmp_path, kind, arc
     class Blocks(GGUFSource):
         BLOCK = block
 
-    config = SimpleNamespace(head_dim=HEAD, turned=HEAD, out_norms=False, mlp_norm=False, is_unread=lambda name: False)
+    sizes = {"head_dim": HEAD, "turned": HEAD, "latent": None}
+    config = SimpleNamespace(**sizes, out_norms=False, mlp_norm=False, is_unread=lambda name: False)
     norms = [name for name in Blocks(GGUFFile(path), config).shapes if name.endswith("norm.weight")]
     source = Blocks(GGUFFile(path), config, dict.fromkeys(norms, float(arch == "gemma3")))
     for name, (stored, _) in source._stored.items():
