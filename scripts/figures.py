@@ -185,7 +185,41 @@ def written(file: dict) -> list[str]:
     return "\n\n".join(file["tables"].values()).splitlines()
 
 
-TABLES = {"drift": drift} | dict.fromkeys(("serve", "lmeval", "simulate", "memory", "weights"), written)
+def shapes(file: dict) -> list[str]:
+    """Return a table with a row for each shape: medians of a decode step and of a prompt, beside their limits."""
+    head = ["shape", "layers", "decode step, ms", "limit, ms", "of the limit"]
+    head += [f"prompt of {file['prompt']} tokens, ms", "limit, ms", "of the limit"]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for case in file["cases"]:
+        cells = [case["shape"], str(case["layers"])]
+        for part in ("step", "prompt"):
+            own, limit = (1e3 * median(one[key] for one in case["rounds"]) for key in (part, f"{part}_limit"))
+            cells += [_number(own), _number(limit), f"{case['shares'][part]:.0%}"]
+        lines.append(_row(cells))
+    return lines
+
+
+def latent(file: dict) -> list[str]:
+    """Return a table of decode steps of both forms, and one of prompts over slots and in a stream."""
+    lines = [_row(["sequences", "context", "latent, ms", "expanded, ms", "latent / expanded"]), "|" + "---|" * 5]
+    for case in file["cases"]:
+        if case["case"] == "decode":
+            own, other = (1e3 * median(case["seconds"][name]) for name in ("latent", "expanded"))
+            context = "one for all" if case["shared"] else "each its own"
+            cells = [f"{case['sequences']}", context, _number(own), _number(other), f"{own / other:.2f}"]
+            lines.append(_row(cells))
+    head = ["rows of a prompt", "over slots, ms", "in a stream, ms", "slots / stream"]
+    lines += ["", _row(head), "|" + "---|" * 4]
+    for case in file["cases"]:
+        if case["case"] == "prompt":
+            slots, stream = (1e3 * median(case["seconds"][name]) for name in ("over slots", "in a stream"))
+            lines.append(_row([str(case["rows"]), _number(slots), _number(stream), f"{slots / stream:.2f}"]))
+    return lines
+
+
+TABLES = {"drift": drift, "shapes": shapes, "latent": latent} | dict.fromkeys(
+    ("serve", "lmeval", "simulate", "memory", "weights", "layerwise"), written
+)
 
 
 def panels(name: str) -> list[Panel]:

@@ -68,7 +68,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if arch not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {arch!r} is not supported, for these are: {names}; its folder with "
+            f"{file.path}: GGUF architecture {arch!r:.200} is not supported, for these are: {names}; its folder with "
             "safetensors may run, through transformers' modules (docs/families.md)"
         )
     if every.size("split.count", 1, least=0) > 1:
@@ -315,7 +315,7 @@ def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
     linear = _linear_factor(gguf) if kind == "linear" else 1.0
     if "rope_freqs.weight" in file.tensors:
         if kind not in ("none", "linear") or linear != 1.0:
-            raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r}")
+            raise UnsupportedModelError(f"{file.path} has both rope_freqs.weight and rope scaling {kind!r:.200}")
         rope |= {"rope_type": "factors", "factors": _factors(file, "rope_freqs.weight", width)}
     elif kind == "linear":
         rope |= {"rope_type": "linear", "factor": linear} if linear != 1.0 else {}
@@ -331,7 +331,7 @@ def _rope(file: GGUFFile, gguf: Settings, width: int) -> Keys:
             scale = round(10 * gguf.number("rope.scaling.yarn_log_multiplier"), 6)
             rope |= {"mscale": scale, "mscale_all_dim": scale}
     elif kind != "none":
-        raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported; linear and yarn are")
+        raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r:.200} is not supported; linear and yarn are")
     return rope
 
 

@@ -204,12 +204,12 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     settings = Settings(values, str(path))
     kind = settings.text("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind!r}; LORA is supported")
+        raise UnsupportedModelError(f"{folder} is a PEFT adapter of type {kind!r:.200}; LORA is supported")
     for key, words in REFUSED.items():
         if settings.get(key):
             raise UnsupportedModelError(f"{folder} has {words} ({key}: {settings[key]!r:.60}), not supported")
     if (bias := settings.text("bias", "none")) != "none":
-        raise UnsupportedModelError(f"{folder} has trained biases (bias: {bias!r}), not supported")
+        raise UnsupportedModelError(f"{folder} has trained biases (bias: {bias!r:.200}), not supported")
     start = str(settings.get("init_lora_weights", ""))
     if start.lower().startswith(CHANGED_WEIGHTS):
         raise UnsupportedModelError(

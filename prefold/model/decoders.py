@@ -25,7 +25,7 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError("rotary settings that differ from layer to layer are not supported")
     if kind not in ROPE_KINDS:
         raise UnsupportedModelError(
-            f"the rope type {kind!r} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
+            f"the rope type {kind!r:.200} is not supported; these are: {', '.join(list(ROPE_KINDS)[:-1])}"
         )
     share = 1.0  # of "proportional", whose frequencies are for whole heads
     if kind != "proportional":
@@ -380,7 +380,7 @@ def decoder(
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"hidden_act {activation!r} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}; "
+            f"hidden_act {activation!r:.200} is not supported; these are: {', '.join(map(repr, ACTIVATIONS))}; "
             "another activation is an MLP of another kind (docs/families.md)"
         )
     hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), num_layers(hf)

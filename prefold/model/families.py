@@ -200,7 +200,7 @@ def _config_from(hf: Settings) -> ModelConfig:
     if own is None and (found := ENCODERS.match(str(architecture)) or BOTH_WAYS.match(str(architecture))):
         what = "an encoder" if found.re is ENCODERS else "made to attend in both directions"
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported: {found[1]} is {what}, whose tokens see what "
+            f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}, whose tokens see what "
             "comes after them too, so that no two texts share the computation of a prefix; use a causal embedder or "
             "reranker (docs/models.md), or another program"
         )
@@ -216,7 +216,7 @@ def _config_from(hf: Settings) -> ModelConfig:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
         raise UnsupportedModelError(
-            f"the architecture {architecture!r} is not supported; use a model of one of the {len(FAMILIES)} that "
+            f"the architecture {architecture!r:.200} is not supported; use a model of one of the {len(FAMILIES)} that "
             "`prefold models` lists, or add a family of your own with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
@@ -224,7 +224,7 @@ def _config_from(hf: Settings) -> ModelConfig:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
         if method != _QUANTISED.get(architecture):
             raise UnsupportedModelError(
-                f"the checkpoint is quantised (method {method!r}); use the unquantised one, or a GGUF file of the model"
+                f"the checkpoint is quantised (method {method!r:.200}); use the unquantised one, or a GGUF file of it"
             )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError("the model attends in both directions (is_causal is false); only causal ones work")

@@ -28,7 +28,7 @@ def hybrid(config: ModelConfig, mixers: Sequence[str], **values: Any) -> ModelCo
     known = {ATTENTION, "none", *MIXERS}
     if unknown := {name for mixer in mixers for name in mixer.split("+")} - known:
         kinds = ", ".join(sorted(known))
-        raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r} are not known; these are: {kinds}")
+        raise UnsupportedModelError(f"layers of the kind {sorted(unknown)[0]!r:.200} are not known; these are: {kinds}")
     planes = tuple(plane for plane, mixer in zip(config.planes, mixers, strict=True) if ATTENTION in mixer.split("+"))
     return replace(config, planes=planes, mixers=tuple(mixers), **values)
 
@@ -580,7 +580,7 @@ def _nemotron_kinds(hf: Settings) -> list[str]:
     kinds = kinds or list(pattern or ()) or [DELTA_NET, "moe", FULL, "mlp"]
     named = [_NEMOTRON_KINDS.get(kind, kind) for kind in kinds]
     if unknown := {*named} - _NEMOTRON_LAYERS.keys():
-        raise UnsupportedModelError(f"layers of the kind {min(unknown)!r} are not known to Nemotron-H")
+        raise UnsupportedModelError(f"layers of the kind {min(unknown)!r:.200} are not known to Nemotron-H")
     return named
 
 

@@ -24,12 +24,13 @@ OWN: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "OPTForCausalLM": {"ffn_dim": 48},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 307},
     "DoryForCausalLM": {"n_input_layers": 1, "n_output_layers": 1},
     # Their defaults do not go with these sizes, or with any.
     **{f"{name}ForCausalLM": {"rotary_dim": 4} for name in ("GPTJ", "CodeGen")},
-    **{f"{name}ForCausalLM": {"head_dim": 8} for name in ("Helium", "HunYuanDenseV1", "Ministral")},
+    **{f"{name}ForCausalLM": {"head_dim": 8} for name in ("Helium", "HunYuanDenseV1", "HunYuanMoEV1", "Ministral")},
     **{f"{name}ForCausalLM": {"num_key_value_heads": 8} for name in LATENT},
 }
 # Those that have buffers among their weights, or sizes that transformers computes.
