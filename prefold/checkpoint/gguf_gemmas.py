@@ -77,7 +77,7 @@ def _gemma4(gguf: Settings, config: Keys) -> Keys:
         "use_double_wide_mlp": widths.get("shared") == 2 * widths.get("own", 0),
         "hidden_size_per_layer_input": gguf.size("embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": config["vocab_size"],
-        "final_logit_softcapping": gguf.number("final_logit_softcapping", None),
+        "final_logit_softcapping": gguf.number("final_logit_softcapping", 30.0),
         "rope_parameters": _ropes(gguf, config),
     }
 

@@ -32,7 +32,7 @@ LARGER_LAST |= {"per_layer_config": {"2": {"head_dim": 16, "num_key_value_heads"
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 5,
     "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 307, "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 307, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0,
 }  # fmt: skip
 
 # Gemma 3n: gates of two kinds, and embeddings of layers for a part of the vocabulary.
