@@ -112,7 +112,7 @@ def test_a_true_answer_that_is_no_option_is_an_error_of_its_record(run):
     said = run("in.csv", *GOLD, "--id", "id", "--keep", "body", "-o", "out.csv", status=3)
     bad = [row for row in table("out.csv") if row["error"]]
     assert [(row["record"], row["id"], row["body"]) for row in bad] == [("2", "r2", "abc 2 text")]
-    assert "'label' is 'glad', which is no option of the question 'tone'; give one of calm, angry" in bad[0]["error"]
+    assert "'label' is 'glad', which is not an option of the question 'tone'; give one of calm, angry" in bad[0]["error"]
     assert figures(said)["tone"][0] == COUNT - 4 and "1 record failed" in said
     Path("in.jsonl").write_text('{"body": "a", "g": {"tune": "calm"}}\n{"body": "b", "g": "calm"}\n{"body": "c"}\n')
     run("in.jsonl", "--gold", "g", "-o", "out.jsonl", status=3)

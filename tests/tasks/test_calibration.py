@@ -159,10 +159,10 @@ def test_true_answers_are_options(question, places):
 
 def test_a_level_has_no_number_if_texts_are_numbers():
     (read,), _ = read_questions({"q": {"type": "score", "criteria": ["1", "2", "3"]}})
-    with pytest.raises(InputError, match=r"is 0, which is no option.*one of 1, 2, 3"):
+    with pytest.raises(InputError, match=r"is 0, which is not an option.*one of 1, 2, 3"):
         read.place_of(0, "c")
     (read,), _ = read_questions({"q": {"type": "score", "criteria": ["same", "same", "other"]}})
-    with pytest.raises(InputError, match=r"is 'same', which is no option"):
+    with pytest.raises(InputError, match=r"is 'same', which is not an option"):
         read.place_of("same", "c")
 
 
