@@ -1,6 +1,6 @@
 """/v1/chat/completions and /v1/completions: requests become items of the task "generate", answers become responses.
 
-The parameters are OpenAI's, and those of vLLM. An unsupported parameter is an error, unless its value changes nothing.
+The parameters are OpenAI's and vLLM's. An unsupported parameter is an error, unless its value changes nothing.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def tei_error(status: int, message: str, code: str, param: str | None) -> tuple[
 
 
 class Truncation(Body, kw_only=True):
-    """Whether and where a text that is too long is cut."""
+    """The options for cutting a text that is too long."""
 
     truncate: Annotated[bool, doc("Cut a text that is too long (false: an error).")] = False
     truncation_direction: Direction = Direction.Right
