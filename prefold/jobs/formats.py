@@ -65,7 +65,7 @@ def read_rows(
             continue
         if width is not None and cells and len(cells) != width:
             message = f"line {row.first_line} has {len(cells)} cells, the header {width}"
-            remedy = "give it as many cells as the header has, and quote cells that hold a delimiter"
+            remedy = "give it as many cells as the header, and quote cells that contain a delimiter"
             wrong = InputError(message, remedy=remedy, code="wrong_number_of_fields")
             yield TableLine(row.first_line, error=wrong, size=row.size)
         elif cells:
@@ -293,7 +293,7 @@ def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) 
     if sign is not None:
         option = f"--delimiter {'tab' if sign == chr(9) else repr(sign)}"
         raise JobError(
-            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {sign!r}, add {option} "
+            f"the header of {name} is one column, {columns[0]!r}; if its cells are separated by {sign!r}, add {option} "
             f"(if they are not, --delimiter {delimiter!r})"
         )
     twice = {c for c in columns if columns.count(c) > 1}
@@ -379,6 +379,6 @@ def _batch_records(batch: Any, number: int) -> Iterator[Record]:
                     bad = InputError(message, field=name, remedy="re-encode it", code="invalid_utf8")
                 except (ValueError, OverflowError, KeyError, ImportError) as error:  # for example a year above 9999
                     kind = batch.schema.field(place).type
-                    message = f"{name!r} is a {kind} that Python has no value for: {error}"
+                    message = f"{name!r} is a {kind} that Python cannot represent: {error}"
                     bad = InputError(message, field=name, remedy="write it as a text", code="invalid_value")
             yield Record(number + index + 1, error=bad) if bad else Record(number + index + 1, data, size=size)

@@ -210,7 +210,7 @@ class Inputs:
         if self.images is None:
             raise refuse_images(field)
         if not isinstance(value.text, str):
-            message = f"{field!r} has images beside a value that is no text"
+            message = f"{field!r} has images, but its text is not a string"
             raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
         images = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
         own = self.images.read(images)
@@ -246,7 +246,7 @@ class Inputs:
             return text
         if not truncate:
             raise InputError(
-                f"{field!r} has {len(text):,} characters, which make more than the {limit} tokens that the model takes",
+                f"{field!r} has {len(text):,} characters, which exceeds the model's limit of {limit} tokens",
                 field=field,
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
@@ -369,7 +369,7 @@ class Inputs:
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
         if self.over(tokens.size):
             raise InputError(
-                f"{field!r} makes a prompt of {tokens.size} tokens; the model takes {self.max_length}",
+                f"{field!r} makes a prompt of {tokens.size} tokens; the model's limit is {self.max_length}",
                 field=field,
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",

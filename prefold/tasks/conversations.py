@@ -147,8 +147,8 @@ class Conversations(ConversationOptions):
             values = {name: escaping.shielded(value, name) for name, value in values.items()}
         further = {**variables(self.chat_template_kwargs), **values["chat_template_kwargs"]}
         for name in _NOT_VARIABLES & further.keys():
-            message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
-            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
+            message = f"chat_template_kwargs has {name!r}, which is a separate option"
+            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} outside chat_template_kwargs")
         messages = values["messages"]
         if isinstance(messages, (list, tuple)) and self.system is not None:
             first = messages[0] if messages and isinstance(messages[0], Mapping) else {}

@@ -118,7 +118,7 @@ class DecideTask(Task):
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
         if options.prompt_style == "vllm" and reader is not None:
-            message = "the model reads its answers with a decision head, which vLLM's prompt is not made for"
+            message = "the model has a decision head, which does not work with vLLM's prompt"
             raise InputError(message, field="prompt_style", remedy="leave it out")
         if options.prompt_style == "vllm":
             # vLLM ignores decision.json.
@@ -129,10 +129,10 @@ class DecideTask(Task):
         if options.temperature is not None:
             settings = replace(settings, temperature={**settings.temperature, **_temperatures(options.temperature)})
         if settings.is_own and options.first is not None:
-            message = "first is for the default prompt, and the model has a template of its own"
+            message = "first works with the default prompt only, and the model has its own template"
             raise InputError(message, field="first", remedy="leave it out, or give a template that has this order")
         if not settings.is_own and not inputs.tokenizer.chat_templates:
-            message = "the checkpoint has no chat template, which the default prompt of decisions is written in"
+            message = "the checkpoint has no chat template, which the default prompt of decisions needs"
             raise InputError(message, field="template", remedy="give a template", code="no_chat_template")
         self.settings = settings
         self.encoder = DecisionEncoder(inputs.tokenizer, settings)
@@ -220,7 +220,7 @@ class DecideTask(Task):
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         if item.questions is not None and self.questions:
-            message = "the item has questions of its own, and all items are asked the same"
+            message = "the item has its own questions, but the options have questions for all items"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
         if self.calibration is not None and item.adapter not in (None, self.calibration.adapter):
             message = f"the calibration was not made with the adapter {item.adapter!r}"
@@ -244,8 +244,8 @@ class DecideTask(Task):
         unused = asking.pictures.keys() - shown
         if unused and len(asked) == len(questions) and not any(isinstance(maker, InputError) for _, maker in makers):
             name = next(name for name in asking.pictures if name in unused)
-            message = f"the name {name!r:.100} of an image stands neither in the state nor in a question"
-            raise InputError(message, field="images", remedy="write it at the place of the image", code="image_count")
+            message = f"the name {name!r:.100} of an image occurs neither in the state nor in a question"
+            raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
 
         def make() -> Work:
             requests, answered, prompts = [], [], []
@@ -294,7 +294,7 @@ class DecideTask(Task):
         pictures: dict[str, Picture] = {}
         if named:
             if self.settings.write is not None:
-                message = "the model's decision head reads text alone"
+                message = "the model's decision head reads text only"
                 raise InputError(message, field="images", remedy="leave images out", code="unsupported")
             if self.inputs.images is None:
                 raise refuse_images(named[0][2])
@@ -304,10 +304,10 @@ class DecideTask(Task):
         values = variables(item.chat_template_kwargs)
         if self.settings.is_own and (system or values):
             name = "instructions" if system else "chat_template_kwargs"
-            message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
+            message = f"{name!r} needs the chat template, but the model has its own template"
             raise InputError(message, field=name, remedy="leave it out", code="unsupported")
         if values.get("enable_thinking"):
-            message = "the answer is read at the start of the reply, so that the model cannot think before it"
+            message = "the answer is read at the start of the reply, so the model cannot think first"
             remedy = "leave enable_thinking out"
             raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="unsupported")
         return _Asked(state, system or None, values, pictures, checked(str, item.salt, "salt"))
@@ -318,14 +318,14 @@ class DecideTask(Task):
             return state, []
         if isinstance(images, Mapping):
             if not all(isinstance(name, str) and name for name in images):
-                message = "'images' has a name that is no text, or empty"
+                message = "a name in 'images' is not a text, or is empty"
                 raise InputError(message, field="images", remedy='give {"img-1": image}', code="wrong_type")
             return state, [(name, image, image_field(name)) for name, image in images.items()]
         if not isinstance(images, (list, tuple)):
             remedy = "give a list of images, or {name: image}"
             raise InputError("'images' is not a list", field="images", remedy=remedy, code="wrong_type")
         if self.settings.template is not None and not isinstance(state, str):
-            message = "a list of images stands before a text, and the state of this template is none"
+            message = "a list of images needs a state that is a text, with this template"
             remedy = "give {name: image}, and write the names in the state"
             raise InputError(message, field="images", remedy=remedy, code="unsupported")
         make = ImageNames(state)
@@ -335,7 +335,7 @@ class DecideTask(Task):
             pieces = text.split(place)
             if len(pieces) != len(names) + 1:
                 message = f"there are {len(names)} images for {len(pieces) - 1} places in the state ({place})"
-                raise InputError(message, field="images", remedy="give one image a place", code="image_count")
+                raise InputError(message, field="images", remedy="give one image for each place", code="image_count")
             text = "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
         else:
             text = "".join(names) + text

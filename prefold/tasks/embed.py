@@ -57,7 +57,7 @@ class EmbedTask(Task):
         self.truncate = options.truncate
         self.before, self.instruction = self._prompt(options.prompt, options.prompt_name, options.instruction)
         if settings.chat is not None and self.instruction:
-            message = "the checkpoint embeds chat messages, and an instruction is in Qwen3-Embedding's format"
+            message = "the checkpoint embeds chat messages, which take no instruction in Qwen3-Embedding's format"
             raise InputError(
                 message, field="instruction", remedy="give prompt instead, which becomes the system message"
             )
@@ -65,7 +65,7 @@ class EmbedTask(Task):
         if (self.before or self.instruction) and left_out:
             raise UnsupportedModelError(
                 f"the checkpoint leaves its prompt out of {settings.pooling} pooling (include_prompt is false),"
-                " which prefold does not do; embed without a prompt"
+                " which is not supported; embed without a prompt"
             )
 
     def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
@@ -122,7 +122,7 @@ class EmbedTask(Task):
         Token ids stay as they are.
         """
         if isinstance(text, TextWithImages):
-            message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
+            message = f"{field!r} has images, but the chat messages that the checkpoint embeds may hold text only here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.content(text, field, pictures)
         if not isinstance(text, str) or tokenizer is None or chat is None:
@@ -195,7 +195,7 @@ def first_token(request: Request) -> Request:
     Raise InputError if that token belongs to an image, because its row sees the whole image.
     """
     if request.tokens[0] >= SPAN_BASE:
-        message = "a prompt begins with an image, and its first row is to be read"
+        message = "the prompt starts with an image, but pooling reads the first token"
         raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
     return replace(request, tokens=request.tokens[:1], media=())
 

@@ -132,7 +132,7 @@ class GenerateTask(Task):
         if images and self.inputs.images is None:
             raise refuse_images(images[0][1])
         if images and item.messages is None and not isinstance(item.prompt, str):
-            message = "'images' stands beside a prompt that is no text"
+            message = "'images' needs a prompt that is a text"
             raise InputError(message, field="images", remedy="give the prompt as a text", code="wrong_type")
         return [] if self.inputs.images is None else self.inputs.images.read(images)
 
@@ -152,7 +152,7 @@ class GenerateTask(Task):
             if value is not None and value > most:
                 remedy = f"give at most {most}, or allow more with max_{name} (--max-{name})"
                 raise InputError(
-                    f"{name!r} is {value}, more than is allowed", field=name, remedy=remedy, code="out_of_range"
+                    f"{name!r} is {value}, more than allowed", field=name, remedy=remedy, code="out_of_range"
                 )
         return sampling
 
@@ -365,6 +365,6 @@ class GenerateTask(Task):
 def _plain_ids(request: Request) -> list[int]:
     """Return the ids of a prompt's tokens. Raise InputError for a prompt with images: their rows have no such ids."""
     if request.media or (request.tokens >= MEDIA_BASE).any():
-        message, remedy = "the prompt has images, whose rows are no tokens of the vocabulary", "leave it out"
+        message, remedy = "the prompt has images, whose rows have no token ids", "leave it out"
         raise InputError(message, field="with_ids", remedy=remedy, code="unsupported")
     return request.tokens.tolist()

@@ -63,7 +63,7 @@ def check_complete(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
     """Raise UnsupportedModelError if a checkpoint has the tokens of a listwise reranker, but no ListReader."""
     for token, needed in NEEDED.items():
         if tokenizer is not None and tokenizer.token_id(token) is not None:
-            raise UnsupportedModelError(f"{checkpoint.name} is read at the token {token}, and lacks {needed}")
+            raise UnsupportedModelError(f"{checkpoint.name} is read at the token {token}, but lacks {needed}")
 
 
 class ListTask(Task):
@@ -89,7 +89,7 @@ class ListTask(Task):
         ids = [inputs.tokenizer.token_id(mark) for mark in reader.marks]
         for mark, id in zip(reader.marks, ids, strict=True):
             if id is None:
-                raise UnsupportedModelError(f"the tokenizer lacks the token {mark}, at which the model is read")
+                raise UnsupportedModelError(f"the tokenizer lacks the token {mark}, which the reranker reads")
         self.inputs, self.reader, self.truncate = inputs, reader, options.truncate
         self.instruction = None if options.instruction is None else valid_text(options.instruction, "instruction")
         self.readout = Readout("last")
@@ -164,7 +164,7 @@ class ListTask(Task):
         asked, *sizes = self._sizes([query, *documents])
         room = limit - head - 2 * asked - around
         if room <= 0:
-            message = f"the query leaves no tokens for documents, of the {limit} that the model takes"
+            message = f"the query leaves no room for documents within the model's limit of {limit} tokens"
             raise InputError(message, field="query", remedy=QUERY_TOO_LONG, code="too_long")
         for i, size in enumerate(sizes):
             if size > room and self.truncate:
@@ -214,7 +214,7 @@ class ListTask(Task):
         places = np.flatnonzero(np.isin(ids, self._ids))
         if ids[places].tolist() != [self._ids[0]] * count + [self._ids[1]]:
             names = " or ".join(self.reader.marks)
-            message = f"{name!r} or the query holds the token {names}, at which the model is read"
+            message = f"{name!r} or the query holds the token {names}, which the reranker reads"
             raise InputError(message, field=name, remedy="leave it out of the texts")
         last = int(places[-1]) + 1
         whole = self.inputs.request(ids[:last], name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")

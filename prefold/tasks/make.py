@@ -114,7 +114,7 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     labels = labels_of_head(inputs.config)
     if labels is not None and len(labels) != 1:
         raise UnsupportedModelError(
-            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
+            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking needs one, or a causal LM"
         )
     if labels is None and not logit_ids(checkpoint):
         if o.template is None:
@@ -163,7 +163,7 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     of_both = {"labels", *(option.name for option in fields(TaskSpec))}
     for option in fields(o):
         if option.name not in of_both and getattr(o, option.name) not in (option.default, []):
-            message = f"{option.name} is for label likelihoods; the checkpoint classifies by its own head"
+            message = f"{option.name} is for label likelihoods; the checkpoint classifies with its own head"
             raise InputError(message, field=option.name, remedy="leave it out, or use a causal LM")
     inputs = replace(inputs, unread=inputs.config.pad_id)
     return ClassifyHeadTask(inputs, head, problem=_problem_type(checkpoint), truncate=o.truncate)
@@ -178,7 +178,9 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     if head is None:
         if checkpoint.format == "dummy" and (files := files_of(checkpoint, HEADS)):
             message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
-            raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
+            raise UnsupportedModelError(
+                f"{message}; load the model in this process, without --url and --load-format dummy"
+            )
         require_lm_head(inputs.config, checkpoint, "decide")
     elif head.max_length is not None:
         limit = head.max_length

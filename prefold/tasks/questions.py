@@ -192,7 +192,7 @@ def _named(questions: object) -> list[tuple[str, object]]:
             raise InputError(message, field="questions", remedy="give it a text as its name", code="wrong_type")
         if name in seen:
             message = f"two questions are called {name!r}"
-            raise InputError(message, field="questions", remedy="give each a name of its own", code="duplicate")
+            raise InputError(message, field="questions", remedy="give each question its own name", code="duplicate")
         seen.add(name)
     return named
 

@@ -256,7 +256,7 @@ class RerankTask(Task):
         before = self._encode(form, {**fields, "document": ""})
         if self.inputs.over(form.prefix.size + before.size + 1 + form.suffix.size):
             raise InputError(
-                f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
+                f"the prompt leaves no room for {name!r} within the model's limit of {self.inputs.max_length} tokens",
                 field="query",
                 remedy=QUERY_TOO_LONG,
                 code="too_long",
@@ -291,7 +291,7 @@ class CosineTask(EmbedTask):
             ("template", "a template", "leave it out"),
         ):
             if getattr(item, name) is not None:
-                message = f"the checkpoint embeds query and document as they are, without {what}"
+                message = f"the checkpoint embeds query and document unchanged, without {what}"
                 raise InputError(message, field=name, remedy=remedy)
         pictures: list[Picture] = []
         documents, names = documents_of(item)

@@ -167,7 +167,7 @@ def finish(task: Any, note: Any, results: Sequence[Any]) -> Answer:
 
 def not_finite() -> InputError:
     """Return the error of a result that has NaN or infinity."""
-    remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+    remedy = 'try dtype="float32" (--dtype float32); if the error stays, the weights are damaged'
     return InputError("the result is not a finite number", remedy=remedy, code="not_finite")
 
 

@@ -134,7 +134,7 @@ class ScoreTask(Task):
         if over and self.truncate:
             if self.inputs.over(continuation.size):
                 raise InputError(
-                    f"'continuation' has {continuation.size} tokens; the model takes {self.inputs.max_length}",
+                    f"'continuation' has {continuation.size} tokens; the model's limit is {self.inputs.max_length}",
                     field="continuation",
                     remedy=CONTINUATION_TOO_LONG,
                     code="too_long",

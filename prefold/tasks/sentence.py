@@ -86,12 +86,12 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     if steps[0][1]:
         folder = steps[0][1]
         raise UnsupportedModelError(
-            f"{checkpoint.name} keeps its transformer in the folder {folder!r}, not in its root"
+            f"{checkpoint.name} has its transformer in the folder {folder!r}, not in the root folder"
         )
     transformer = _transformer_config(checkpoint)
     place = f"{steps[1][1]}/config.json"
     if checkpoint.read_json(place) is None:
-        raise CheckpointError(f"{checkpoint.name} has no {place}, which says how it pools")
+        raise CheckpointError(f"{checkpoint.name} has no {place}, which defines its pooling")
     pooling = read_object(checkpoint, place, keys="1_Pooling/config.json")
     prompts = read_object(checkpoint, "config_sentence_transformers.json")
     return EmbedSettings(
@@ -141,7 +141,7 @@ def _chat_settings(
     if "message" not in modalities:
         return None
     if transformer.get("do_lower_case"):
-        raise UnsupportedModelError(f"{checkpoint.name} lower-cases chat messages, which prefold does not do")
+        raise UnsupportedModelError(f"{checkpoint.name} lower-cases chat messages, which is not supported")
     options = dict(processing.get("chat_template", {}))
     restore = bool(options.pop("restore_suffix", True))
     if "chat_template" in options:
@@ -256,7 +256,9 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     if instructed is not None and "{instruction}" not in instructed.body:
         instructed = None
     if instruction is not None and instructed is None:
-        raise UnsupportedModelError(f"{checkpoint.name} has a default prompt, which its chat template has no place for")
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a default prompt, but its chat template has no place for it"
+        )
     return PairSettings(prompt, activation, instructed, instruction, ids, strips=prompt == with_spaces)
 
 
@@ -290,5 +292,7 @@ def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     config = read_object(checkpoint, place, keys="1_LogitScore/config.json")
     ids = [config[key] for key in ("true_token_id", "false_token_id") if config.get(key) is not None]
     if config.get("true_token_id") is None or not all(type(id) is int and id >= 0 for id in ids):
-        raise CheckpointError(f"{checkpoint.name}: {place} does not say which tokens' logits are read: {config!r:.100}")
+        raise CheckpointError(
+            f"{checkpoint.name}: {place} does not name the tokens whose logits are read: {config!r:.100}"
+        )
     return tuple(ids)

@@ -67,7 +67,7 @@ def _allowed(tools: Any, choice: Mapping[str, Any]) -> tuple[Tools, Any]:
     mode = allowed.get("mode", "auto") if found else None
     if mode not in ("auto", "required"):
         message = f"'tool_choice' is {choice!r:.100}"
-        remedy = 'give a "mode", auto or required, and "tools" of which at least one is in tools'
+        remedy = 'give a "mode", auto or required, and "tools" with at least one tool of the request'
         raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
     return found, mode
 

@@ -249,9 +249,7 @@ class _Pictures:
                 message = f"{field!r} is the output of a call that is not in the input"
                 raise InputError(message, field=f"{field}.call_id", remedy=remedy)
             return f"{names[item['call_id']]} returns", self.joined(item.get("output"), f"{field}.output")
-        message = (
-            f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no role that is known"
-        )
+        message = f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no known role"
         remedy = "give messages of user, developer, system or assistant, and calls with their outputs"
         raise InputError(message, field=field, remedy=remedy, code="unsupported")
 

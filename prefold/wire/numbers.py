@@ -150,8 +150,8 @@ class Scoring(Pairs):
         if len(first) == 1:
             return [{"query": first[0], "documents": second, **fixed}], {}
         if len(first) != len(second):
-            message = f"'text_1' holds {len(first)} texts and 'text_2' {len(second)}, which are not pairs"
-            remedy = "give one text, or as many as in text_2"
+            message = f"'text_1' has {len(first)} texts and 'text_2' {len(second)}, which do not form pairs"
+            remedy = "give one text, or the same number as in text_2"
             raise InputError(message, field="text_1", remedy=remedy, code="wrong_type")
         return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
 
@@ -240,7 +240,7 @@ class Pooling(Classify, kw_only=True):
 
             return self._ordered(served, id, task, entry, options, dimensions=self.dimensions)
         if self.dimensions is not None:
-            message, remedy = "'dimensions' is for embeddings, and the model classifies", "leave it out"
+            message, remedy = "'dimensions' is for embeddings, but the model classifies", "leave it out"
             raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
         return self._labels(served, id)
 
@@ -251,7 +251,7 @@ class Pooling(Classify, kw_only=True):
 def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
     """Return the order unchanged. Raise UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
-        message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
+        message = "the model has no classification head; serve a model ...ForSequenceClassification"
         raise UnsupportedModelError(message)
     return order
 

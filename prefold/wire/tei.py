@@ -97,7 +97,7 @@ class TeiRerank(TeiBody, kw_only=True):
         As in TEI, raise UnsupportedModelError for a model that embeds texts.
         """
         if isinstance(served.llm.task("rerank"), CosineTask):
-            raise UnsupportedModelError("the model embeds texts and is no reranker; use /similarity, or /v1/rerank")
+            raise UnsupportedModelError("the model embeds texts and is not a reranker; use /similarity, or /v1/rerank")
         options: dict[str, Any] = {"raw_scores": self.raw_scores}
         if self.truncate:
             options["truncate"] = "left" if self.truncation_direction == "Left" else True
@@ -212,5 +212,5 @@ class TeiDecode(Body):
 def vectors_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
     """Return the order unchanged. Raise UnsupportedModelError for a model with a classification head."""
     if served.llm.config.num_labels is not None:
-        raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
+        raise UnsupportedModelError("the model has a classification head and does not embed; use /predict")
     return order

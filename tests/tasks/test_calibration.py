@@ -153,7 +153,7 @@ def test_true_answers_are_options(question, places):
     (read,), _ = read_questions({"q": question})
     assert {value: read.place_of(value, "c") for value in places} == places
     for wrong in ("other", 9, [1], None, 0.25):
-        with pytest.raises(InputError, match=r"'c' is .*no option of the question 'q'; give one of"):
+        with pytest.raises(InputError, match=r"'c' is .*not an option of the question 'q'; give one of"):
             read.place_of(wrong, "c")
 
 
