@@ -5,8 +5,8 @@ the job. Each other line commits a part of the output. For example
 
     {"to": 81234, "done": "1-400,402", "errors": 3, "crc": "9a0b1c2d"}
 
-says that the first 81,234 bytes of the output hold the lines of these records and of all records committed before, and
-that three of all these lines are errors. First the lines are written to the output, then they are synced to disk, and
+says that the first 81,234 bytes of the output hold the lines of these records and of all records committed before.
+Three of all these lines are errors. First the lines are written to the output, then they are synced to disk, and
 only then is their commit written. A resumed job truncates the output after the last commit and computes the rest again.
 So every record gets exactly one line, whenever the process dies. An entry may also have `extras`: data that the end of
 the job needs about these records.

@@ -392,10 +392,10 @@ class Reader:
     def _unknown(
         self, task: str, requests: list[tuple[Request, bytes]], asked: list[Request]
     ) -> list[tuple[Request, bytes]]:
-        """Deliver the known answers of a record's requests. Return the other requests, with the answer's key before
-        each tag.
+        """Deliver the known answers of a record's requests. Return the other requests.
 
-        asked: the same requests without seeds derived from the job's seed
+        The tag of a returned request starts with the key of its answer. asked: the same requests without seeds derived
+        from the job's seed
         """
         job = self._job
         assert job.kept is not None and self._deliver is not None

@@ -159,11 +159,9 @@ class GenerateTask(Task):
     def _prompt(
         self, item: GenerateItem, batch: TextBatch, pictures: list[Picture], salt: str
     ) -> tuple[np.ndarray, Callable[[], np.ndarray], str, str | None]:
-        """Return (leading special tokens, a getter of the other tokens, the field they come from, the conversation's
-        text).
+        """Return (leading special tokens, a getter of the other tokens, their field, the conversation's text or None).
 
-        The getter works after the batch is encoded. The last value is None if the item has no conversation. pictures:
-        the item's images
+        The getter works after the batch is encoded. pictures: the item's images
         """
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
@@ -252,11 +250,10 @@ class GenerateTask(Task):
     def _cut(
         self, item: GenerateItem, batch: TextBatch, before: int, pictures: list[Picture], salt: str, room: int
     ) -> np.ndarray | None:
-        """Return the ids of an item's prompt with its longest column cut, so that they and the `before` leading tokens
-        fit.
+        """Return the ids of an item's prompt with its longest column cut to fit, or None if the item has no column.
 
-        Return None if the item has no column. The columns of a conversation are the contents of all messages but system
-        messages. room: maximum number of tokens of the prompt
+        The columns of a conversation are the contents of all messages but system messages. before: number of leading
+        special tokens; room: maximum number of tokens of the prompt, including these
         """
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:

@@ -234,8 +234,7 @@ class AnswersFile:
             return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
 
     def _evict(self, most: int) -> int:
-        """If all answers exceed `most` bytes, delete the least recently used ones until the rest has at most 9/10 of
-        `most`.
+        """If all answers exceed `most` bytes, delete the least recently used ones, down to 9/10 of `most`.
 
         Return the number of deleted answers.
         """

@@ -140,7 +140,7 @@ class Ranking(Answer):
         errors: {index: why the document has no score}; empty unless errors="return".
         num_tokens: Tokens of all prompts.
         documents: The documents in the order of `order`, if they were asked for; else None.
-        image_notes: What was done to the images, such as resizing; None: nothing.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
         cached_tokens: Prompt tokens found in the KV store; None: unknown.
 
     Example:
@@ -176,7 +176,7 @@ class Classification(Answer):
         logprobs: {label: its log-likelihood}; None with a classification head.
         logits: {label: the head's logit}; None without a classification head.
         num_tokens: Tokens of all prompts.
-        image_notes: What was done to the images, such as resizing; None: nothing.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
 
     Example:
         found = llm.classify("I want my money back", ["complaint", "praise"])
@@ -212,7 +212,7 @@ class Score(Answer):
         logprobs: Natural logarithm of the probability of each token, float32 [tokens].
         greedy: Every token is the model's most likely choice.
         num_tokens: Number of tokens scored.
-        image_notes: What was done to the images, such as resizing; None: nothing.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
 
     Example:
         one = llm.score("The capital of France is", " Paris")
@@ -378,7 +378,7 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         answers: {name of a question: its answer}, in the order of the questions.
         errors: {name of a question that failed: its InputError}.
         num_tokens: Tokens of all prompts.
-        image_notes: What was done to the images, such as resizing; None: nothing.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
         cached_tokens: Prompt tokens found in the KV store; None: unknown.
 
     Example:
@@ -422,17 +422,17 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         A question whose name equals the name of one of these columns is called answer_NAME.
 
         Args:
-            every: Add the columns that are marked with "every" below.
+            every: Also return the columns that are marked with (every).
 
         Returns:
             For each question NAME:
 
             - NAME: the value
-            - NAME_p: the probability of the value (not for a score)
-            - NAME_confidence: the confidence (for a score; every: for all)
+            - NAME_p: the probability of the value; not for a score
+            - NAME_confidence: the confidence; for a score, else (every)
             - NAME_review: whether the answer is doubtful, if there is a threshold
-            - NAME_p_OPTION: every: the probability of each option
-            - NAME_label_mass: every: the probability of all labels
+            - NAME_p_OPTION: (every) the probability of each option
+            - NAME_label_mass: (every) the probability of all labels, if labels were read
         """
         beside = {name: answer.beside(name, every) for name, answer in self.answers.items()}
         taken = {column for columns in beside.values() for column in columns}
@@ -465,7 +465,7 @@ class Piece(Jsonable):
 
     Attributes:
         sample: Number of the sample, from 0.
-        text: The new text; may be empty in the last piece of a sample.
+        text: The new text; empty in the last piece of a sample.
         done: The sample's result in its last piece, else None.
 
     Example:

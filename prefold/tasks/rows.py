@@ -26,11 +26,10 @@ _USUAL: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that make a record's prompts, and the columns that the output line repeats. None: not used by the
-    task.
+    """The columns that make a record's prompts, and the columns that the output line repeats.
 
     Attributes:
-        prompt, state, query, document, continuation: templates, or bare column names
+        prompt, state, query, document, continuation: templates, or bare column names; None: not used by the task
         messages: a column of chat messages, instead of prompt or state
         tools: for generate: a column of tools for the chat template
         adapter: a column that names the LoRA adapter; null or an empty text for none
@@ -91,8 +90,7 @@ def bare(name: str, prefix: str) -> str:
 
 
 def usual_columns(task: str, have: list[str] | None, options: Mapping[str, object]) -> dict[str, str | None]:
-    """Return {option: column} for options that the user omitted, if a column has a usual name; None if no column has
-    one.
+    """Return {option: column with a usual name} for options that the user omitted. None: there is no such column.
 
     Args:
         task: The name of the task.

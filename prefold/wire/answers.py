@@ -1,8 +1,8 @@
 """Function calls and reasoning in the text of an answer.
 
-If an answer must be a call, a grammar enforces it. If the model may choose, calls are found in its text: between
-<tool_call> and </tool_call>, as the templates of Qwen and Hermes write them, or as a JSON object that is the whole
-text, as Llama's templates do. Reasoning is the text between <think> and </think>.
+If an answer must be a call, a grammar enforces it. If the model may choose, calls are found in its text. They stand
+between <tool_call> and </tool_call> (templates of Qwen and Hermes), or the whole text is a JSON object (templates of
+Llama). Reasoning is the text between <think> and </think>.
 """
 
 from __future__ import annotations
@@ -258,10 +258,9 @@ class Events:
     def piece(
         self, item: int, sample: int, text: str, tokens: list[dict[str, Any]], count: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield events with more text of a sample, and its tokens. Text that may be a function call is held until the
-        end.
+        """Yield events with more text of a sample, and its tokens.
 
-        count: number of the sample's tokens so far
+        Text that may be a function call is held until the end. count: number of the sample's tokens so far
         """
         raise NotImplementedError
 
