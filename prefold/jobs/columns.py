@@ -151,7 +151,7 @@ class Kind:
     def _number(self, pa: Any) -> Any:
         if "float" in self.kinds or self.real:
             if max(-self.low, self.high) > _EXACT:
-                raise NoType("whole numbers beyond 2^53 beside others")
+                raise NoType("whole numbers above 2^53 mixed with other numbers")
             return pa.float64()
         if self.low >= -(1 << 63) and self.high < 1 << 63:
             return pa.int64()

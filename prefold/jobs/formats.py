@@ -124,7 +124,9 @@ def _broken(row: _RowLines, error: Exception) -> InputError:
         message += f" is closed in the middle of line {row.first_line + behind}, not at the end of a cell"
     else:
         message = f"line {row.first_line} is not a valid row: {str(error).partition(' - ')[0]}"
-        remedy = "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that hold a quote"
+        remedy = (
+            "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that contain a quote"
+        )
     if behind:
         message += f"; the {behind:,} lines after it are read as separate rows"
     return InputError(message, remedy=remedy, code="invalid_csv")
@@ -179,10 +181,10 @@ class LineSource(Source):
         head = head.removeprefix(_BOM)
         if format == "jsonl":
             if head.lstrip()[:1] == b"[":
-                raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
+                raise JobError(f"{name} is a JSON array, not one object per line; convert it first: jq -c '.[]' {name}")
             if head.strip() == b"{":
                 raise JobError(
-                    f"{name} has JSON objects over several lines, not one a line; convert it: jq -c . {name}"
+                    f"{name} has JSON objects over several lines, not one per line; convert it: jq -c . {name}"
                 )
             return _JsonlSource(name, format, identity, None, opener, head)
         sign = delimiter_of(format, options.delimiter)
@@ -255,14 +257,14 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(
             f"the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
-            remedy="write one JSON object a line",
+            remedy="write one JSON object per line",
             code="invalid_json",
         ) from None
     except (RecursionError, ValueError) as error:
         raise InputError(f"the line cannot be read as JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         kind = type(data).__name__
-        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object a line", code="wrong_type")
+        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object per line", code="wrong_type")
     return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
 
 

@@ -117,7 +117,7 @@ class Journal:
             lines = "\n  ".join(differing)
             earlier = ""
             if self._version != _VERSION:
-                earlier = " (an earlier version wrote it, which named some options otherwise)"
+                earlier = " (an earlier version wrote it, with other names for some options)"
             raise JobError(
                 f"{self.path} belongs to another job{earlier}:\n  {lines}\n"
                 "give the same input and options to resume it (--grown: the input may have become longer), "
@@ -196,9 +196,8 @@ class Journal:
                     )
                 if self._file.readline():
                     raise JobError(
-                        f"line {number} of {self.path} is damaged, as its checksum does not hold; --overwrite starts "
-                        f"the job again, or keep only the lines before it (head -n {number - 1}), and the job goes on "
-                        "from there"
+                        f"line {number} of {self.path} is damaged: its checksum is wrong; --overwrite starts the job "
+                        f"again, or keep only the lines before it (head -n {number - 1}), and the job continues there"
                     )
                 return
             yield end, entry, crc

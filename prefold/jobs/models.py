@@ -211,7 +211,9 @@ def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
     template."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
     if spec.chat and not has:
-        raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")
+        raise JobError("--chat needs a chat template, but the model has none; leave it out, or give --chat-template")
     if spec.conversations.system and (spec.chat is False or not has) and not spec.input.messages:
-        raise JobError("--system is for conversations, and prompts are taken as they are; write it into the prompt")
+        raise JobError(
+            "--system needs a conversation, but prompts are plain texts here; write the system text into the prompt"
+        )
     return has and spec.chat is not False

@@ -391,7 +391,7 @@ def _check_place(path: Path) -> None:
     """Raise JobError now if a file could not be written at the end of the job."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise JobError(f"there is no folder {path.parent} for {path}; make it first")
+        raise JobError(f"there is no folder {path.parent} for {path}; create it first")
     if path.is_dir():
         raise JobError(f"{path} is a folder; name a file in it")
     try:
@@ -400,4 +400,4 @@ def _check_place(path: Path) -> None:
         if error.errno == errno.ELOOP:
             raise JobError(f"{path} is a loop of symbolic links; give another name") from None
     if not os.access(folder, os.W_OK):
-        raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
+        raise JobError(f"the folder {path.parent} is not writable; write {path.name} elsewhere")
