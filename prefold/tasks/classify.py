@@ -1,5 +1,4 @@
-"""Classification: choose a label for a text by the likelihood of each label, or by the checkpoint's classification
-head."""
+"""Classification: choose a label by the likelihood of each label, or by the checkpoint's classification head."""
 
 from __future__ import annotations
 

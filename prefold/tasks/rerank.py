@@ -1,5 +1,4 @@
-"""Reranking: score how well documents answer a query, by the logits of "yes" and "no" or by the checkpoint's own
-head."""
+"""Reranking: score how well documents answer a query, by logits at the end of a prompt or by embeddings."""
 
 from __future__ import annotations
 
