@@ -70,7 +70,7 @@ def test_a_jev_head_beside_the_weights(tmp_path, softcap):
     assert llm.decide("x", QUESTIONS)["tone"].label_mass is None
     with pytest.raises(InputError, match="at most 8"):
         llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdefghi")}})
-    with pytest.raises(InputError, match="reads text only"):
+    with pytest.raises(InputError, match="reads text"):
         llm.decide([[{"type": "image_url", "image_url": "x"}]], QUESTIONS)
     with pytest.raises(InputError, match="does not work with vLLM's prompt"):
         llm.decide("x", QUESTIONS, prompt_style="vllm")
