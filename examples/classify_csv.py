@@ -1,10 +1,10 @@
-"""Labels the rows of a CSV file, and writes the file again with a label and its probability beside each row.
+"""Label the rows of a CSV file, and write a copy with the label and its probability in each row.
 
     python examples/classify_csv.py [IN.csv OUT.csv]
 
-Without files it takes the five messages below and writes labels.csv. It prints each row's label, then how many tokens
-the prompts had and how many were computed: the instructions and the worked examples are computed once for all rows.
-`prefold run IN.csv --task classify` does the same for files that do not fit in memory.
+Without files, the script labels the five messages below and writes labels.csv. It prints the label of each row, then
+the number of prompt tokens and the number of computed tokens. The instructions and the worked examples are computed
+once for all rows. For files that do not fit in memory, use `prefold run IN.csv --task classify`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EXAMPLES = [
     ("The parcel came a week late and was damaged.", "complaint"),
     ("Your staff were kind and quick, thank you!", "praise"),
     ("Do you deliver to Norway?", "question"),
-    ("Nobody answers my emails.", "complaint"),
+    ("My emails get no answer.", "complaint"),
     ("Best tea I ever had.", "praise"),
     ("How do I reset my password?", "question"),
 ]
@@ -45,7 +45,7 @@ def main() -> None:
 
     llm = LLM("smollm2-135m")
     texts = [row["body"] for row in rows]
-    # A small model prefers the label of the last example; calibrating takes that preference out.
+    # A small model prefers the label of the last example. Calibration removes this preference.
     options = {"instructions": "Classify each message.", "examples": EXAMPLES, "calibrate": True}
     labels = llm.classify(texts, LABELS, **options)
     with Path(target).open("w", newline="", encoding="utf-8") as file:

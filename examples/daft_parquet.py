@@ -1,10 +1,10 @@
-"""Labels and continues the texts of Parquet files with Daft, which reads, computes and writes them as a stream.
+"""Label and continue the texts of Parquet files with Daft, which reads, computes and writes them as a stream.
 
     pip install 'prefold[daft,parquet]'
     python examples/daft_parquet.py [IN.parquet OUT-FOLDER]
 
-Without files it makes reviews.parquet, of six reviews, and writes to the folder labelled. It prints the table: each
-text, the label that it gets, and a text that the model writes about it. A table of your own needs a column named body.
+Without files, the script makes reviews.parquet with six reviews, and writes to the folder labelled. It prints the
+table: each text, its label, and a text that the model writes about it. A table of your own needs a column named body.
 """
 
 from __future__ import annotations

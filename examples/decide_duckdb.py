@@ -1,11 +1,11 @@
-"""Asks questions about the rows of a DuckDB table: from SQL, and with all answers written back as a table.
+"""Ask questions about the rows of a DuckDB table: from SQL, and with all answers written back as a table.
 
     pip install 'prefold[duckdb]'
     python examples/decide_duckdb.py [FILE.duckdb]
 
-Without a file it works in memory, on the six reviews below. A file of your own needs a table reviews with the columns
-id and body; it gets the table answers. First a filter in SQL asks one question. Then `llm.decide` takes the table as a
-relation and answers all questions; each review is then computed once for all of them.
+Without a file, the script works in memory, on the six reviews below. A file of your own needs a table reviews with the
+columns id and body. It gets the new table answers. First a filter in SQL asks one question. Then `llm.decide` reads the
+table as a relation and answers all questions, and computes each review once for all of them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Asks several questions about each row of a pandas DataFrame, and sorts the rows by how sure the answers are.
+"""Ask several questions about each row of a pandas DataFrame, and sort the rows by how sure the answers are.
 
     pip install 'prefold[tables]' pandas
     python examples/decide_pandas.py [IN.csv OUT.csv]
 
-Without files it takes the five tickets below and writes decided.csv. A file of your own needs the columns subject and
-body. It prints each row's answers with their probabilities, the least certain row first: that is the row to look at.
-A row that cannot be asked has the reason in the column error.
+Without files, the script uses the five tickets below and writes decided.csv. A file of your own needs the columns
+subject and body. It prints the answers of each row with their probabilities. The least certain row comes first, because
+it needs a look. If a row has no answers, the column error says why.
 """
 
 from __future__ import annotations

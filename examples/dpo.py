@@ -1,11 +1,11 @@
-"""Teaches SmolLM2 to answer briefly, with DPO on pairs made below, and saves a folder that transformers loads.
+"""Teach SmolLM2 to answer briefly, with DPO on pairs made below, and save a folder that transformers can load.
 
     python examples/dpo.py --out FOLDER [--model smollm2-135m] [--steps 8] [--sharing full]
 
-Every pair is a brief answer and a wordy one to the same question behind the same system prompt, so most of a batch is
-shared: rows, the trie's tokens, are what the model computes. By DPO alone, a model as small as this finds other ways
-not to be wordy than to be brief; so the cross entropy of the chosen answers is added (Pang et al. 2024). Runs in a
-couple of minutes on two cores.
+Every pair has a brief answer and a wordy one to the same question, after the same system prompt. So most of a batch is
+shared. The script prints the rows (tokens of the trie) that the model computes. With DPO alone, a model as small as
+this one avoids wordy answers in other ways than by being brief. So the loss includes the cross entropy of the chosen
+answers (Pang et al. 2024). The script needs a few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ WORDY = (
 
 
 def question(country: str) -> list[dict[str, str]]:
-    """Returns the conversation that asks for a country's capital."""
+    """Return the conversation that asks for a country's capital."""
     ask = f"Which city is the capital of {country}?"
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}]
 
 
 def make_pairs(tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
-    """Returns sequences, chosen and rejected in turn, and the length of each one's prompt."""
+    """Return (sequences, chosen and rejected in turn; the prompt length of each)."""
     sequences, prompt_lengths = [], []
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     for country, capital in CAPITALS.items():
@@ -64,15 +64,15 @@ def make_pairs(tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Returns the loss before each step."""
+    """Return the loss before each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="the folder to save to")
+    parser.add_argument("--out", required=True, help="folder to save to")
     parser.add_argument("--model", default="smollm2-135m", help="hub id, folder, .gguf file or built-in name")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--sharing", choices=SHARING_MODES, default="full")
-    parser.add_argument("--max-rows", type=int, default=2048, help="of a micro-batch")
+    parser.add_argument("--max-rows", type=int, default=2048, help="maximum rows of a micro-batch")
     options = parser.parse_args(arguments)
 
     checkpoint = resolve(options.model, notify=print)

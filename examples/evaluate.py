@@ -1,11 +1,11 @@
-"""Evaluates a model with lm-evaluation-harness on a task of your own, a file of questions, without a download.
+"""Evaluate a model with lm-evaluation-harness on your own task, a file of questions, without a download.
 
     pip install 'prefold[lm-eval]'
     python examples/evaluate.py [QUESTIONS.jsonl]
 
-Without a file it asks the eight questions below. A line of a file has "question", "choices" (a list of texts), and
-"answer" (the number of the right one, from 0). It prints the accuracy, with the first three questions as worked
-examples before each of the others: these are computed once. For the harness's own tasks, which it downloads, see
+Without a file, the script uses the eight questions below. A line of a file has "question", "choices" (a list of texts),
+and "answer" (the number of the right choice, from 0). The script prints the accuracy. The first three questions are
+worked examples before each of the others, and are computed once. For the harness's own tasks, which it downloads, see
 docs/start/evaluate.md.
 """
 
@@ -31,7 +31,7 @@ SHOTS = 3
 
 
 def write_task(folder: Path, questions: list[dict]) -> None:
-    """Writes a task of the harness: its questions, and how a prompt is made of one."""
+    """Write a task for the harness: its questions, and the template of a prompt."""
     for name, part in (("shots", questions[:SHOTS]), ("test", questions[SHOTS:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in part), encoding="utf-8")
     task = {
@@ -48,11 +48,11 @@ def write_task(folder: Path, questions: list[dict]) -> None:
         "doc_to_target": "answer",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
-    (folder / "own_questions.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is YAML too
+    (folder / "own_questions.yaml").write_text(json.dumps(task), encoding="utf-8")  # JSON is valid YAML
 
 
 def main() -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; read when lm_eval is imported
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no downloads; lm_eval reads this when it is imported
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

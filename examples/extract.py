@@ -1,10 +1,10 @@
-"""Extracts fields of texts into a dataframe: a JSON schema holds the model to the fields.
+"""Extract fields from texts into a dataframe. A JSON schema restricts the model's output to these fields.
 
     pip install 'prefold[grammar]' pandas
     python examples/extract.py
 
-It prints a table with the columns text, name and count. The schema guarantees the form, and not the truth: a model as
-small as this one is often wrong about what a text says.
+The script prints a table with the columns text, name and count. The schema guarantees the form of an answer, but not
+its content: a model as small as this one is often wrong.
 """
 
 from __future__ import annotations

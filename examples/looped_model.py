@@ -1,21 +1,23 @@
-"""Trains a small looped model to follow pointers, a hop a visit, and its gate to leave when the end is reached.
+"""Train a small looped model to follow pointers, one hop per visit. Its gate learns to exit when the end is reached.
 
     python examples/looped_model.py --out FOLDER [--nodes 24 --chains 4 --hops 4] [--steps 1500] [--seed 0]
 
-A prompt is a graph, as its edges in any order, and a query; the answer is the end of the query's chain. The chains are
-cut out of a random permutation of the nodes, the end of a chain points to itself, and every node of 1 to `--hops` hops
-from its end is asked for. After each visit t the model is read, and should say the node t hops on: so the model learns
-a hop, and not the way to an answer. At first one block makes all visits; then the other goes on from its weights, and
-which of them a visit goes through is drawn anew in each step. So either learns every hop, and not which hops are left
-when its turn comes. Each visit ends with the final norm, so that a state does not tell how many visits made it. A pass
-makes 6 visits in training and 8 in what is saved; in the end the model is also asked for what is a hop further than in
-the training. All queries of a graph share its rows.
+The task: a prompt has the edges of a graph, in random order, and a query. The answer is the end of the query's chain.
+The chains are parts of a random permutation of the nodes, and the end of a chain points to itself. There is a query for
+every node that is 1 to `--hops` hops from its end. All queries of a graph share the graph's rows.
 
-The gate learns whether a query had been answered a visit before: that the end of a chain points to itself shows when
-one has gone there. It reads four features of what the model says (`"gate_reads": "features"`), which do not tell it how
-many visits there were: it would learn that all queries of the training are answered after so many.
+The model: after visit t, the model should predict the node that is t hops further. So it learns single hops. First one
+block makes all visits. Then a second block starts from a copy of its weights, and each visit of a training step uses
+one of the two blocks at random. So both blocks learn every hop, independent of their position in the loop. Each visit
+ends with the final norm, so that a state does not reveal the number of visits. Training makes 6 visits, the saved model
+8. In the end, the model is also tested on queries that are one hop longer than in training.
 
-An interrupted run goes on when the same command is given again.
+The gate learns whether the query was already answered at the visit before. This is visible, because the end of a chain
+points to itself. The gate reads four features of the model's prediction (`"gate_reads": "features"`). These do not
+reveal the number of visits. Otherwise the gate would learn that training queries are always answered after a certain
+number.
+
+Give the same command again to continue an interrupted run.
 """
 
 from __future__ import annotations
@@ -40,26 +42,26 @@ from prefold.features.looped.train import visit_logprobs
 from prefold.train import TrainBatch, load_model, save_model
 
 TRAINED_VISITS, VISITS = 6, 8
-# The share of the steps in which the first block learns alone; the second goes on from its weights.
+# Share of the steps in which only the first block is trained. Then the second block starts from its weights.
 ALONE = 0.5
 WARM_UP = 50
 GATE_WEIGHT = 0.1
-# The gate has five weights, which have far to go until it is sure.
+# Factor of the gate's learning rate: its five weights must become large before it is sure.
 GATE_RATE = 10
-# How sure the gate may be that a query had been answered: so it says it twice before it is surer than that.
+# Target probability of the gate for an answered query. The exit probability only exceeds it after a second such visit.
 SURE = 0.9
 SHOW_EVERY, SAVE_EVERY = 50, 100
-# Queries are evaluated on graphs of a seed that no training has.
+# Seed of the graphs for evaluation. No training uses it.
 HELD_OUT = 10**6
 THRESHOLD = 0.5
 
 
 @dataclass(frozen=True)
 class Task:
-    """A Task makes graphs of so many nodes in so many chains, and queries about them.
+    """Graphs of nodes in chains, and queries about them.
 
-    The token u * nodes + v is an edge from u to v; nodes * nodes + s asks for the end of the chain of s, and is the
-    answer s. Where there are `marks`, one stands before each query, and says how many hops it asks for, up to so many.
+    The token u * nodes + v is an edge from u to v. The token nodes * nodes + s asks for the end of the chain of s, and
+    is also the answer s. With `marks`, a token before each query says how many hops it needs, at most `marks`.
     """
 
     nodes: int
@@ -68,16 +70,16 @@ class Task:
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of tokens."""
+        """Return the number of tokens."""
         return self.nodes * (self.nodes + 1) + self.marks
 
     @property
     def longest(self) -> int:
-        """Returns the most hops that each chain has."""
+        """Return the number of hops that every chain has at least."""
         return self.nodes // self.chains - 1
 
     def graph(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the node that each node points to, and how many hops each is from the end of its chain."""
+        """Return (the node that each node points to, the hops from each node to the end of its chain)."""
         points, hops = np.empty(self.nodes, np.int64), np.empty(self.nodes, np.int64)
         for chain in np.array_split(rng.permutation(self.nodes), self.chains):
             points[chain] = chain[[0, *range(len(chain) - 1)]]
@@ -85,34 +87,30 @@ class Task:
         return points, hops
 
     def edges(self, points: np.ndarray, rng: np.random.Generator) -> list[int]:
-        """Returns the tokens of a graph's edges, in random order."""
+        """Return the tokens of a graph's edges, in random order."""
         return rng.permutation(np.arange(self.nodes) * self.nodes + points).tolist()
 
     def query(self, node: int) -> int:
-        """Returns the token that asks for the end of a node's chain, which is also the answer that names the node."""
+        """Return the token that asks for the end of a node's chain. The same token is the answer that names the
+        node."""
         return self.nodes * self.nodes + int(node)
 
     def mark(self, hops: int) -> list[int]:
-        """Returns what stands before queries of so many hops: a token, or none."""
+        """Return the mark for queries of this many hops, as a list of one token or none."""
         return [self.nodes * (self.nodes + 1) + hops - 1] if self.marks else []
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Queries holds queries about some graphs.
+    """Queries about some graphs."""
 
-    prompts  token ids of each query: the graph's edges, and the query
-    wanted   int64 [visits, queries]: the token to read after each visit
-    hops     int64 [queries]: from the query's node to the end of its chain
-    """
-
-    prompts: list[list[int]]
-    wanted: np.ndarray
-    hops: np.ndarray
+    prompts: list[list[int]]  # token ids of each query: the graph's edges, and the query
+    wanted: np.ndarray  # int64 [visits, queries]: the token to predict after each visit
+    hops: np.ndarray  # int64 [queries]: hops from the query's node to the end of its chain
 
     @classmethod
     def make(cls, task: Task, graphs: int, most: int, visits: int, rng: np.random.Generator) -> Queries:
-        """Returns every query of 1 to `most` hops about so many graphs."""
+        """Return all queries of 1 to `most` hops about `graphs` graphs."""
         prompts, wanted, hops = [], [], []
         for _ in range(graphs):
             points, far = task.graph(rng)
@@ -128,17 +126,17 @@ class Queries:
 
     @property
     def settled(self) -> np.ndarray:
-        """Returns whether a query had been answered the visit before, bool [visits, queries]."""
+        """Return whether a query was already answered at the visit before, bool [visits, queries]."""
         return np.arange(1, len(self.wanted) + 1)[:, None] > self.hops
 
     def batch(self, model: LoopedLM) -> TrainBatch:
-        """Returns the queries as rows of a model, with a target each."""
+        """Return the queries as rows of a model, with one target each."""
         sequences = [[*prompt, int(end)] for prompt, end in zip(self.prompts, self.wanted[-1], strict=True)]
         return TrainBatch.build(model.config, sequences, prompt_lengths=[len(prompt) for prompt in self.prompts])
 
 
 def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any]:
-    """Returns the config.json of a model of two blocks, of a layer each, that are visited in turn."""
+    """Return the config.json of a model with two blocks of one layer each, visited in turn."""
     return {
         "architectures": ["PrefoldLoopedForCausalLM"],
         "model_type": "prefold_looped",
@@ -157,7 +155,7 @@ def hf_config(task: Task, hidden: int, heads: int, visits: int) -> dict[str, Any
 
 
 def make_model(config: dict[str, Any]) -> LoopedLM:
-    """Returns a model that can be trained, of random weights."""
+    """Return a trainable model with random weights."""
     model = load_model(Checkpoint.dummy(config), dtype=torch.float32)
     assert isinstance(model, LoopedLM)
     return model
@@ -165,8 +163,11 @@ def make_model(config: dict[str, Any]) -> LoopedLM:
 
 @torch.no_grad()
 def initialise(model: LoopedLM, task: Task, seed: int) -> None:
-    """Gives a model the weights that training begins with: tokens that have to do with one node have a part in common,
-    which is one vector for edges from the node, and another for edges to it and for queries."""
+    """Set the initial weights of training.
+
+    Embeddings of tokens that involve the same node have a common part: one vector for edges from the node, another one
+    for edges to it and for its query.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -186,7 +187,7 @@ def initialise(model: LoopedLM, task: Task, seed: int) -> None:
 
 @torch.no_grad()
 def copy_block(model: LoopedLM) -> None:
-    """Gives the second block, of a layer, the weights of the first. Its q is a linear by itself."""
+    """Copy the weights of the first block to the second, of one layer. Its q is a separate linear layer."""
     first, second = (dict(layer.named_parameters()) for layer in model.layers)
     parts = first["qkv.weight"].split([model.config.q_size, 2 * model.config.kv_size])
     for name, parameter in second.items():
@@ -195,8 +196,8 @@ def copy_block(model: LoopedLM) -> None:
 
 @torch.no_grad()
 def evaluate(model: LoopedLM, task: Task, most: int, graphs: int) -> dict[str, Any]:
-    """Returns the share of right answers after the last visit by hops, and with exits at THRESHOLD, with the visits
-    made until then."""
+    """Return the share of right answers after the last visit, by hops, and with exits at THRESHOLD, with the visits
+    made."""
     queries = Queries.make(task, graphs, most, len(model.loop.order), np.random.default_rng(HELD_OUT))
     batch = queries.batch(model)
     nodes = np.arange(task.nodes) + task.query(0)
@@ -216,20 +217,16 @@ def evaluate(model: LoopedLM, task: Task, most: int, graphs: int) -> dict[str, A
 
 @dataclass
 class Run:
-    """A Run is a training run, which can be written down and gone on with.
+    """A training run that can be saved and continued."""
 
-    options  what decides its course
-    step     steps made
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]  # everything that determines the run
     model: LoopedLM
     optimizer: torch.optim.Optimizer
     rng: np.random.Generator
-    step: int = 0
+    step: int = 0  # number of finished steps
 
     def save(self, path: Path) -> None:
-        """Writes the run down, whole or not at all."""
+        """Write the run to a file, atomically."""
         part = path.with_suffix(".part")
         state = {
             "step": self.step,
@@ -240,26 +237,25 @@ class Run:
         os.replace(part, path)
 
     def load(self, path: Path) -> None:
-        """Goes on with what was written down. Exits the program where that was a run with other options."""
+        """Continue from a saved run. Exit the program if its options differ."""
         state = torch.load(path, weights_only=True)
         if json.loads(state["options"]) != self.options:
-            raise SystemExit(f"{path} is of a run with other options, {state['options']}; give another --out")
+            raise SystemExit(f"{path} belongs to a run with other options, {state['options']}; give another --out")
         self.step, self.rng.bit_generator.state = state["step"], json.loads(state["rng"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def optimizer_of(groups: Sequence[tuple[list[torch.nn.Parameter], float]]) -> torch.optim.Optimizer:
-    """Returns AdamW over groups of parameters, each with the highest learning rate that it gets."""
+    """Return AdamW over groups of parameters, each with its maximum learning rate."""
     return torch.optim.AdamW([{"params": some, "lr": most, "initial_lr": most} for some, most in groups])
 
 
 def train(run: Run, written: Path, steps: int, loss_of: Callable[[], tuple[torch.Tensor, float]]) -> None:
-    """Makes the steps that are left of a run, tells how it goes, and writes it down now and then.
+    """Make the remaining steps of a run, print progress, and save the run from time to time.
 
-    loss_of  gives the loss of the next step, and the share of right answers to show
-
-    Exits the program where a loss is no finite number.
+    loss_of: returns the loss of the next step, and the share of right answers to print. Exit the program if a loss is
+    not finite.
     """
     rates = [group["initial_lr"] for group in run.optimizer.param_groups]
     began, first = time.perf_counter(), run.step
@@ -281,8 +277,10 @@ def train(run: Run, written: Path, steps: int, loss_of: Callable[[], tuple[torch
 
 
 def save(model: LoopedLM, config: dict[str, Any], run: Run, found: dict[str, Any], folder: Path) -> None:
-    """Saves a model, and in found.json what was found of it and the options of its training. Its weights come last: a
-    folder with weights has all."""
+    """Save a model, and its results and training options in found.json.
+
+    The weights come last, so a folder with weights is complete.
+    """
     part = save_model(model, Checkpoint.dummy(config), folder / "part")
     (part / "found.json").write_text(json.dumps({"options": run.options} | found, indent=1), encoding="utf-8")
     for path in sorted(part.iterdir(), key=lambda path: path.suffix == ".safetensors"):
@@ -291,22 +289,29 @@ def save(model: LoopedLM, config: dict[str, Any], run: Run, found: dict[str, Any
 
 
 def rate(step: int, steps: int) -> float:
-    """Returns the share of the learning rate at a step: a warm-up, and half a cosine."""
+    """Return the factor of the learning rate at a step: a warm-up, then half a cosine."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns what `evaluate` finds in the end."""
+    """Return the results of `evaluate`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
+    parser.add_argument("--out", required=True, type=Path, help="folder to save to")
     parser.add_argument("--nodes", type=int, default=24)
-    parser.add_argument("--chains", type=int, default=4, help="a guess among their ends is right once in so many")
-    parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
-    parser.add_argument("--marks", action="store_true", help="say before a query how many hops it asks for")
+    parser.add_argument(
+        "--chains",
+        type=int,
+        default=4,
+        help="number of chains; a random guess among their ends is right with probability 1/CHAINS",
+    )
+    parser.add_argument("--hops", type=int, default=4, help="maximum hops of training queries")
+    parser.add_argument(
+        "--marks", action="store_true", help="put a token before each query that says how many hops it needs"
+    )
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--graphs", type=int, default=32, help="of a step")
+    parser.add_argument("--graphs", type=int, default=32, help="graphs per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -314,7 +319,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.hops > task.longest:
         parser.error(f"--hops is {options.hops}; chains of {task.nodes // task.chains} nodes have {task.longest}")
     if (options.out / "model.safetensors").exists():
-        parser.error(f"{options.out} holds a trained model already; give another --out")
+        parser.error(f"{options.out} already has a trained model; give another --out")
     options.out.mkdir(parents=True, exist_ok=True)
 
     model = make_model(hf_config(task, options.hidden, options.heads, TRAINED_VISITS))
@@ -327,7 +332,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     run, written = Run(course, model, optimizer, np.random.default_rng(options.seed)), options.out / "training.pt"
     if written.exists():
         run.load(written)
-        print(f"going on after step {run.step}")
+        print(f"continuing after step {run.step}")
 
     def loss() -> tuple[torch.Tensor, float]:
         queries = Queries.make(task, options.graphs, options.hops, TRAINED_VISITS, run.rng)

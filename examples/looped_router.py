@@ -1,20 +1,20 @@
-"""Trains the router of a looped model from examples/looped_model.py, and a planner that foretells its routes.
+"""Train the router of a looped model from examples/looped_model.py, and a planner that predicts the router's routes.
 
     python examples/looped_router.py --model FOLDER --out FOLDER [--reads request|row] [--steps 400] [--seed 0]
 
-The router picks the block of each visit, or that there are no more. It begins soft: every block is computed, and what
-they give is mixed by probability, so that there are gradients for all. It is paid for right answers, and pays for
-visits (`--cost` each) and for choosing other blocks than it does for others (`--alike`), since requests on one route
-are served together. After `--soft` of its steps it goes on hard: only what it picks counts, and its probabilities get
-the gradients (straight through). The model's own weights stay as they are.
+The router chooses the block of each visit, or the end of the loop. At first routing is soft: every block is computed,
+and the results are averaged by probability, so that all choices get gradients. After `--soft` of its steps routing is
+hard: only the chosen block counts, and its probability gets the gradient (straight through). The router is rewarded for
+right answers. It pays for visits (`--cost` each), and for choosing other blocks for different requests (`--alike`),
+because requests on the same route are served together. The model's own weights are not changed.
 
-A router that reads requests reads whole sequences. So queries that are asked together, behind one graph, are as many
-hops from their ends; a router that reads rows may be asked anything. The planner learns the routes of the hard router
-from the embeddings of a prompt alone, before anything is attended to. How many hops a query asks for does not show
-there, unless `--marks` say it. Nor can it foretell what the router hardly decides: with `--sure` the router also pays
-for being undecided.
+A router that reads requests reads whole sequences, so all queries of one graph in a prompt must have the same number of
+hops. For a router that reads rows they may differ. The planner learns the routes of the hard router from the embeddings
+of a prompt alone, before any attention. There it cannot see how many hops a query needs, unless `--marks` says it. It
+also cannot predict choices that the router itself is undecided about. With `--sure` the router pays for being
+undecided.
 
-An interrupted run goes on when the same command is given again.
+Give the same command again to continue an interrupted run.
 """
 
 from __future__ import annotations
@@ -40,29 +40,25 @@ from prefold.train import TrainBatch, load_model
 
 THRESHOLDS = (0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7)
 LEAVING_BIAS = -2.0
-# A router is decided where its choice would be another only with so much more probability for that.
+# A router's choice is decided if its probability leads by at least this much.
 MARGIN = 0.2
 
 
 @dataclass(frozen=True, eq=False)
 class Packs:
-    """Packs holds sequences of a graph and some queries about it, one behind the other.
+    """Sequences of a graph and a number of queries about it."""
 
-    prompts  token ids of each
-    asked    how many queries each ends with
-    wanted   int64 [queries]: the token to read at each query, sequence by sequence
-    hops     int64 [queries]: from the query's node to the end of its chain
-    """
-
-    prompts: list[list[int]]
-    asked: list[int]
-    wanted: np.ndarray
-    hops: np.ndarray
+    prompts: list[list[int]]  # token ids of each sequence
+    asked: list[int]  # number of queries at the end of each sequence
+    wanted: np.ndarray  # int64 [queries]: the token to predict at each query, sequence by sequence
+    hops: np.ndarray  # int64 [queries]: hops from the query's node to the end of its chain
 
     @classmethod
     def make(cls, task: Task, hops: Sequence[range], together: int, rng: np.random.Generator) -> Packs:
-        """Returns a sequence for each of `hops`, which are those that its queries may have: one query a node at random,
-        at most `together`."""
+        """Return a sequence for each entry of `hops`, the allowed hops of its queries.
+
+        A sequence has at most `together` queries, of different random nodes.
+        """
         prompts, asked, wanted, far_of = [], [], [], []
         for among in hops:
             points, far = task.graph(rng)
@@ -79,7 +75,7 @@ class Packs:
         return cls(prompts, asked, np.array(wanted, np.int64), np.array(far_of, np.int64))
 
     def batch(self, model: LoopedLM) -> TrainBatch:
-        """Returns the sequences as rows, with a target at each query."""
+        """Return the sequences as rows, with a target at each query."""
         sequences = [[*prompt, prompt[-1]] for prompt in self.prompts]
         masks = [
             [False] * (len(one) - count) + [True] * count for one, count in zip(sequences, self.asked, strict=True)
@@ -88,7 +84,7 @@ class Packs:
 
 
 def with_router(base: LoopedLM, config: dict[str, Any], seed: int) -> LoopedLM:
-    """Returns a model of this config, with the weights of `base` and a router that begins at random."""
+    """Return a model of this config, with the weights of `base` and a random router."""
     model, generator = make_model(config), torch.Generator().manual_seed(seed)
     assert model.router is not None
     missing = model.load_state_dict(base.state_dict(), strict=False).missing_keys
@@ -100,18 +96,21 @@ def with_router(base: LoopedLM, config: dict[str, Any], seed: int) -> LoopedLM:
                 fan = parameter.shape[-1] if parameter.ndim == 2 else 1
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * (parameter.ndim - 1) * fan**-0.5)
     with torch.no_grad():
-        model.router.outer.bias[-1] = LEAVING_BIAS  # a router that leaves at once learns nothing
+        model.router.outer.bias[-1] = LEAVING_BIAS  # a router that exits at once learns nothing
     return model
 
 
 def visits_of(weights: torch.Tensor) -> torch.Tensor:
-    """Returns the visits that each sequence or row makes, [n], of weights [visits, n, blocks + 1]."""
+    """Return the number of visits of each sequence or row, [n]. weights: [visits, n, blocks + 1]"""
     return weights[..., :-1].sum((0, 2))
 
 
 def information(choices: torch.Tensor) -> torch.Tensor:
-    """Returns how much a choice of block says of who makes it, in nats, of a router's logits [visits, n, blocks + 1]:
-    the entropy of what all choose less the mean entropy of what each chooses, averaged over visits."""
+    """Return how much the choice of a block depends on the sequence or row, in nats.
+
+    This is the entropy of the mean choice minus the mean entropy of the single choices, averaged over visits. choices:
+    a router's logits [visits, n, blocks + 1]
+    """
     scores = torch.log_softmax(choices[..., :-1], -1)
     of_each = -(scores.exp() * scores).sum(-1).mean(1)
     of_all = scores.exp().mean(1)
@@ -119,11 +118,11 @@ def information(choices: torch.Tensor) -> torch.Tensor:
 
 
 def indecision(choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the mean entropy of the choices, in nats, of sequences or rows that are there yet.
+    """Return the mean entropy of the choices of sequences or rows that have not left the loop, in nats.
 
-    choices, weights  [visits, n, blocks + 1], as the router says before each visit, and what is made of it
+    choices, weights: the router's logits before each visit, and the weights made from them, [visits, n, blocks + 1]
     """
-    # Nobody leaves before the first visit: the logarithm of that probability is no number.
+    # No sequence exits before the first visit: the logarithm of that probability is not finite.
     scores = torch.log_softmax(choices, -1).clamp(min=-30)
     there = torch.cat((torch.ones_like(weights[:1, :, 0]), weights[:-1, :, :-1].sum(-1))).detach()
     return -((scores.exp() * scores).sum(-1) * there).sum() / there.sum()
@@ -131,8 +130,11 @@ def indecision(choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def evaluate(model: LoopedLM, task: Task, most: int, count: int, routing: Routing) -> dict[str, Any]:
-    """Returns the share of right answers of so many queries of each number of hops, one a sequence; the visits that a
-    sequence makes, or where rows have routes of their own a query's row and a row of the graph; and the routes."""
+    """Return the share of right answers, the visits and the routes for `count` queries of each number of hops.
+
+    Each sequence has one query. If rows have their own routes, visits are given for the rows of queries and for the
+    rows of the graph. Otherwise they are given for sequences.
+    """
     hops = [range(far, far + 1) for far in range(1, most + 1) for _ in range(count)]
     packs = Packs.make(task, hops, 1, np.random.default_rng(HELD_OUT))
     batch = packs.batch(model)
@@ -157,22 +159,26 @@ def evaluate(model: LoopedLM, task: Task, most: int, count: int, routing: Routin
 
 
 def histogram(weights: torch.Tensor) -> dict[str, int]:
-    """Returns how many took each route, as in "0,1,0", of weights [visits, n, blocks + 1], the most frequent first."""
+    """Return how often each route (such as "0,1,0") was used, the most frequent first. weights: [visits, n, blocks +
+    1]"""
     picks, blocks = weights.argmax(-1).T.tolist(), weights.shape[-1] - 1
     return dict(Counter(",".join(str(block) for block in one if block < blocks) for one in picks).most_common())
 
 
 def prompt_states(model: LoopedLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Returns what a planner reads of prompts, of a model without a prelude: float32 [prompts, 2 * hidden]."""
+    """Return what a planner reads from prompts, float32 [prompts, 2 * hidden], for a model without a prelude."""
     states = [model.embedding[torch.tensor(prompt)] for prompt in prompts]
     last, mean = (torch.stack(some) for some in ([one[-1] for one in states], [one.mean(0) for one in states]))
     return summary(model.arrays, last, mean)
 
 
 def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, seed: int) -> dict[str, float]:
-    """Teaches the planner the routes that the hard router takes, and returns on how many other prompts all of the route
-    is the same, on how many visits, and how often the router's most frequent route is its route; and the same of those
-    prompts and visits alone where the router is decided, by MARGIN, with the share of the visits that it is."""
+    """Train the planner on the routes of the hard router, and return how well it predicts the routes of other prompts.
+
+    The results are the shares of whole routes and of visits that are equal, and the share of the router's most frequent
+    route. "where decided": the same, counting only prompts and visits with a decided router (see MARGIN); "decided":
+    their share.
+    """
     assert model.planner is not None and model.router is not None and model.loop.router is not None
     hard, rng = replace(model.loop.router, kind="hard"), np.random.default_rng(seed)
     hops = [range(1 + n % most, 2 + n % most) for n in range(prompts)]
@@ -182,7 +188,7 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
         read = prompt_states(model, packs.prompts)
     picks = torch.stack([visit.weights.argmax(-1) for visit in visits])
     margins = torch.stack([margin(visit.logits, hard.threshold) for visit in visits if visit.logits is not None])
-    # What comes after the end of a route is nobody's concern.
+    # Choices after the end of a route do not count.
     counts = torch.cat((torch.ones_like(picks[:1]), (picks[:-1] < model.loop.blocks).long()))
     held = prompts // 4
     optimizer = torch.optim.AdamW(model.planner.parameters(), lr=3e-3, weight_decay=0.1)
@@ -205,7 +211,7 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
         )
     same = (said == picks[:, :held]) | (counts[:, :held] == 0)
     frequent = histogram(F.one_hot(picks, model.loop.blocks + 1)[:, :held])
-    # What comes after the end of a route is as decided as the end.
+    # Visits after the end of a route count as decided.
     decided = (margins[:, :held] >= MARGIN) | (counts[:, :held] == 0)
     clear, clear_visits = decided.all(0), decided * counts[:, :held]
     return {
@@ -220,8 +226,11 @@ def distil(model: LoopedLM, task: Task, most: int, prompts: int, steps: int, see
 
 
 def margin(logits: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Returns by how much probability a router's choices differ from others, [n]: leaving from the threshold, and where
-    it does not leave the likeliest block from the next one too."""
+    """Return by how much a router's choices lead in probability, [n].
+
+    The lead is the distance of the exit probability from the threshold. If the router does not exit, it is at most the
+    lead of the best block over the next one.
+    """
     shares = torch.softmax(logits, -1)
     leaving, (best, next_best) = shares[:, -1], shares[:, :-1].topk(2, -1).values.T
     of_blocks = torch.where(leaving >= threshold, torch.inf, best - next_best)
@@ -229,29 +238,31 @@ def margin(logits: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Returns what was found in the end: the ways of the router, and how well the planner does."""
+    """Return the results: the router's answers and routes for each kind of routing, and the quality of the planner."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, type=Path, help="what examples/looped_model.py saved")
-    parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
+    parser.add_argument("--model", required=True, type=Path, help="folder that examples/looped_model.py saved")
+    parser.add_argument("--out", required=True, type=Path, help="folder to save to")
     parser.add_argument("--reads", choices=("request", "row"), default="request")
-    parser.add_argument("--hops", type=int, default=4, help="the longest queries of the training")
+    parser.add_argument("--hops", type=int, default=4, help="maximum hops of training queries")
     parser.add_argument("--chains", type=int, default=4)
-    parser.add_argument("--marks", action="store_true", help="as the model was trained")
+    parser.add_argument("--marks", action="store_true", help="give it if the model was trained with it")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--soft", type=float, default=0.6, help="the share of the steps that is soft")
-    parser.add_argument("--sequences", type=int, default=48, help="of a step")
-    parser.add_argument("--cost", type=float, default=0.02, help="of a visit, in nats")
-    parser.add_argument("--alike", type=float, default=0.1, help="the cost of a nat of choosing blocks unlike others")
-    parser.add_argument("--sure", type=float, default=0.0, help="the cost of a nat of being undecided")
+    parser.add_argument("--soft", type=float, default=0.6, help="share of the steps with soft routing")
+    parser.add_argument("--sequences", type=int, default=48, help="sequences per step")
+    parser.add_argument("--cost", type=float, default=0.02, help="cost of a visit, in nats")
+    parser.add_argument(
+        "--alike", type=float, default=0.1, help="cost per nat of choosing other blocks for different requests"
+    )
+    parser.add_argument("--sure", type=float, default=0.0, help="cost per nat of being undecided")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--planner-prompts", type=int, default=8192)
     parser.add_argument("--planner-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.marks and options.reads == "row":
-        parser.error("--marks is given, and rows that are read by themselves are asked together for any number of hops")
+        parser.error("--marks needs --reads request: with --reads row, one prompt has queries of different hops")
     if (options.out / "model.safetensors").exists():
-        parser.error(f"{options.out} holds a trained model already; give another --out")
+        parser.error(f"{options.out} already has a trained model; give another --out")
     checkpoint = resolve(str(options.model))
     base = load_model(checkpoint, dtype=torch.float32)
     assert isinstance(base, LoopedLM)
@@ -269,7 +280,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     run, written = Run(course, model, optimizer, np.random.default_rng(options.seed)), options.out / "training.pt"
     if written.exists():
         run.load(written)
-        print(f"going on after step {run.step}")
+        print(f"continuing after step {run.step}")
 
     def loss() -> tuple[torch.Tensor, float]:
         kind: Any = "soft" if run.step < options.soft * options.steps else "hard"

@@ -1,12 +1,12 @@
-"""Answers questions from passages, over HTTP, with OpenAI's client and a server of prefold.
+"""Answer questions from passages, over HTTP, with OpenAI's client and a prefold server.
 
     pip install 'prefold[serve]' openai
     prefold serve --model smollm2-135m --port 8000
     python examples/rag_server.py [http://localhost:8000/v1]
 
-Start the server in another terminal, and give its address if it has another port. The script prints each question with
-its answer, and how many tokens of the prompt the server had computed before: the passages come first in each prompt, so
-that they are computed once for all questions.
+Start the server in another terminal, and pass its address if it differs. The script prints each question with its
+answer, and the number of prompt tokens that the server found in its cache. The passages come first in each prompt, so
+they are computed once for all questions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
         model = client.models.list().data[0].id
     except APIConnectionError:
         sys.exit(f"no server answers at {address}: start one with  prefold serve --model smollm2-135m --port 8000")
-    except APIStatusError as error:  # such as an address without /v1
+    except APIStatusError as error:  # for example if the address lacks /v1
         sys.exit(f"{address} answers: {error.message}")
     for question in QUESTIONS:
         answer = client.chat.completions.create(
@@ -37,7 +37,7 @@ def main() -> None:
         )
         usage = answer.usage
         print(f"{question} {answer.choices[0].message.content}")
-        print(f"  {usage.prompt_tokens} tokens, {usage.prompt_tokens_details.cached_tokens} of them computed before")
+        print(f"  {usage.prompt_tokens} tokens, {usage.prompt_tokens_details.cached_tokens} of them cached")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Searches texts in two stages: an index of embeddings finds candidates, and a reranker sorts them.
+"""Search texts in two stages: an index of embeddings finds candidates, and a reranker sorts them.
 
     python examples/search_index.py ["what causes tides"] [--index numpy|faiss]
 
-It prints the three candidates, the best first, each with its score. Both indexes are exact and find the same texts.
-NumPy multiplies the query with every vector: take it up to some hundred thousand texts. FAISS (`pip install faiss-cpu`)
-has approximate indexes for more.
+The script prints the three best candidates, each with its score, the best first. Both indexes are exact and find the
+same texts. NumPy multiplies the query with every vector, which is fast enough for a few hundred thousand texts. FAISS
+(`pip install faiss-cpu`) has approximate indexes for more.
 
-One small model does both stages here. It finds little by itself: for real searches take an embedding model and a
-reranker of docs/models.md.
+One small model does both stages here, and finds little. For real searches use an embedding model and a reranker from
+docs/models.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 def nearest_numpy(vectors: np.ndarray, query: np.ndarray, count: int) -> list[int]:
-    """Returns the numbers of the `count` vectors [n, dim] that are nearest to the query [dim], the nearest first."""
+    """Return the indices of the `count` vectors [n, dim] that are nearest to the query [dim], the nearest first."""
     return np.argsort(-(vectors @ query))[:count].tolist()
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
 
     llm = LLM("smollm2-135m")
-    vectors = llm.embed([*TEXTS, options.query])  # each of length 1, so that a product is a cosine
+    vectors = llm.embed([*TEXTS, options.query])  # of length 1, so a dot product is a cosine
     candidates = [TEXTS[number] for number in INDEXES[options.index](vectors[:-1], vectors[-1], 3)]
     ranking = llm.rerank(options.query, candidates)
     for place, (number, score) in enumerate(ranking, 1):

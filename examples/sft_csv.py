@@ -1,11 +1,11 @@
-"""Fine-tunes a model on the questions and answers of a CSV file, and saves a folder that transformers loads.
+"""Fine-tune a model on the questions and answers of a CSV file, and save a folder that transformers can load.
 
     python examples/sft_csv.py --out FOLDER [--data FILE.csv] [--model smollm2-135m] [--steps 6]
 
-The file has the columns question and answer; without one the answers below are learned. It prints the loss of each
-step, which falls, and how a question is answered before and after. Each question stands behind the same system prompt,
-and several answers to one question share it too: a step computes what is shared once, forward and backward. Takes
-about a minute on two cores.
+The file has the columns question and answer. Without a file, the answers below are used. The script prints the loss of
+each step, which falls, and the answer to a question before and after training. All questions have the same system
+prompt, and several answers to one question share that question too. A step computes shared rows once, forward and
+backward. The script needs about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DATA = [
 
 
 def read(path: str | None) -> list[tuple[str, str]]:
-    """Returns the pairs of question and answer in a file, or those above."""
+    """Return the pairs of question and answer in a file, or the pairs above."""
     if path is None:
         return DATA
     with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -48,10 +48,10 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Returns the loss before each step."""
+    """Return the loss before each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="the folder to save to")
-    parser.add_argument("--data", help="a CSV file with the columns question and answer")
+    parser.add_argument("--out", required=True, help="folder to save to")
+    parser.add_argument("--data", help="CSV file with the columns question and answer")
     parser.add_argument("--model", default="smollm2-135m", help="hub id, folder, .gguf file or built-in name")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--learning-rate", type=float, default=5e-5)

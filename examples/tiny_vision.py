@@ -1,14 +1,14 @@
-"""Trains a small model of Gemma 3's shape to say what is in drawn pictures, and saves a folder.
+"""Train a small model with Gemma 3's architecture to describe drawn pictures, and save a folder.
 
     python examples/tiny_vision.py --out FOLDER [--steps 1200] [--seed 0]
 
-A picture has one to four equal shapes of one colour in one of its quarters, on a ground that is never the same; it is
-asked for their colour, shape, number or place, and the answer is a word. One in eight combinations of the four is never
-trained, and asked for in the end: of its own pictures, and with another picture in place of the right one. By guessing
-a question is right in 0.23 of all cases.
+A picture has one to four equal shapes of one colour in one of its quarters, on a random background. Questions ask for
+the colour, shape, number or place, and the answer is one word. One in eight combinations of the four is never used in
+training. In the end, the model is asked about such combinations: once with the right picture, and once with another
+picture in its place. A random guess is right in 0.23 of all cases.
 
-The model is trained in transformers, which has to be installed (`pip install 'prefold[train,vision]'`), and asked in
-prefold. Takes about ten minutes on one core. An interrupted run begins anew.
+The model is trained in transformers, which must be installed (`pip install 'prefold[train,vision]'`), and asked in
+prefold. The script needs about ten minutes on one core. An interrupted run starts again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from prefold import LLM
 
-SIZE, CELL = 32, 8  # pixels of a picture's side, and of that of the square in which a shape is
+SIZE, CELL = 32, 8  # side of a picture, and of the square around a shape, in pixels
 COLOURS = {
     "red": (210, 40, 40), "green": (40, 160, 60), "blue": (40, 70, 210),
     "yellow": (230, 210, 50), "purple": (150, 50, 170), "white": (245, 245, 245),
@@ -64,24 +64,20 @@ SETTINGS = {
     "do_pan_and_scan": False,
 }
 WARM_UP, SHOW_EVERY = 100, 50
-# Pictures of a seed that no training has.
+# Seed of the pictures for evaluation. No training uses it.
 HELD_OUT = 10**6
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A Picture is a drawing, and what is asked about it.
+    """A drawing, and the answers to the questions about it."""
 
-    pixels  uint8 [SIZE, SIZE, 3]
-    facts   the answer to each question
-    """
-
-    pixels: np.ndarray
-    facts: dict[str, str]
+    pixels: np.ndarray  # uint8 [SIZE, SIZE, 3]
+    facts: dict[str, str]  # {question: answer}
 
 
 def pictures(rng: np.random.Generator, *, held_out: bool) -> Iterator[Picture]:
-    """Yields drawings without end: of combinations that are trained, or of those that are not."""
+    """Yield drawings without end: of training combinations, or of held-out ones."""
     while True:
         facts = {question: str(rng.choice(answers)) for question, answers in ANSWERS.items()}
         if is_held_out(facts) == held_out:
@@ -89,13 +85,13 @@ def pictures(rng: np.random.Generator, *, held_out: bool) -> Iterator[Picture]:
 
 
 def is_held_out(facts: dict[str, str]) -> bool:
-    """Returns whether a combination is never trained: one in eight."""
+    """Return whether a combination is never used in training (one in eight)."""
     colour, shape, number, place = (ANSWERS[question].index(fact) for question, fact in facts.items())
     return (colour + 3 * shape + 5 * number + 7 * place) % 8 == 0
 
 
 def draw(facts: dict[str, str], rng: np.random.Generator) -> np.ndarray:
-    """Returns a picture, uint8 [SIZE, SIZE, 3]: dark noise, and on it the shapes, none just like the other."""
+    """Return a picture, uint8 [SIZE, SIZE, 3]: shapes on dark noise. The shapes vary in size, position and shade."""
     picture = rng.integers(0, 40, 3) + rng.integers(0, 30, (SIZE, SIZE, 3))
     south, east = divmod(PLACES.index(facts["place"]), 2)
     for cell in rng.choice(4, 1 + NUMBERS.index(facts["number"]), replace=False).tolist():
@@ -109,7 +105,7 @@ def draw(facts: dict[str, str], rng: np.random.Generator) -> np.ndarray:
 
 
 def mask(shape: str, size: int) -> np.ndarray:
-    """Returns which pixels of a square belong to the shape in it, bool [size, size]."""
+    """Return which pixels of a square belong to the shape, bool [size, size]."""
     down, across = np.mgrid[0:size, 0:size] - (size - 1) / 2
     if shape == "circle":
         return np.hypot(down, across) <= size / 2 - 0.2
@@ -121,14 +117,14 @@ def mask(shape: str, size: int) -> np.ndarray:
 
 
 def question(kind: str, picture: Any) -> list[dict[str, Any]]:
-    """Returns the conversation that asks about a picture."""
+    """Return the conversation that asks about a picture."""
     parts = [{"type": "text", "text": BEFORE}, {"type": "image", "image": picture}]
     parts.append({"type": "text", "text": f"{QUESTIONS[kind]} {BEHIND}"})
     return [{"role": "user", "content": parts}]
 
 
 def write_tokenizer(folder: Path) -> Tokenizer:
-    """Writes the files of a tokenizer whose tokens are words, and of the processor of images; returns the tokenizer."""
+    """Write the files of a word tokenizer and of the image processor. Return the tokenizer."""
     words = " ".join([BEFORE, BEHIND, *QUESTIONS.values(), *(" ".join(a) for a in ANSWERS.values()), "user assistant"])
     vocabulary = dict.fromkeys((*SPECIAL, BEGIN, ROW, END, "<unk>", "\n", *words.split()))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
@@ -151,8 +147,11 @@ def write_tokenizer(folder: Path) -> Tokenizer:
 
 
 def make_model(tokenizer: Tokenizer, hidden: int, layers: int) -> Any:
-    """Returns an untrained model of transformers'. Its tower sees patches of 4 x 4 pixels and makes 16 rows of them;
-    all layers but the last have a sliding window, which ends before the picture when the answer is due."""
+    """Return an untrained transformers model.
+
+    Its vision tower has patches of 4 x 4 pixels and makes 16 rows of them. All layers but the last have a sliding
+    window that does not reach back to the picture from the answer.
+    """
     import transformers
 
     ids = {f"{name}_token_id": tokenizer.token_to_id(f"<{name}>") for name in ("pad", "bos")}
@@ -173,7 +172,7 @@ def make_model(tokenizer: Tokenizer, hidden: int, layers: int) -> Any:
         eoi_token_index=tokenizer.token_to_id(END), initializer_range=hidden**-0.5, **ids,
     )  # fmt: skip
     model = transformers.Gemma3ForConditionalGeneration(config)
-    with torch.no_grad():  # as large as what a patch shows, or the tower takes long to see where anything is
+    with torch.no_grad():  # position embeddings as large as patch embeddings, or the tower learns positions slowly
         for name, parameter in model.named_parameters():
             if name.endswith("position_embedding.weight"):
                 parameter.mul_(hidden**0.5)
@@ -182,21 +181,24 @@ def make_model(tokenizer: Tokenizer, hidden: int, layers: int) -> Any:
 
 @dataclass(frozen=True)
 class Batcher:
-    """A Batcher makes batches of pictures, with every question about each of them."""
+    """Makes batches of pictures, with all questions about each picture."""
 
-    llm_text: dict[str, list[int]]  # the ids of each question, with the rows of its picture
+    llm_text: dict[str, list[int]]  # {question: its ids, with the rows of the picture}
     tokenizer: Tokenizer
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, render: Any) -> Batcher:
-        """render: what makes the text of a conversation."""
+        """render: makes the text of a conversation"""
         picture = f"\n\n{BEGIN}{ROW * 16}{END}\n\n"
         texts = {kind: render(question(kind, None)).replace(BEGIN, picture) for kind in QUESTIONS}
         return cls({kind: tokenizer.encode(text).ids for kind, text in texts.items()}, tokenizer)
 
     def batch(self, some: Sequence[Picture]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the tiles float32 [pictures, 3, SIZE, SIZE]; the ids, the answer behind each question, int64
-        [pictures * questions, n], padded on the right; and how many tokens each question has."""
+        """Return (tiles, ids, lengths) of pictures with all their questions.
+
+        Tiles are float32 [pictures, 3, SIZE, SIZE]. Ids are int64 [pictures * questions, n], each question followed by
+        its answer, padded on the right. Lengths are the numbers of tokens of the questions.
+        """
         tiles = torch.from_numpy(np.stack([picture.pixels for picture in some])).permute(0, 3, 1, 2) / 127.5 - 1
         rows = [
             [*self.llm_text[kind], self.tokenizer.token_to_id(picture.facts[kind])]
@@ -213,13 +215,13 @@ class Batcher:
 def loss_of(
     model: Any, head: torch.nn.Linear, tokenizer: Tokenizer, batch: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss, and whether each answer is right, bool [pictures, questions].
+    """Return the loss, and whether each answer is right, bool [pictures, questions].
 
-    head  says all answers to a picture from the mean of its rows, and goes when the training ends: what it asks of the
-          tower the tower learns long before the text model has learnt to read its rows
+    head: predicts all answers to a picture from the mean of its rows; only used in training. With its loss, the tower
+    learns long before the text model can read the tower's rows
     """
     tiles, ids, lengths = batch
-    # The tower sees each picture once, whatever is asked about it.
+    # The tower computes each picture once for all questions.
     images = model.model.get_image_features(tiles, return_dict=True)
     seen = head(images.pooler_output.mean(1)).view(len(ids), -1)
     images.pooler_output = images.pooler_output.repeat_interleave(len(QUESTIONS), 0)
@@ -237,7 +239,7 @@ def loss_of(
 
 
 def train(model: Any, tokenizer: Tokenizer, render: Any, options: argparse.Namespace) -> None:
-    """Trains a model in place, and says how it goes."""
+    """Train a model in place, and print progress."""
     batcher = Batcher.of(tokenizer, render)
     drawn = pictures(np.random.default_rng(options.seed), held_out=False)
     head = torch.nn.Linear(model.config.text_config.hidden_size, len(QUESTIONS) * tokenizer.get_vocab_size())
@@ -262,12 +264,12 @@ def train(model: Any, tokenizer: Tokenizer, render: Any, options: argparse.Names
 
 
 def rate(step: int, steps: int) -> float:
-    """Returns the share of the learning rate at a step: a warm-up, and half a cosine."""
+    """Return the factor of the learning rate at a step: a warm-up, then half a cosine."""
     return min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def ask(llm: LLM, some: Sequence[Picture], shown: Sequence[Picture] | None = None) -> dict[str, float]:
-    """Returns the share of right answers to each question. shown: what is seen in place of these pictures."""
+    """Return the share of right answers to each question. shown: pictures to show in place of `some`"""
     asked = [(kind, i) for i in range(len(some)) for kind in QUESTIONS]
     answers = llm.chat([question(kind, (shown or some)[i].pixels) for kind, i in asked], max_tokens=2, temperature=0.0)
     right = {kind: 0 for kind in QUESTIONS}
@@ -277,7 +279,8 @@ def ask(llm: LLM, some: Sequence[Picture], shown: Sequence[Picture] | None = Non
 
 
 def evaluate(folder: Path, asked: int, seed: int = 0) -> dict[str, float]:
-    """Returns the shares of right answers about so many pictures that were not trained: "right", and "swapped"."""
+    """Return the shares of right answers about `asked` held-out pictures: "right", and "swapped" (with another
+    picture)."""
     drawn = pictures(np.random.default_rng(HELD_OUT + seed), held_out=True)
     some = [next(drawn) for _ in range(asked)]
     with LLM(str(folder), dtype="float32") as llm:
@@ -289,19 +292,19 @@ def evaluate(folder: Path, asked: int, seed: int = 0) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Returns what `evaluate` finds in the end."""
+    """Return the results of `evaluate`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path, help="the folder to save to")
+    parser.add_argument("--out", required=True, type=Path, help="folder to save to")
     parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=3, help="of the tower, and of the text model")
+    parser.add_argument("--layers", type=int, default=3, help="layers of the tower, and of the text model")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--pictures", type=int, default=48, help="of a step")
-    parser.add_argument("--asked", type=int, default=200, help="pictures that are asked about in the end")
+    parser.add_argument("--pictures", type=int, default=48, help="pictures per step")
+    parser.add_argument("--asked", type=int, default=200, help="pictures for evaluation")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if (options.out / "model.safetensors").exists():
-        parser.error(f"{options.out} holds a trained model already; give another --out")
+        parser.error(f"{options.out} already has a trained model; give another --out")
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(options.seed)
     tokenizer = write_tokenizer(options.out)

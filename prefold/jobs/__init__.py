@@ -1,8 +1,8 @@
-"""Jobs: read records, and write exactly one line for each, whatever happens in between.
+"""Jobs read records and write exactly one line for each record, even after a crash.
 
-Sources read records. Adapters turn a record into a task's items, and the task's answers into an output line. Here are
-also the reader, the journal, the output and the report of a job, and the commands that plan and verify one. `opening`,
-`inputs` and `models` make these from a JobSpec. No torch; importing this package opens nothing.
+Sources read records. Adapters turn a record into items of a task, and the task's answers into an output line. The
+package also has the reader, the journal, the output and the report of a job, and the commands that plan and verify one.
+`opening` and `models` make these from a JobSpec. There is no torch here, and importing this package opens no files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Reads and writes OpenAI batch lines: requests to the URLs of `api.ENDPOINTS`, one a line, each with a custom_id.
+"""OpenAI batch lines: requests to the URLs of `wire.ENDPOINTS`, one per line, each with a custom_id.
 
-A line that cannot be sent anywhere (bad JSON, a custom_id that is missing or was used before, an unknown url) is
-answered with an error and a null response; a line whose body is refused, with a response of status 400 that holds
-the error.
+A line that cannot be assigned to a request gets an error and a null response. Examples are bad JSON, a missing or
+repeated custom_id, and an unknown url. A line with a wrong body gets a response of status 400 that holds the error.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from ..wire import ENDPOINTS, KINDS, openai_error
 from ..wire.body import renamed
 from .record import ParsedRecord, Record, TextSet, error_object
 
-_OTHER_MODELS = 20  # names of other models that are counted one by one; further names are counted together
+_OTHER_MODELS = 20  # maximum names of other models that are counted separately
 _LINE_ERRORS = {
     "duplicate_custom_id", "unknown_url", "invalid_line", "mismatched_url", "batch_expired", "batch_cancelled",
     "batch_failed",
 }  # fmt: skip
 _STATUS = {"model_not_found": 404}
-# URLs that people ask for and that are not served, with the way to get the same.
+# {URL that is often asked for but not served: what to do instead}
 _OTHER_URLS = {"/v1/moderations": "classify the texts: prefold classify FILE --labels ..."}
 
 
 def is_batch_line(data: dict[str, Any]) -> bool:
-    """Returns whether a record has the fields of a batch line."""
+    """Return whether a record has the fields of a batch line."""
     return "custom_id" in data and "url" in data and "body" in data
 
 
 def add_usage(total: Counter[str], usage: Mapping[str, Any]) -> None:
-    """Adds the usage of a response to `total`; chats, completions and responses have different names for it.
+    """Add the usage of a response to `total`. The endpoints have different names for the same counts.
 
-    total  tokens: `input` and `output`; and of the input `cached` and `approximate`
+    total: numbers of tokens: `input`, `output`, and the parts of the input that are `cached` and `approximate`
     """
     total["input"] += usage.get("prompt_tokens", 0) or usage.get("input_tokens", 0)
     total["output"] += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)
@@ -60,7 +59,7 @@ class _Response(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A _Line has the fields of an output line that are read; others are ignored."""
+    """The fields of an output line that are read. Other fields are ignored."""
 
     response: _Response | None
 
@@ -69,8 +68,10 @@ _read_line = msgspec.json.Decoder(_Line).decode
 
 
 def split_lines(lines: Path, good: Path, bad: Path) -> tuple[Counter[str], Counter[str]]:
-    """Splits the output lines of a batch into a file of answers and a file of errors. Returns (how many lines are
-    "output", and how many "error"; the usage of the answers)."""
+    """Split the output lines of a batch into a file of answers and a file of errors.
+
+    Return (number of lines: "output" and "error"; usage of the answers).
+    """
     counts, usage = Counter[str](), Counter[str]()
     with lines.open("rb") as file, good.open("wb") as answers, bad.open("wb") as errors:
         for line in file:
@@ -84,15 +85,11 @@ def split_lines(lines: Path, good: Path, bad: Path) -> tuple[Counter[str], Count
 
 
 class OpenAIBatch:
-    """An OpenAIBatch is the RecordAdapter of OpenAI batch lines. `usage` sums the usage of all answers.
+    """The RecordAdapter of OpenAI batch lines.
 
-    served        the model's name in responses. Other names that requests give it are counted in `other_models`
-    seed          makes the ids of responses different from those of another job
-    sampling      {field of Sampling: value} for completions that do not give the field
-    adapters      names of LoRA adapters: a line whose model is one of them runs with it
-    names         names of the model, of which a line must ask for one where it names a model; None: any name will do
-    endpoint      the URL that all lines must have; None: any that is served
-    fingerprint   the system_fingerprint of texts; None: they have none
+    Attributes:
+        other_models: {model named by a request that is not the served one: number of requests}
+        usage: sum of the usage of all answers
     """
 
     columns: Collection[str] | None = None
@@ -108,6 +105,17 @@ class OpenAIBatch:
         endpoint: str | None = None,
         fingerprint: str | None = None,
     ):
+        """Prepare the adapter.
+
+        Args:
+            served: The model's name in responses.
+            seed: Makes the ids of responses different from the ids of other jobs.
+            sampling: {field of Sampling: value} for generation requests that omit the field.
+            adapters: Names of LoRA adapters. A line whose model is one of them runs with that adapter.
+            names: Names of the model that a line may ask for; None: any name.
+            endpoint: The URL that all lines must have; None: any URL that is served.
+            fingerprint: The system_fingerprint of generated texts; None: no such field.
+        """
         self.served = served
         self.seed = seed
         self.sampling = sampling or {}
@@ -160,7 +168,7 @@ class OpenAIBatch:
             self.other_models[model if is_counted else "others"] += 1
 
     def items(self, kind: str, body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns (the task's items for a body, the meta of its response). Raises InputError."""
+        """Return (the task's items for a body, the meta of its response). Raise InputError for a wrong body."""
         return KINDS[kind].of(body, in_batch=True).read(self.sampling)
 
     def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -190,7 +198,7 @@ class OpenAIBatch:
 
 
 def _custom_id(data: dict[str, Any]) -> str | int:
-    """Returns the line's custom_id: a text, or a whole number, which the response repeats as a number."""
+    """Return the line's custom_id. A whole number stays a number in the response."""
     custom_id = data.get("custom_id")
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         return custom_id
@@ -202,7 +210,7 @@ def _custom_id(data: dict[str, Any]) -> str | int:
 
 
 def _request(data: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns (url, body) of a batch line. Raises InputError for a wrong one, and for a URL that is not served."""
+    """Return (url, body) of a batch line. Raise InputError for a wrong line, and for a URL that is not served."""
     url, method, body = data.get("url"), data.get("method", "POST"), data.get("body")
     if not isinstance(url, str) or url not in ENDPOINTS:
         kind = _OTHER_URLS.get(url) if isinstance(url, str) else None

@@ -1,6 +1,6 @@
-"""Writes lines of JSON as a Parquet table, in which each column has the narrowest Arrow type that holds every value.
+"""Write JSON lines as a Parquet table. Each column has the narrowest Arrow type that holds all its values.
 
-Nothing is rounded and nothing is guessed: where values have no type in common the column is text, and a note says why.
+Nothing is rounded or guessed. If values have no common type, the column becomes text, and a note says why.
 """
 
 from __future__ import annotations
@@ -21,32 +21,28 @@ from ..tasks.results import ANSWERS, VECTORS, Answer
 from .record import RecordAdapter, Source, dumps
 from .tables import TableAdapter
 
-_MOST_FIELDS = 256  # of a struct; an object with more keys is a map
-_EXACT = 1 << 53  # whole numbers up to here are exact in a float64
-# Columns whose numbers are real numbers, even if all of them are whole.
+_MOST_FIELDS = 256  # maximum fields of a struct; an object with more keys becomes a map
+_EXACT = 1 << 53  # a float64 holds whole numbers up to this exactly
+# columns of real numbers, even if all values are whole
 _REAL = {name for kinds in ANSWERS.values() for kind in kinds for name in kind.numbers if name not in kind.unlisted}
-_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # in a second
+_UNITS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}  # units per second
 
 
 @dataclass(frozen=True)
 class TableForm:
-    """A TableForm describes a table's columns, as far as they are known before its lines are read.
+    """What is known about a table's columns before its lines are read."""
 
-    head     columns that come first, and exist even in a table without lines
-    columns  columns that a task makes; the values of other columns are the user's. None: the task makes all
-    types    {column: Arrow type} of the columns that a Parquet input gives
-    empty    the object of a line, whose columns a table without lines has behind these
-    """
-
-    head: tuple[str, ...] = ("record",)
+    head: tuple[str, ...] = ("record",)  # first columns; they exist even in a table without lines
+    # columns made by a task, other columns are the user's; None: the task makes all
     columns: Collection[str] | None = None
-    types: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, Any] = field(default_factory=dict)  # {column: Arrow type} that a Parquet input defines
+    # object of a line whose columns a table without lines gets after `head`
     empty: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, adapter: RecordAdapter, source: Source, example: Answer | None = None) -> TableForm:
-        """Returns the form of a job's output, in which repeated columns of the input have their types. example: an
-        answer of the task"""
+        """Return the form of a job's output. Repeated columns of the input keep their types. example: an answer of the
+        task"""
         if not isinstance(adapter, TableAdapter):
             return cls(head=())
         names = adapter.columns_used.repeated()
@@ -56,7 +52,7 @@ class TableForm:
         return cls(("record", *names), adapter.reserved, types, empty)
 
     def objects(self, lines: Iterable[bytes]) -> Iterator[Mapping[str, Any]]:
-        """Yields the object of each line, or `empty` if there are no lines."""
+        """Yield the object of each line, or `empty` if there are no lines."""
         are_none = True
         for line in lines:
             are_none = False
@@ -65,11 +61,11 @@ class TableForm:
             yield self.empty
 
     def is_made(self, name: str) -> bool:
-        """Returns whether a task makes the column of this name."""
+        """Return whether a task makes the column of this name."""
         return self.columns is None or name in self.columns
 
     def kind(self, name: str) -> Kind:
-        """Returns a Kind for the column of this name, without values yet."""
+        """Return an empty Kind for the column of this name."""
         return Kind(self.is_made(name) and name in _REAL, self.is_made(name))
 
 
@@ -77,21 +73,16 @@ Restore = Callable[[Any], Any]
 
 
 class NoType(Exception):
-    """A NoType is raised when values have no Arrow type in common; its message says why."""
+    """Raised if values have no common Arrow type. Its message says why."""
 
 
 @dataclass(slots=True)
 class Kind:
-    """A Kind collects the kinds of values of a column, or of what lies inside its values.
+    """The kinds of values found in a column, or inside its values."""
 
-    real   whole numbers count as real ones
-    named  fields inside are those of a task: the ones with names in _REAL are real
-    listed it lies in a list: its fields are real by their own names only
-    """
-
-    real: bool = False
-    named: bool = False
-    listed: bool = False
+    real: bool = False  # whole numbers count as real numbers
+    named: bool = False  # fields inside belong to a task: those with names in _REAL are real
+    listed: bool = False  # the value is an element of a list: its fields are real only by their own names
     kinds: set[str] = field(default_factory=set)
     low: int = 0
     high: int = 0
@@ -99,7 +90,7 @@ class Kind:
     fields: dict[str, Kind] = field(default_factory=dict)
 
     def add(self, value: Any) -> None:
-        """Takes a value of a line. Raises NoType."""
+        """Add a value of a line. Raise NoType."""
         if value is None:
             return
         kind = type(value)
@@ -123,7 +114,7 @@ class Kind:
         if self.items is None:
             self.items = Kind(self.real, self.named, True)
         types = set(map(type, values))
-        if types <= {float, str, bool}:  # most lists are long ones of numbers: one look at all of them
+        if types <= {float, str, bool}:  # fast path, as most lists are long and hold floats
             self.items.kinds |= {t.__name__ for t in types}
         elif types == {int}:
             self.items._add_int(min(values), max(values))
@@ -135,13 +126,13 @@ class Kind:
         if name not in self.fields:
             if len(self.fields) > 100 * _MOST_FIELDS:
                 raise NoType("objects with very many different keys")
-            # The numbers in an object of probabilities are real, whatever the labels are called.
+            # All values of an object of probabilities are real, whatever its labels are called.
             real = name in _REAL or (self.real and not self.listed)
             self.fields[name] = Kind(self.named and real, self.named)
         return self.fields[name]
 
     def arrow(self, pa: Any) -> Any:
-        """Returns the Arrow type of all values so far. Raises NoType."""
+        """Return the Arrow type of all values so far. Raise NoType."""
         kinds = self.kinds
         if not kinds:
             return pa.string()
@@ -160,7 +151,7 @@ class Kind:
     def _number(self, pa: Any) -> Any:
         if "float" in self.kinds or self.real:
             if max(-self.low, self.high) > _EXACT:
-                raise NoType("whole numbers beyond 2^53 beside others")
+                raise NoType("whole numbers above 2^53 mixed with other numbers")
             return pa.float64()
         if self.low >= -(1 << 63) and self.high < 1 << 63:
             return pa.int64()
@@ -180,8 +171,10 @@ class Kind:
 
 
 def type_at(types: Mapping[str, Any], path: str) -> Any:
-    """Returns the Arrow type of a path such as `meta.title` or `choices.0`; None if it is unknown, or if `restorer`
-    cannot restore it. types: {column: Arrow type}"""
+    """Return the Arrow type at a path such as `meta.title` or `choices.0`.
+
+    Return None if the type is unknown, or if `restorer` cannot restore it. types: {column: Arrow type}
+    """
     if path in types:
         type = types[path]
         return None if restorer(type) is None else type
@@ -202,8 +195,10 @@ def type_at(types: Mapping[str, Any], path: str) -> Any:
 
 
 def restorer(type: Any) -> Restore | None:
-    """Returns a function that turns values of JSON lines into values for `pyarrow.array(..., type)`; None for types
-    that cannot be restored."""
+    """Return a function from values of JSON lines to values for `pyarrow.array(..., type)`.
+
+    Return None for a type that cannot be restored.
+    """
     import pyarrow as pa
 
     t = pa.types
@@ -263,7 +258,7 @@ def _is_list(pa: Any, type: Any) -> bool:
 
 
 def _timestamp(text: str, unit: str) -> int:
-    """Returns the units since 1970 in UTC; a text without an offset is taken as UTC."""
+    """Return the units since 1970 in UTC. A text without an offset counts as UTC."""
     minutes = 0
     if len(text) > 19 and text[-6] in "+-" and text[-3] == ":":
         sign = -1 if text[-6] == "-" else 1
@@ -273,7 +268,7 @@ def _timestamp(text: str, unit: str) -> int:
 
 
 def single(pa: Any, name: str) -> Any:
-    """Returns the Arrow type of a task's column of float32 vectors; None for any other column."""
+    """Return the Arrow type of a task's column of float32 vectors, or None for any other column."""
     type = pa.float32()
     for _ in range(VECTORS.get(name, 0)):
         type = pa.list_(type)
@@ -281,19 +276,22 @@ def single(pa: Any, name: str) -> Any:
 
 
 def cell(name: str, value: Any) -> Any:
-    """Returns a value of the column `name` as the text of a cell: an error as a message, other nested values and true
-    and false as JSON. Values of users' columns, and of models' answers, are never taken for errors."""
+    """Return a value as the text of a cell: an error as a message; other nested values, true and false as JSON.
+
+    Only the column "error" holds errors. Objects in users' columns, and in models' answers, are never treated as
+    errors.
+    """
     if name == "error" and isinstance(value, dict):
         remedy = f"; {value['remedy']}" if "remedy" in value else ""
         return f"{value['code']}: {value['message']}{remedy}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, bool)) else value
 
 
-_ROWS, _BYTES = 8192, 32 << 20  # the most rows and bytes of a row group
+_ROWS, _BYTES = 8192, 32 << 20  # a row group ends at this many rows or bytes
 
 
 def need_pyarrow(purpose: str) -> Any:
-    """Returns the module pyarrow. Raises MissingExtraError. purpose: why it is needed, for the error"""
+    """Return the module pyarrow. Raise MissingExtraError if it is not installed. purpose: why it is needed"""
     try:
         import pyarrow as pa
         import pyarrow.parquet
@@ -309,7 +307,7 @@ class _Unfit(Exception):
 
 
 def write_parquet(lines: Iterable[bytes], path: Path, form: TableForm) -> list[str]:
-    """Writes the lines, which are iterated several times. Returns notes about columns that became text."""
+    """Write the lines, iterating over them several times. Return notes about columns that became text."""
     pa = need_pyarrow(f"writing {path.name}")
     columns, notes = _column_types(pa, lines, form)
     while True:
@@ -328,7 +326,7 @@ def _note(name: str, reason: str) -> str:
 
 
 def _column_types(pa: Any, lines: Iterable[bytes], form: TableForm) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns (the type of every column, notes about columns whose values have no type in common)."""
+    """Return (the type of every column, notes about columns whose values have no common type)."""
     types: dict[str, Any] = {name: form.types[name] for name in form.head if name in form.types}
     types = {name: t.value_type if pa.types.is_dictionary(t) else t for name, t in types.items()}
     notes: dict[str, str] = {}

@@ -1,6 +1,8 @@
-"""Reads the records of each format: JSONL, CSV, TSV, and Parquet files (with pyarrow). A quoted cell of CSV may span
-several lines, so a quote that is never closed would swallow all lines after it. A broken quote is one error, at the
-line in which its row begins, and the lines after it are read as rows of their own."""
+"""Readers of record formats: JSONL, CSV, TSV, and Parquet (with pyarrow).
+
+A quoted cell of CSV may span several lines, so a quote that is never closed would consume all lines after it. Here a
+broken quote is one error, at the first line of its row. The lines after that one are read as rows again.
+"""
 
 from __future__ import annotations
 
@@ -22,33 +24,30 @@ from ..text.fields import check_depth
 from .record import Record, Source
 
 MAX_CELL_LINES = 1000
-MAX_CELL_BYTES = 64 << 20  # of a row that goes over several lines
+MAX_CELL_BYTES = 64 << 20  # maximum size of a row that spans several lines
 _MAX_FIELD = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """A TableLine holds the cells of a row of a table, or its error.
+    """The cells of a table row, or the row's error."""
 
-    line   number of the row's first line, from 1
-    cells  its cells; None where there is an error
-    error  what is wrong with the row, else None
-    size   how many characters it has
-    """
-
-    line: int
-    cells: list[str] | None = None
-    error: InputError | None = None
-    size: int = 0
+    line: int  # number of the row's first line, from 1
+    cells: list[str] | None = None  # None if there is an error
+    error: InputError | None = None  # what is wrong with the row, else None
+    size: int = 0  # number of characters
 
 
 def read_rows(
     lines: Iterable[bytes], delimiter: str, *, width: int | None = None, max_cell_lines: int = MAX_CELL_LINES
 ) -> Iterator[TableLine]:
-    """Yields the rows of a table, including the header. Empty lines between rows are skipped.
+    """Yield the rows of a table, including the header. Empty lines between rows are skipped.
 
-    width            how many cells a row has; a row with another number is an error. None: any number
-    max_cell_lines   how many lines a quoted cell may have; 0: any number
+    Args:
+        lines: The lines of the table.
+        delimiter: The character between cells.
+        width: The number of cells of each row; another number is an error. None: any number.
+        max_cell_lines: Maximum number of lines of a quoted cell; 0: any number.
     """
     csv.field_size_limit(_MAX_FIELD)
     row = _RowLines(lines, max_cell_lines)
@@ -66,7 +65,7 @@ def read_rows(
             continue
         if width is not None and cells and len(cells) != width:
             message = f"line {row.first_line} has {len(cells)} cells, the header {width}"
-            remedy = "give it as many cells as the header has, and quote cells that hold a delimiter"
+            remedy = "give it as many cells as the header, and quote cells that contain a delimiter"
             wrong = InputError(message, remedy=remedy, code="wrong_number_of_fields")
             yield TableLine(row.first_line, error=wrong, size=row.size)
         elif cells:
@@ -74,28 +73,28 @@ def read_rows(
 
 
 class _TooLong(Exception):
-    """A _TooLong is raised when a row has more lines, or bytes, than it may."""
+    """Raised if a row has too many lines or bytes."""
 
 
 class _RowLines:
-    """A _RowLines iterates over decoded lines, keeps those of the present row, and can take lines back."""
+    """An iterator over decoded lines. It remembers the lines of the current row and can push lines back."""
 
     def __init__(self, lines: Iterable[bytes], most: int):
         self._source = iter(lines)
         self._again: deque[str] = deque()
         self._most = most
-        self.first_line = 1  # number of the row's first line
+        self.first_line = 1  # line number of the row's start
         self.lines: list[str] = []
         self.size = 0
 
     def begin(self) -> None:
-        """Marks the next line as the beginning of a row."""
+        """Start a new row at the next line."""
         self.first_line += len(self.lines)
         self.lines = []
         self.size = 0
 
     def give_back(self, count: int) -> None:
-        """Takes the last `count` lines back, to be read again."""
+        """Push the last `count` lines back, so that they are read again."""
         self._again.extendleft(reversed(self.lines[len(self.lines) - count :]))
         del self.lines[len(self.lines) - count :]
 
@@ -105,7 +104,7 @@ class _RowLines:
     def __next__(self) -> str:
         if self.lines and self._most and (len(self.lines) >= self._most or self.size > MAX_CELL_BYTES):
             raise _TooLong
-        # Undecodable bytes become lone surrogates: the field that has them is reported when it is used.
+        # Undecodable bytes become lone surrogates. They are reported when their field is used.
         line = self._again.popleft() if self._again else next(self._source).decode("utf-8", "surrogateescape")
         self.lines.append(line)
         self.size += len(line)
@@ -113,7 +112,7 @@ class _RowLines:
 
 
 def _broken(row: _RowLines, error: Exception) -> InputError:
-    """Returns the error of a row whose quotes are broken."""
+    """Return the error of a row whose quotes are broken."""
     behind, message = len(row.lines) - 1, f"the row that begins in line {row.first_line} has a quote that"
     remedy = "close the quote, or double it"
     if isinstance(error, _TooLong):
@@ -122,12 +121,14 @@ def _broken(row: _RowLines, error: Exception) -> InputError:
     elif "unexpected end" in str(error):
         message += " is never closed"
     elif behind:
-        message += f" is closed in the middle of line {row.first_line + behind}, where no cell ends"
+        message += f" is closed in the middle of line {row.first_line + behind}, not at the end of a cell"
     else:
         message = f"line {row.first_line} is not a valid row: {str(error).partition(' - ')[0]}"
-        remedy = "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that hold a quote"
+        remedy = (
+            "end lines with a line feed, double the quotes inside a quoted cell, and quote cells that contain a quote"
+        )
     if behind:
-        message += f"; the {behind:,} lines behind it are read as rows of their own"
+        message += f"; the {behind:,} lines after it are read as separate rows"
     return InputError(message, remedy=remedy, code="invalid_csv")
 
 
@@ -137,19 +138,15 @@ _BROKEN = (EOFError, OSError, zlib.error)
 
 @dataclass(frozen=True)
 class TableOptions:
-    """A TableOptions says how CSV and TSV are read.
+    """How CSV and TSV are read."""
 
-    delimiter        the character between cells; None: a comma in CSV, a tab in TSV
-    max_cell_lines   how many lines a quoted cell may have; 0: any number (see `read_rows`)
-    """
-
-    delimiter: str | None = None
-    max_cell_lines: int = MAX_CELL_LINES
+    delimiter: str | None = None  # character between cells; None: comma in CSV, tab in TSV
+    max_cell_lines: int = MAX_CELL_LINES  # maximum lines of a quoted cell; 0: any number (see `read_rows`)
 
 
 @contextmanager
 def file_errors(name: str, number: int) -> Iterator[None]:
-    """Turns errors of reading the file `name` into JobErrors. number: of records that were read before"""
+    """Turn errors of reading the file `name` into JobErrors. number: records read before the error"""
     try:
         yield
     except _BROKEN as error:
@@ -164,28 +161,30 @@ def _job_error(name: str, number: int, error: BaseException) -> JobError:
 
 
 class LineSource(Source):
-    """A LineSource reads records that are lines of UTF-8 bytes: JSONL, CSV, TSV.
+    """A source of records that are lines of UTF-8 bytes: JSONL, CSV, TSV.
 
-    opener  opens the input's bytes anew for each pass, as a context manager
-    head    the first line, of JSONL only
-
-    most_bytes  of a line of JSONL; a longer one is an error and is never held whole; None: any number
+    Attributes:
+        most_bytes: maximum size of a JSONL line; a longer line is an error and is never in memory as a whole; None: any
+            size
     """
 
     most_bytes: int | None = None
 
     @classmethod
     def make(cls, name: str, format: str, identity: dict, head: bytes, opener: Any, options: TableOptions) -> Source:
-        """Returns the source of a format. Raises JobError if the first line, `head`, shows another format."""
+        """Return the source of a format. Raise JobError if the first line, `head`, shows another format.
+
+        opener: opens the input's bytes anew for each pass, as a context manager
+        """
         if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise JobError(f"{name} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {name}")
         head = head.removeprefix(_BOM)
         if format == "jsonl":
             if head.lstrip()[:1] == b"[":
-                raise JobError(f"{name} is a JSON array, not an object a line; convert it first: jq -c '.[]' {name}")
+                raise JobError(f"{name} is a JSON array, not one object per line; convert it first: jq -c '.[]' {name}")
             if head.strip() == b"{":
                 raise JobError(
-                    f"{name} has JSON objects over several lines, not one a line; convert it: jq -c . {name}"
+                    f"{name} has JSON objects over several lines, not one per line; convert it: jq -c . {name}"
                 )
             return _JsonlSource(name, format, identity, None, opener, head)
         sign = delimiter_of(format, options.delimiter)
@@ -237,15 +236,15 @@ class _JsonlSource(LineSource):
     def peek(self) -> dict[str, Any] | None:
         with contextlib.suppress(InputError):
             return _parse_line(self._head)
-        return super().peek() if self.paths else None  # a stream can be read only once
+        return super().peek() if self.paths else None  # a stream can only be read once
 
 
 def _bounded(file: Any, most: int) -> Iterator[bytes]:
-    """Yields the lines of a file; of a line longer than `most` bytes, the first `most` + 1 bytes."""
+    """Yield the lines of a file. A line longer than `most` bytes is cut after `most` + 1 bytes."""
     while line := file.readline(most + 1):
         yield line
         while len(line) > most and not line.endswith(b"\n"):
-            line = file.readline(most + 1)  # the rest of it
+            line = file.readline(most + 1)  # skip the rest of the line
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:
@@ -258,19 +257,19 @@ def _parse_line(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise InputError(
             f"the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
-            remedy="write one JSON object a line",
+            remedy="write one JSON object per line",
             code="invalid_json",
         ) from None
     except (RecursionError, ValueError) as error:
         raise InputError(f"the line cannot be read as JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         kind = type(data).__name__
-        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object a line", code="wrong_type")
+        raise InputError(f"the line is a JSON {kind}", remedy="write one JSON object per line", code="wrong_type")
     return check_depth(data, line.count(b"[") + line.count(b"{"), "the line")
 
 
 def delimiter_of(format: str, option: str | None) -> str:
-    """Returns the character between cells. option: the value of --delimiter; None: the format's own delimiter."""
+    """Return the character between cells. option: the value of --delimiter; None: the format's own delimiter"""
     if option is None:
         return "\t" if format == "tsv" else ","
     if format not in ("csv", "tsv"):
@@ -282,7 +281,7 @@ def delimiter_of(format: str, option: str | None) -> str:
 
 
 def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) -> list[str]:
-    """Returns the names of the columns. sure: whether the user named the delimiter, so that it is not questioned"""
+    """Return the names of the columns. sure: the user gave the delimiter, so it is not questioned"""
     with opener() as file:
         rest = iter(file)
         next(rest, b"")
@@ -296,7 +295,7 @@ def _header(name: str, head: bytes, delimiter: str, opener: Any, *, sure: bool) 
     if sign is not None:
         option = f"--delimiter {'tab' if sign == chr(9) else repr(sign)}"
         raise JobError(
-            f"the header of {name} is one column, {columns[0]!r}; if its cells are parted by {sign!r}, add {option} "
+            f"the header of {name} is one column, {columns[0]!r}; if its cells are separated by {sign!r}, add {option} "
             f"(if they are not, --delimiter {delimiter!r})"
         )
     twice = {c for c in columns if columns.count(c) > 1}
@@ -324,12 +323,10 @@ _BATCH_BYTES = 4 << 20
 
 
 class ParquetSource(Source):
-    """A ParquetSource reads the records of a Parquet file.
-
-    Raises MissingExtraError without pyarrow, and JobError where the file is no Parquet file.
-    """
+    """A source of records that are rows of a Parquet file."""
 
     def __init__(self, name: str, path: Path, identity: dict[str, Any]):
+        """Raise MissingExtraError without pyarrow, and JobError if the file is not a Parquet file."""
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -350,7 +347,7 @@ class ParquetSource(Source):
 
         assert self.columns is not None
         names = self.columns if columns is None else [name for name in self.columns if name in columns]
-        names = names or self.columns[:1]  # one column is read in any case, as its rows have to be counted
+        names = names or self.columns[:1]  # read at least one column, to count the rows
         number = 0
         try:
             with pq.ParquetFile(self._path) as file:
@@ -362,7 +359,7 @@ class ParquetSource(Source):
 
 
 def _batch_rows(metadata: Any) -> int:
-    """Returns how many rows are read at once: 512, or fewer if they are large."""
+    """Return how many rows to read at once: 512, or fewer if rows are large."""
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     return max(1, min(512, _BATCH_BYTES * metadata.num_rows // max(1, size)))
 
@@ -372,7 +369,7 @@ def _batch_records(batch: Any, number: int) -> Iterator[Record]:
     try:
         for index, data in enumerate(batch.to_pylist(), number + 1):
             yield Record(index, data, size=size)
-    except Exception:  # of one of the values
+    except Exception:  # at least one value cannot be converted: find out which
         names = batch.schema.names
         for index in range(batch.num_rows):
             data, bad = {}, None
@@ -382,8 +379,8 @@ def _batch_records(batch: Any, number: int) -> Iterator[Record]:
                 except UnicodeDecodeError as error:
                     message = f"a text is not valid UTF-8: {error}"
                     bad = InputError(message, field=name, remedy="re-encode it", code="invalid_utf8")
-                except (ValueError, OverflowError, KeyError, ImportError) as error:  # as of a year beyond 9999
+                except (ValueError, OverflowError, KeyError, ImportError) as error:  # for example a year above 9999
                     kind = batch.schema.field(place).type
-                    message = f"{name!r} is a {kind} that Python has no value for: {error}"
+                    message = f"{name!r} is a {kind} that Python cannot represent: {error}"
                     bad = InputError(message, field=name, remedy="write it as a text", code="invalid_value")
             yield Record(number + index + 1, error=bad) if bad else Record(number + index + 1, data, size=size)

@@ -1,4 +1,4 @@
-"""True answers of a table's decisions, from columns of the input or from a table beside it."""
+"""True answers for a table's decisions, from columns of the input or from a separate table."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from ..text.fields import is_empty, lookup, parse_cell
 from .record import Record
 from .source import open_source
 
-GOLD = "_gold"  # the end of the name of a column of true answers in a file of --review
+GOLD = "_gold"  # suffix of the columns of true answers in a file of --review
 
 
 class Gold:
-    """A Gold reads the true answers of records, from columns of the input or from a table beside it.
-
-    paths   the columns of the input that hold them
-    unused  how many rows of the table beside it belong to no record that was read; 0 without such a table
-    """
+    """The true answers of records, from columns of the input or from a separate table."""
 
     def __init__(self, columns: Sequence[str], file: str | None, id_column: str | None, questions: Sequence[Question]):
-        """Read the table beside the input, if there is one.
-
-        columns    the values of --gold
-        file       the table of --gold-file; None: the input has the columns
-        id_column  the column of --id
+        """Read the separate table, if there is one.
 
         Raise SpecError for a question that is not asked, and JobError for a table that cannot be read.
+
+        Args:
+            columns: The values of --gold.
+            file: The table of --gold-file; None: the columns are in the input.
+            id_column: The column of --id.
+            questions: The questions of the job.
         """
         self._questions, self._file = questions, file
         self._column, self._columns = _columns_of(columns, [question.name for question in questions])
@@ -42,18 +40,20 @@ class Gold:
 
     @property
     def paths(self) -> tuple[str, ...]:
+        """Return the columns of the input that hold true answers."""
         if self._file is not None:
             return ()
         return (self._column,) if self._column is not None else tuple(self._columns.values())
 
     @property
     def unused(self) -> int:
+        """Return how many rows of the separate table match no record that was read, or 0 without such a table."""
         return len(self._unused) if self._was_read else 0
 
     def of(self, data: Mapping[str, object], number: int, id: object) -> list[int | None]:
-        """Return the place of the true option of each question; None if it is not known.
+        """Return the index of the true option of each question, or None if it is unknown.
 
-        id: the record's, with --id. Raise InputError for a value that is no option.
+        Raise InputError for a value that is not an option. id: the record's id, with --id
         """
         row = data
         self._was_read = True
@@ -76,7 +76,7 @@ class Gold:
         return column if self._file is None else f"{column} of {self._file}"
 
     def _of_column(self, value: object, field: str) -> Mapping[str, object]:
-        """Return {question: true answer} of the value of a column for all questions."""
+        """Return {question: true answer} from the value of one column for all questions."""
         names = [question.name for question in self._questions]
         answers = parse_cell(value, field) if isinstance(value, str) and value.lstrip()[:1] == "{" else value
         if isinstance(answers, Mapping):
@@ -127,7 +127,7 @@ def _checked(row: Record, name: str) -> Mapping[str, object]:
 
 
 def _key_of(value: object, kind: str) -> object:
-    """Return a record's number, or its id as text; None for neither."""
+    """Return a record's number, or its id as text. Return None for an invalid value."""
     if kind == "id":
         return None if is_empty(value) else str(value)
     try:
@@ -138,7 +138,7 @@ def _key_of(value: object, kind: str) -> object:
 
 
 def _value(row: Mapping[str, object], column: str) -> object:
-    """Return the value of a column; None if a record lacks it, as some records of JSON lines are not labelled."""
+    """Return the value of a column, or None if the record lacks it: JSON lines without the column are not labelled."""
     try:
         return lookup({**row}, column)
     except InputError:
@@ -146,7 +146,7 @@ def _value(row: Mapping[str, object], column: str) -> object:
 
 
 def _columns_of(texts: Sequence[str], names: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return (the column of all questions or None, {question: its column}) of the values of --gold."""
+    """Return (the column for all questions or None, {question: its column}) from the values of --gold."""
     parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     columns: dict[str, str] = {}
     bare = []
@@ -166,7 +166,7 @@ def _columns_of(texts: Sequence[str], names: Sequence[str]) -> tuple[str | None,
 
 
 def gold_of(spec: JobSpec) -> Gold | None:
-    """Return the true answers of a job; None: it has none."""
+    """Return the true answers of a job, or None if the job has none."""
     given, options = spec.input, spec.tasks.get("decide")
     if spec.task != "decide" or not (given.gold or given.gold_file) or not isinstance(options, DecideOptions):
         return None

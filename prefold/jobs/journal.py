@@ -1,19 +1,19 @@
-"""Keeps the journal of a job, which lists the written records, so that a killed job can go on.
+"""The journal of a job: the records whose lines are written, so that a killed job can continue.
 
-The journal is a file beside the output, one JSON object a line, to which lines are only appended. The first line names
-the job; each of the others commits a piece of the output. For example
+The journal is a file beside the output, one JSON object per line. Lines are only appended. The first line identifies
+the job. Each other line commits a part of the output. For example
 
     {"to": 81234, "done": "1-400,402", "errors": 3, "crc": "9a0b1c2d"}
 
-says that the output's bytes up to 81,234 hold the lines of these records (and of those committed before), and that
-three of all these lines are errors. The lines reach the output, then the disk, and only then is their commit written.
-A job that is resumed cuts off what lies behind the last commit and computes it again, so every record has exactly one
-line whenever the process dies. An entry may also have `extras`, what the end of the job needs of these records beside
-their lines.
+says that the first 81,234 bytes of the output hold the lines of these records and of all records committed before.
+Three of all these lines are errors. First the lines are written to the output, then they are synced to disk, and
+only then is their commit written. A resumed job truncates the output after the last commit and computes the rest again.
+So every record gets exactly one line, whenever the process dies. An entry may also have `extras`: data that the end of
+the job needs about these records.
 
-`crc` is the CRC-32 of the entry without `crc`, begun with the checksum of the line before, so that an entry which is
-damaged, missing or in the wrong place is noticed. The last line may be torn, and then does not count; damage before it
-is an error.
+`crc` is the CRC-32 of the entry without `crc`, started with the checksum of the line before. It detects entries that
+are damaged, missing or out of order. The last line may be torn, and is then ignored. Damage before the last line is an
+error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import IO, Any, BinaryIO
 from ..errors import JobError
 from .record import Extra, RecordSet, format_ranges, parse_ranges
 
-_VERSION = 3  # 2 named options by what the command line was given, such as "labels": "a,b"
+_VERSION = 3  # version 2 had options as written on the command line, such as "labels": "a,b"
 _SEAL = len(',"crc":"01234567"}\n')
 
 
@@ -38,7 +38,7 @@ def journal_path(output: Path) -> Path:
 
 
 def recorded_job(output: Path) -> dict[str, Any]:
-    """Returns the fingerprint in the journal beside an output; {} if there is no readable journal."""
+    """Return the fingerprint in the journal beside an output, or {} if there is no readable journal."""
     try:
         with journal_path(output).open("rb") as file:
             entry = _unseal(file.readline(), 0)[0]
@@ -49,19 +49,20 @@ def recorded_job(output: Path) -> dict[str, Any]:
 
 
 class Journal:
-    """A Journal is locked against other processes while it is open. Opening it changes nothing in the file.
+    """The journal of a job. It is locked against other processes while it is open. Opening it does not change the file.
 
-    job        the fingerprint of the journal's job; None when it has none yet (see `start`)
-    done       the records that are committed
-    offset     how many bytes of the lines file are committed
-    errors     how many of the committed lines are errors
-    end_entry  how the job ended, {"limit": its --limit or None}; None while records of it are missing
+    Attributes:
+        job: the fingerprint of the journal's job; None: no job yet (see `start`)
+        done: the committed records
+        offset: committed bytes of the lines file
+        errors: number of committed lines that are errors
+        end_entry: how the job ended, {"limit": its --limit or None}; None: records are missing
     """
 
     def __init__(self, path: Path):
-        """Opens and locks the journal, and makes an empty one where there is none, which `close` removes again.
+        """Open and lock the journal, and create an empty one if it does not exist. `close` removes an empty journal.
 
-        Raises JobError when another process has it, or when it cannot be written.
+        Raise JobError if another process has locked it, or if it cannot be written.
         """
         self.path = path
         self.done = RecordSet()
@@ -75,8 +76,7 @@ class Journal:
         self._file = _open_locked(path)
 
     def read(self) -> None:
-        """Reads the fingerprint of the journal's job. Raises JobError if the journal is damaged; the last line may be
-        torn."""
+        """Read the fingerprint of the journal's job. Raise JobError if the journal is damaged before its last line."""
         for _, entry, _ in self._entries():
             if "job" in entry:
                 self.job, self._version = entry["job"], entry.get("prefold_journal")
@@ -85,7 +85,7 @@ class Journal:
                 self.job["input"] = entry["input"]
 
     def start(self, job: dict[str, Any]) -> None:
-        """Begins the journal of a new job, in place of an old journal, which stays if this raises OSError."""
+        """Start the journal of a new job. It replaces an old journal, which stays if this raises OSError."""
         new = self.path.with_name(self.path.name + ".tmp")
         file = new.open("w+b")
         try:
@@ -96,19 +96,20 @@ class Journal:
         except OSError:
             self._file = old
             new.unlink(missing_ok=True)
-            with suppress(OSError):  # the buffer still holds what could not be written, and closing tries once more
+            with suppress(OSError):  # closing tries again to write the rest of the buffer
                 file.close()
             raise
         old.close()
         self.job = job
 
     def resume(self, job: dict[str, Any], output_bytes: int, limit: int | None, *, has_final: bool = False) -> None:
-        """Reads the committed records. Raises JobError, naming the differences, if the journal is of another job.
+        """Read the committed records. Raise JobError, listing the differences, if the journal belongs to another job.
 
-        output_bytes  the present size of the lines file. Commits beyond it, which the disk has lost, do not count
-        limit         the present --limit
-        has_final     whether the final file, which is made of the lines, is there; commits of an ended job then count
-                      anyway
+        Args:
+            job: The fingerprint of the present job.
+            output_bytes: The present size of the lines file. Commits beyond it were lost by the disk and do not count.
+            limit: The present --limit.
+            has_final: The final file, made from the lines, exists. Then all commits of an ended job count.
         """
         assert self.job is not None
         differing = differences(self.job, job)
@@ -116,7 +117,7 @@ class Journal:
             lines = "\n  ".join(differing)
             earlier = ""
             if self._version != _VERSION:
-                earlier = " (an earlier version wrote it, which named some options otherwise)"
+                earlier = " (an earlier version wrote it, with other names for some options)"
             raise JobError(
                 f"{self.path} belongs to another job{earlier}:\n  {lines}\n"
                 "give the same input and options to resume it (--grown: the input may have become longer), "
@@ -128,22 +129,24 @@ class Journal:
         self._replay(output_bytes, whole=has_final and covers(end_entry, limit))
 
     def cut(self) -> None:
-        """Cuts off everything after the last valid entry."""
+        """Remove everything after the last valid entry."""
         self._file.truncate(self._end)
         self._file.seek(self._end)
 
     def commit(self, numbers: list[int], offset: int, errors: int, extras: Sequence[Extra] = ()) -> None:
-        """Record that the lines of the records `numbers` are on disk, up to `offset`; `errors` of them are errors.
-        extras: what the end of the job needs of them"""
+        """Record that the lines of the records `numbers` are on disk, up to byte `offset`.
+
+        errors: number of error lines so far; extras: what the end of the job needs about these records
+        """
         for number in numbers:
             if not self.done.add(number):
-                raise AssertionError(f"record {number} has a second line")
+                raise AssertionError(f"record {number} got a second line")
         self.offset, self.errors = offset, errors
         entry = {"to": offset, "done": format_ranges(numbers), "errors": errors}
         self._append(entry | ({"extras": extras} if extras else {}))
 
     def extras(self) -> Iterator[Extra]:
-        """Yield the extras of all entries. Entries that do not count are cut off before a job goes on."""
+        """Yield the extras of all entries. Entries that do not count are removed before a job continues."""
         try:
             for _, entry, _ in self._entries():
                 yield from entry.get("extras", ())
@@ -151,25 +154,25 @@ class Journal:
             self._file.seek(0, os.SEEK_END)
 
     def grow(self, input: dict[str, Any]) -> None:
-        """Records that the job's input has become longer. input: its present identity"""
+        """Record that the job's input has become longer. input: its present identity"""
         self.end_entry = None
         self._append({"input": input})
 
     def finish(self, limit: int | None, *, keeps_lines: bool = True) -> None:
-        """Marks the job as ended: every record up to `limit` (None: all) has its line.
+        """Mark the job as ended: every record up to `limit` (None: all) has its line.
 
-        keeps_lines: whether the lines file is kept when the output was made of it
+        keeps_lines: the lines file is kept after the output was made from it
         """
         self.end_entry = {"limit": limit, "keeps_lines": keeps_lines}
         self._append({"ended": self.end_entry})
 
     def close(self) -> None:
-        """Unlocks the journal, and removes it if nothing was written."""
+        """Unlock the journal, and remove it if it is empty."""
         if self._file.closed:
             return
         if os.fstat(self._file.fileno()).st_size == 0:
             self.path.unlink(missing_ok=True)
-        with suppress(OSError):  # a full disk has failed the commit already
+        with suppress(OSError):  # on a full disk, the commit has already failed
             self._file.close()
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -179,8 +182,7 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any], int]]:
-        """Yields (entry, the byte behind it, its checksum), without a torn last line. Raises JobError for other
-        damage."""
+        """Yield (end offset, entry, checksum), without a torn last line. Raise JobError for any other damage."""
         self._file.seek(0)
         number = end = crc = 0
         while line := self._file.readline():
@@ -194,9 +196,8 @@ class Journal:
                     )
                 if self._file.readline():
                     raise JobError(
-                        f"line {number} of {self.path} is damaged, as its checksum does not hold; --overwrite starts "
-                        f"the job again, or keep only the lines before it (head -n {number - 1}), and the job goes on "
-                        "from there"
+                        f"line {number} of {self.path} is damaged: its checksum is wrong; --overwrite starts the job "
+                        f"again, or keep only the lines before it (head -n {number - 1}), and the job continues there"
                     )
                 return
             yield end, entry, crc
@@ -214,21 +215,22 @@ class Journal:
 
 
 def covers(end_entry: dict[str, Any] | None, limit: int | None) -> bool:
-    """Returns whether an ended job has done all that a job with this --limit would do. end_entry: as of Journal"""
+    """Return whether an ended job has done everything that a job with this --limit would do. end_entry: as in
+    Journal"""
     if end_entry is None:
         return False
     return end_entry["limit"] is None or (limit is not None and limit <= end_entry["limit"])
 
 
 def _seal(entry: dict[str, Any], before: int) -> tuple[bytes, int]:
-    """Returns (an entry's line, its checksum). before: the checksum of the line before."""
+    """Return (line of an entry, its checksum). before: the checksum of the line before"""
     body = json.dumps(entry, separators=(",", ":")).encode()
     crc = zlib.crc32(body, before)
     return body[:-1] + b',"crc":"%08x"}\n' % crc, crc
 
 
 def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
-    """Returns (the entry of a line, its checksum); None in place of the entry if the line is torn or damaged."""
+    """Return (entry of a line, its checksum). The entry is None if the line is torn or damaged."""
     body = line[:-_SEAL] + b"}"
     crc = zlib.crc32(body, before)
     if line[-_SEAL:] != b',"crc":"%08x"}\n' % crc:
@@ -237,7 +239,7 @@ def _unseal(line: bytes, before: int) -> tuple[dict[str, Any] | None, int]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Returns the differences between two fingerprints, a line for each."""
+    """Return the differences between two fingerprints, one line for each."""
     out: list[str] = []
     for key in dict.fromkeys([*old, *new]):
         a, b = old.get(key), new.get(key)
@@ -266,13 +268,15 @@ def _open_locked(path: Path) -> BinaryIO:
                 return file
         except FileNotFoundError:
             pass
-        # The process that had the lock until now has replaced or removed the file, so the lock is on a stale one.
+        # The process that held the lock has replaced or removed the file, so this lock is on a stale file.
         file.close()
 
 
 def lock(file: IO[Any]) -> bool:
-    """Locks a file until it is closed, and returns True; returns False if another process has locked it. Systems and
-    file systems without such locks never refuse."""
+    """Lock a file until it is closed. Return False if another process has locked it, else True.
+
+    Systems and file systems without such locks never refuse.
+    """
     try:
         import fcntl
 

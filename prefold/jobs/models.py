@@ -1,4 +1,4 @@
-"""Make what computes a job by its spec: the checkpoint and the tokenizer, an LLM or a fleet, and the tasks."""
+"""Make the parts that compute a job from its spec: checkpoint, tokenizer, LLM or fleet, and tasks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..spec.model import ModelSpec
 from ..spec.requests import Sharing
 from ..spec.task import LoopedOptions, SamplerOptions, TaskSpec
 
-Notify = Callable[[str], None]  # takes a line for the user, such as that a model is downloaded
+Notify = Callable[[str], None]  # called with a line for the user, such as "downloading ..."
 
 
 def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool = True) -> tuple[Any, Any]:
-    """Return (checkpoint, tokenizer or None) of a job, without reading weights. weights: whether the weights of a hub
-    id are downloaded"""
+    """Return (checkpoint, tokenizer or None) of a job, without loading weights. weights: download the weights of a hub
+    id"""
     if backend.where:
         from ..cluster.http_bodies import remote_model
 
@@ -33,8 +33,7 @@ def open_model(spec: JobSpec, backend: Backend, notify: Notify, *, weights: bool
 
 
 def find_model(name: str, model: ModelSpec, notify: Notify, *, weights: bool = True) -> Any:
-    """Return the checkpoint of a name, and checks its config first, so that an unsupported model is refused before
-    anything is read."""
+    """Return the checkpoint of a name. An unsupported model is refused first, by its config."""
     from ..checkpoint import resolve
     from ..model import config_from
 
@@ -55,7 +54,7 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
     if tokenizer is None:
         advice = "save its tokenizer.json beside it (transformers: AutoTokenizer.from_pretrained(...).save_pretrained("
         advice += "folder))"
-        if checkpoint.path is None:  # a shape, which is no folder
+        if checkpoint.path is None:  # a built-in shape without a folder
             advice = "with --load-format dummy, --model may also be the folder or the hub id of a model that has one"
         ids = "or give OpenAI batch lines of token ids"
         raise JobError(f"{checkpoint.name} has no tokenizer, which {texts} need; {advice}, {ids}")
@@ -64,8 +63,12 @@ def check_tokenizer(checkpoint: Any, tokenizer: Any, texts: str) -> None:
 def load_llm(model: ModelSpec, checkpoint: Any, tokenizer: Any, media: Any = None, *, is_job: bool = True) -> Any:
     """Return the LLM of a checkpoint.
 
-    media   the MediaTable of tasks that were made before
-    is_job  whether steps have many rows, as the steps of a job have; a server and the texts of a command have few
+    Args:
+        model: The options of the model.
+        checkpoint: The model.
+        tokenizer: Its tokenizer.
+        media: The MediaTable of tasks that were made before the LLM.
+        is_job: Tune for steps with many rows, as jobs have them. Servers and single texts have few rows.
     """
     from ..llm import LLM
 
@@ -73,7 +76,7 @@ def load_llm(model: ModelSpec, checkpoint: Any, tokenizer: Any, media: Any = Non
 
 
 def image_reading(spec: JobSpec) -> dict[str, Any]:
-    """Return options of `ModelConfig.image_inputs`. Paths are read in --media-folder only."""
+    """Return options for `ModelConfig.image_inputs`. Paths are read only inside --media-folder."""
     folder = spec.input.media_folder
     if folder is not None and not Path(folder).is_dir():
         raise JobError(f"--media-folder {folder}: there is no such folder")
@@ -84,25 +87,25 @@ def image_reading(spec: JobSpec) -> dict[str, Any]:
 
 
 class FleetModel:
-    """A FleetModel takes the place of the LLM in a job on a fleet."""
+    """The stand-in for the LLM in a job on a fleet."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of the replicas, "" while none is ready."""
+        """Return the dtype of the replicas, or "" until one is ready."""
         return self.engine.snapshot().dtype
 
     def close(self) -> None:
-        """End the replicas."""
+        """Stop the replicas."""
         self.engine.close()
 
 
 def load_fleet(
     spec: JobSpec, backend: Backend, checkpoint: Any, tokenizer: Any, notify: Notify, media: Any = None
 ) -> FleetModel:
-    """Return the fleet of a job, whose replicas load their models meanwhile. media: the MediaTable of the job's
+    """Return the fleet of a job. Its replicas load their models in the background. media: the MediaTable of the job's
     tasks"""
     from ..cluster.fleet import Fleet
     from ..model import config_from
@@ -126,18 +129,17 @@ def load_fleet(
 
 
 class LazyTasks(Mapping[str, Any]):
-    """A LazyTasks holds the tasks of a batch, each of which is made when the first record needs it."""
+    """The tasks of a batch. Each task is made when the first record needs it."""
 
     def __init__(self, names: tuple[str, ...], spec: JobSpec, checkpoint: Any, tokenizer: Any, **reading: Any):
-        """Keep the arguments of the tasks. reading: options of reading images, which override the spec's"""
+        """reading: options for reading images; they override the spec's"""
         self._names, self._spec = names, spec
         self._checkpoint, self._tokenizer = checkpoint, tokenizer
         self._tasks: dict[str, Any] = {}
         self._reading = reading
 
     def __contains__(self, name: object) -> bool:
-        """Return whether the batch may have a task of this name, without making it: the model may not be able to do
-        it."""
+        """Return whether the batch may have this task. The task is not made, so the model may be unable to do it."""
         return name in self._names
 
     def __getitem__(self, name: str) -> Any:
@@ -160,7 +162,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @cached_property
     def images(self) -> Any:
-        """Return the ImageInputs of all tasks; None for a model that takes text alone."""
+        """Return the ImageInputs of all tasks, or None for a model without image inputs."""
         from ..model import config_from
 
         config, reading = config_from(self._checkpoint.config), image_reading(self._spec) | self._reading
@@ -168,7 +170,7 @@ class LazyTasks(Mapping[str, Any]):
 
     @property
     def media(self) -> Any:
-        """Return the MediaTable of the images, for the LLM that runs these tasks; or None."""
+        """Return the MediaTable of the images for the LLM that runs these tasks, or None."""
         return None if self.images is None else self.images.table
 
     def replace(self, name: str, task: Any) -> None:
@@ -182,15 +184,18 @@ class LazyTasks(Mapping[str, Any]):
 
 
 def task_spec(name: str, spec: JobSpec, checkpoint: Any) -> TaskSpec:
-    """Return the options of a task of a job. With --recommended the checkpoint's own settings take the place of those
-    that were not given."""
+    """Return the options of a task. With --recommended, the checkpoint's settings replace options that were not
+    given."""
     recommended = _recommended(spec, checkpoint) if name == "generate" else {}
     return replace(spec.tasks[name], **recommended)
 
 
 def batch_sampling(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
-    """Return {field of Sampling: value} for the lines of a batch, which may say otherwise: what was given, except the
-    seed, which belongs to the job, and with --recommended the checkpoint's own settings."""
+    """Return {field of Sampling: value} for fields that a batch line omits.
+
+    These are the given options (without the seed, which belongs to the job) and, with --recommended, the checkpoint's
+    settings.
+    """
     return _recommended(spec, checkpoint) | spec.settings("generate", SamplerOptions, LoopedOptions)
 
 
@@ -202,10 +207,13 @@ def _recommended(spec: JobSpec, checkpoint: Any) -> dict[str, Any]:
 
 
 def uses_chat(spec: JobSpec, tokenizer: Any) -> bool:
-    """Return whether a prompt is put into the chat template. Raise JobError for --chat or --system without one."""
+    """Return whether prompts are put into the chat template. Raise JobError for --chat or --system without a
+    template."""
     has = tokenizer is not None and bool(tokenizer.chat_templates or spec.conversations.chat_template)
     if spec.chat and not has:
-        raise JobError("--chat needs a chat template, and the model has none; leave it out, or give --chat-template")
+        raise JobError("--chat needs a chat template, but the model has none; leave it out, or give --chat-template")
     if spec.conversations.system and (spec.chat is False or not has) and not spec.input.messages:
-        raise JobError("--system is for conversations, and prompts are taken as they are; write it into the prompt")
+        raise JobError(
+            "--system needs a conversation, but prompts are plain texts here; write the system text into the prompt"
+        )
     return has and spec.chat is not False

@@ -1,4 +1,4 @@
-"""Open a job by its spec: its input and the adapter of its records, its output with its journal, and its engine."""
+"""Open a job by its spec: the input with its adapter, the output with its journal, and the engine."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Input:
 
 
 def open_input(spec: JobSpec, notify: Notify, *, stdin: Iterable[bytes] | None = None, weights: bool = True) -> Input:
-    """Return the files, patterns and folders of a job as one opened input.
+    """Open the files, patterns and folders of a job as one input. Raise SpecError for options that conflict.
 
-    notify   called with lines for the user, such as that a model is downloaded
-    stdin    the lines of standard input, if they have been read already
-    weights  whether the model's weights are downloaded, as the command is going to read them
-
-    Raise SpecError for options that exclude each other.
+    Args:
+        spec: The job.
+        notify: Called with lines for the user, such as "downloading ...".
+        stdin: The lines of standard input, if they were read already.
+        weights: Download the model's weights, because the command needs them.
     """
     from . import TableOptions, open_sources
 
@@ -77,25 +77,21 @@ def open_input(spec: JobSpec, notify: Notify, *, stdin: Iterable[bytes] | None =
     adapter, names = make_adapter(spec, source, checkpoint, tokenizer)
     tasks = LazyTasks(names, spec, checkpoint, tokenizer)
     if spec.task is not None:
-        tasks[spec.task]  # options that are wrong are refused before any record is read
+        tasks[spec.task]  # refuse wrong options before any record is read
     return Input(spec, backend, source, adapter, tasks, checkpoint, tokenizer)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds what was drawn of an input, by task: items, and the Work of each. left_out: records, or items of them, that
-    were drawn and are unusable."""
+    """A sample of an input, by task."""
 
     items: dict[str, list[Any]]
-    works: dict[str, list[Any]]
-    left_out: int
+    works: dict[str, list[Any]]  # the Work of each item
+    left_out: int  # drawn records and items that are unusable
 
 
 def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample:
-    """Return about `count` records drawn from all over `rows`.
-
-    Raise JobError where none of the records is usable.
-    """
+    """Return about `count` records, drawn evenly from `rows`. Raise JobError if none of them is usable."""
     from .verify import sample_items
 
     drawn_rows, left_out = sample_items(rows, input.adapter, count, seed=seed)
@@ -116,7 +112,8 @@ def draw(input: Input, rows: Iterable[Any], count: int, seed: int = 0) -> Sample
 
 
 def make_adapter(spec: JobSpec, source: Any, checkpoint: Any, tokenizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return (adapter, the tasks it may ask for). Without a task the input must be OpenAI batch lines."""
+    """Return (adapter, names of the tasks that records may need). Without a task, the input must be OpenAI batch
+    lines."""
     from ..wire import TASKS
     from .batch import OpenAIBatch, is_batch_line
 
@@ -163,7 +160,7 @@ def _table_adapter(task: str, spec: JobSpec, source: Any, first: dict[str, Any] 
     if table.adapter_column:
         columns["adapter"] = table.adapter_column
     elif len(spec.model.adapters or ()) > 1:
-        raise JobError("which records use which --adapter? add --adapter-column COLUMN")
+        raise JobError("there are several --adapter: add --adapter-column COLUMN to name the adapter of each record")
     columns |= default_columns(task, have, columns)
     if task == "score" and table.image and "continuation" not in columns:
         message = "--image with the task score needs continuations to score: add --continuation COLUMN"
@@ -190,7 +187,7 @@ def _marks(spec: JobSpec) -> bool:
 
 
 def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, Any]]:
-    """Return (the class of the adapter, the options that it has of its own)."""
+    """Return (the class of the adapter, the options that only this class has)."""
     from .tables import AnswerColumns, DecisionColumns, LabelColumns, TableAdapter
 
     if spec.output.json_columns:
@@ -200,13 +197,15 @@ def _adapter_kind(task: str, spec: JobSpec) -> tuple[Any, dict[str, Any]]:
     kind = {"classify": LabelColumns, "decide": DecisionColumns}.get(task)
     if kind is None or (scores is None and suffix not in (".csv", ".tsv", ".parquet")):
         return TableAdapter, {}
-    # The cells of CSV cannot hold objects, and the columns of Parquet can.
+    # CSV cells cannot hold objects, Parquet columns can.
     return kind, {"every": scores == "all", "keeps": scores is None and suffix == ".parquet"}
 
 
 def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> dict[str, Any]:
-    """Return `keep` and `keep_all` of Columns, as --keep says. reserved: the names that lines have of their own; have:
-    the input's columns, None where not known."""
+    """Return `keep` and `keep_all` of Columns, from --keep.
+
+    reserved: names of the line's own fields; have: the input's columns, None if unknown
+    """
     from ..tasks.rows import kept_name
 
     keep: dict[str, str] = {}
@@ -215,18 +214,18 @@ def _kept(reserved: Collection[str], spec: JobSpec, have: list[str] | None) -> d
     for part in parts:
         name, equals, column = part.partition("=")
         if part == "*":
-            # A column "id" that is the id is in each line already.
+            # If --id names the column "id", each line has it already.
             columns = [column for column in have or () if not column == "id" == own_id]
             keep |= {kept_name(reserved, column): column for column in columns}
-        elif part and not part == "id" == own_id:  # which is in each line already
+        elif part and not part == "id" == own_id:  # also in each line already
             keep[name.strip()] = (column if equals else part).strip()
     return {"keep": keep, "keep_all": "*" in parts and have is None}
 
 
 def render_chat(task: str, spec: JobSpec, tokenizer: Any) -> Any:
-    """Return the function that turns chat messages into token ids, for a task that does not continue them.
+    """Return the function from chat messages to token ids, for a task that does not continue them.
 
-    A conversation whose continuation is scored ends with the beginning of the assistant's turn.
+    If a conversation is followed by a scored continuation, it ends with the header of the assistant's turn.
     """
     from ..tasks.base import Inputs
     from ..tasks.conversations import Conversations
@@ -249,7 +248,7 @@ def open_job(input: Input, notify: Notify) -> Job:
         if input.is_fleet:
             llm: Any = load_fleet(spec, input.backend, input.checkpoint, input.tokenizer, notify, tasks.media)
         else:
-            llm = input.load(replace(spec.model, answers=None))  # the job itself keeps them
+            llm = input.load(replace(spec.model, answers=None))  # the job keeps the answers, not the LLM
         if "classify" in tasks:
             tasks.replace("classify", calibrated(llm.engine, tasks["classify"]))
         return llm
@@ -282,7 +281,7 @@ def open_job(input: Input, notify: Notify) -> Job:
 
 
 def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
-    """Return the answers that --answers names."""
+    """Return the kept answers in the folder of --answers."""
     from ..model.machine import choose_device, choose_dtype
 
     model, config = input.spec.model.for_job(), input.checkpoint.config
@@ -292,7 +291,7 @@ def _kept_answers(input: Input, notify: Notify) -> KeptAnswers | None:
 
 
 def _review(input: Input) -> Review | None:
-    """Return what compares decisions with true answers and collects doubtful ones; None for other jobs."""
+    """Return the Review of a job of decisions with true answers or thresholds, or None for any other job."""
     gold = getattr(input.adapter, "gold", None)
     if input.spec.task != "decide" or (gold is None and not _marks(input.spec)):
         return None
@@ -312,8 +311,10 @@ def _seed(path: Path | None, input: Input) -> int:
 
 
 def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
-    """Return the fingerprint of a job: its input, its model, its task, and the options that change a result. seed: the
-    seed of sampling; None without sampling"""
+    """Return the fingerprint of a job: input, model, task, and the options that change a result.
+
+    seed: the seed of sampling; None: nothing is sampled
+    """
     spec = input.spec
     options = spec.identity()
     if "examples" in options:
@@ -334,7 +335,7 @@ def fingerprint(input: Input, seed: int | None) -> dict[str, Any]:
         "options": options,
         **({} if seed is None else {"seed": seed}),
     }
-    return json.loads(json.dumps(parts))  # with lists in place of tuples, as the journal gives it back
+    return json.loads(json.dumps(parts))  # lists instead of tuples, so that it equals the journal's copy
 
 
 def _digest(data: bytes) -> str:
@@ -342,7 +343,7 @@ def _digest(data: bytes) -> str:
 
 
 def _check_paths(path: Path | None, input: Input) -> None:
-    """Raise JobError if a file of the job would replace another one, or cannot be written."""
+    """Raise JobError if a file of the job would replace another file, or cannot be written."""
     spec, report = input.spec, input.spec.output.report
     for folder in (Path(os.path.realpath(name)) for name in spec.input.names if os.path.isdir(name)):
         if path is not None and Path(os.path.realpath(path)).is_relative_to(folder):
@@ -367,14 +368,14 @@ def _check_paths(path: Path | None, input: Input) -> None:
 
 
 def _written(spec: JobSpec) -> list[tuple[Path | str | None, str]]:
-    """Return (path, what it is) of the files that the end of a job of decisions writes."""
+    """Return (path, role) of the files that the end of a job of decisions writes."""
     from .review import review_path
 
     return [(review_path(spec), "review file"), (spec.output.save_calibration, "calibration")]
 
 
 def _matches(path: Path, pattern: str) -> bool:
-    """Return whether a pattern would match the file of this path."""
+    """Return whether a pattern would match this path."""
 
     def match(parts: Sequence[str], parts_of_pattern: Sequence[str]) -> bool:
         if not parts_of_pattern:
@@ -387,10 +388,10 @@ def _matches(path: Path, pattern: str) -> bool:
 
 
 def _check_place(path: Path) -> None:
-    """Raise JobError if a file could not be written, before anything is computed for it."""
+    """Raise JobError now if a file could not be written at the end of the job."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise JobError(f"there is no folder {path.parent} for {path}; make it first")
+        raise JobError(f"there is no folder {path.parent} for {path}; create it first")
     if path.is_dir():
         raise JobError(f"{path} is a folder; name a file in it")
     try:
@@ -399,4 +400,4 @@ def _check_place(path: Path) -> None:
         if error.errno == errno.ELOOP:
             raise JobError(f"{path} is a loop of symbolic links; give another name") from None
     if not os.access(folder, os.W_OK):
-        raise JobError(f"nothing can be written to the folder {path.parent}; give {path.name} another place")
+        raise JobError(f"the folder {path.parent} is not writable; write {path.name} elsewhere")

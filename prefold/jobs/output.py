@@ -1,7 +1,9 @@
-"""Writes the lines of a job, to a file with its journal or to standard output. Lines are written in groups, at most a
-second or a megabyte late, so that small records stay cheap; each group is one commit of the journal. The last pass
-sorts the lines into input order, or converts them to CSV, Parquet or gzip; that file appears under its name when it is
-whole."""
+"""The output of a job: its lines go to a file with a journal, or to standard output.
+
+Lines are written in groups, delayed by at most one second or one megabyte, so that small records stay cheap. Each group
+is one commit of the journal. A last pass sorts the lines into input order, or converts them to CSV, Parquet or gzip.
+The final file appears under its name only when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -37,37 +39,32 @@ RESUME = "give the same command to resume"
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """An OutputOptions says where the lines go, and which files may exist before.
+    """The options of an output: the place of the lines, and the existing files that are accepted."""
 
-    path         the output file; None: standard output
-    only_resume  there must be a job to resume
-    grown        with --grown: a function that raises JobError unless the input begins with the one of this identity
-    form         what is known of a table's columns
-    commit_seconds  a line is durable after this time at the latest; None: COMMIT_SECONDS
-    """
-
-    path: Path | None
+    path: Path | None  # the output file; None: standard output
     keep_order: bool = False
     overwrite: bool = False
-    only_resume: bool = False
+    only_resume: bool = False  # there must be a job to resume
     limit: int | None = None
+    # with --grown: raises JobError unless the input starts with the input of this identity
     grown: Callable[[dict[str, Any]], None] | None = None
-    form: TableForm = field(default_factory=TableForm)
-    commit_seconds: float | None = None
+    form: TableForm = field(default_factory=TableForm)  # what is known about a table's columns
+    commit_seconds: float | None = None  # maximum delay before a line is durable; None: COMMIT_SECONDS
 
 
 class Output:
-    """An Output takes each record's line once, from any thread.
+    """Accepts each record's line once, from any thread.
 
-    done     the records whose lines are there to stay: those of earlier runs, and those that this run has committed
-    count    how many records have their line, committed or not
-    errors   how many of these lines are errors
-    resumed  how many records had their line when the output was opened
-    ended    whether an earlier run has done everything this run would do
-    begun    whether something of this run is written
-    notes    what the user should know of the file that was made
-    first_error  the line of the first record that failed in this run
-    before_commit  called before written lines are made durable
+    Attributes:
+        done: records whose lines are durable: from earlier runs, and committed by this run
+        count: number of records that have their line, committed or not
+        errors: number of these lines that are errors
+        resumed: number of records that had their line when the output was opened
+        ended: an earlier run has done everything that this run would do
+        begun: this run has written something
+        notes: notes for the user about the final file
+        first_error: line of the first record that failed in this run
+        before_commit: called before written lines are made durable
     """
 
     def __init__(self) -> None:
@@ -80,40 +77,43 @@ class Output:
         self._lock = threading.Lock()
 
     def hold(self) -> None:
-        """Holds lines back until `release`, while it is not certain that the job can run, as long as memory has room
-        for them."""
+        """Hold lines in memory until `release`, while it is uncertain whether the job can run."""
 
     def release(self) -> None:
-        """Writes the lines that were held back, in place of an old output."""
+        """Write the held lines, and replace an old output."""
 
     def write(self, number: int, line: str, failed: bool, extra: Extra | None = None) -> None:
-        """Take the line of a record; subclasses write it.
+        """Accept the line of a record. Subclasses write it.
 
-        failed  whether the line is an error
-        extra   what the end of the job needs of the record beside its line, as JSON: see `extras`
+        Args:
+            number: The number of the record.
+            line: Its line, without a line end.
+            failed: The line is an error.
+            extra: JSON data that the end of the job needs about the record (see `extras`).
         """
         self.count += 1
         self.errors += failed
         self.first_error = self.first_error or (line if failed else None)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Makes written lines durable. due_only: only if the last commit was long enough ago"""
+        """Make written lines durable. due_only: only if the last commit is old enough"""
 
     def finish(self) -> None:
-        """Commits the remaining lines, and ends the output."""
+        """Commit the remaining lines, and end the output."""
         self.commit()
 
     def extras(self) -> Iterable[Extra]:
-        """Return what was written as `extra` for the records that have their line, once for each, also by earlier
-        runs."""
+        """Return the `extra` of all records that have their line, also from earlier runs, once for each record."""
         return ()
 
     def close(self) -> None: ...
 
 
 def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
-    """Returns the opened output of the job with the fingerprint `job`, which resumes if the job's journal exists.
-    Raises JobError if the output is not this job's, or cannot be written."""
+    """Open the output of the job with the fingerprint `job`. If the job has a journal, the job resumes.
+
+    Raise JobError if the output belongs to another job, or cannot be written.
+    """
     if options.path is None:
         if options.keep_order:
             raise JobError("--keep-order needs an output file: add -o FILE")
@@ -124,12 +124,12 @@ def open_output(options: OutputOptions, job: dict[str, Any]) -> Output:
 
 
 def partial_path(output: Path) -> Path:
-    """Returns the path of the lines file from which an output is made in the last pass."""
+    """Return the path of the lines file from which the last pass makes the output."""
     return output.with_name(output.name + ".partial")
 
 
 class StreamOutput(Output):
-    """A StreamOutput writes lines, in UTF-8, to a stream as they come. There is no journal, and nothing to resume."""
+    """Writes lines in UTF-8 to a stream, as they come. There is no journal, so nothing can be resumed."""
 
     def __init__(self, stream: BinaryIO):
         super().__init__()
@@ -153,14 +153,13 @@ class StreamOutput(Output):
 
 
 class FileOutput(Output):
-    """A FileOutput writes each record's line to a file exactly once, whenever the process dies.
+    """Writes each record's line to a file exactly once, whenever the process dies.
 
-    JSONL is written as results come. For other formats, and with --keep-order, lines are written to NAME.partial, and
-    the file is made of it when all lines are there.
+    JSONL is written as results come. For other formats, and with --keep-order, lines go to NAME.partial. The final file
+    is made from them when all lines exist.
 
-    The journal is locked before any file is looked at, and no file is changed before the first line is written. With
-    `hold`, a job that cannot run leaves everything as it was, unless HELD_BYTES of error lines came before that was
-    known.
+    The journal is locked before any file is examined, and no file is changed before the first line is written. With
+    `hold`, a job that cannot run changes nothing, unless HELD_BYTES of error lines arrive before that is known.
     """
 
     def __init__(self, options: OutputOptions, job: dict[str, Any]):
@@ -174,7 +173,7 @@ class FileOutput(Output):
         self._finish = finish_for(self.path, options.keep_order, options.form)
         self.lines_path = self.path if self._finish is None else partial_path(self.path)
         self._job = {**job, "output": {"keep_order": options.keep_order}}
-        # Records' numbers with their lines and extras, so that no signal parts them.
+        # Number, line and extra of a record are one tuple, so that a signal cannot separate them.
         self._pending: list[tuple[int, bytes, Extra | None]] = []
         self._bytes = 0
         self._last = time.monotonic()
@@ -193,21 +192,21 @@ class FileOutput(Output):
         self.count = self.resumed = len(self.done)
         self.ended = covers(self.journal.end_entry, self.limit)
         if self.ended and self.journal.end_entry is not None and not self.journal.end_entry.get("keeps_lines", True):
-            self._remove_lines()  # the job was killed between its end and this
+            self._remove_lines()  # the job was killed before it could do so
 
     @property
     def num_bytes(self) -> int:
-        """Returns how many bytes of lines are committed."""
+        """Return the number of committed bytes of lines."""
         return self.journal.offset
 
     def _resume(self, options: OutputOptions) -> bool:
-        """Reads the state of earlier runs of the job. Returns False if there are none."""
+        """Read the state of earlier runs of the job. Return False if there are none."""
         self.journal.read()
         if self.journal.job is not None:
             size = self.lines_path.stat().st_size if self.lines_path.exists() else 0
             has_final = self._finish is not None and self.path.exists()
             before = self.journal.job.get("input")
-            if before and self._job.get("input"):  # a server's batch whose input is gone has none
+            if before and self._job.get("input"):  # a server's batch has none if its input was deleted
                 self._job["input"] = as_noted(self._job["input"], before)
             if options.grown is not None and before != self._job["input"]:
                 options.grown(before)
@@ -219,7 +218,7 @@ class FileOutput(Output):
             return True
         if self.path.exists() and self.path.stat().st_size:
             raise JobError(
-                f"{self.path} exists and no journal says that it is this job's; "
+                f"{self.path} exists, and no journal shows that it belongs to this job; "
                 "--overwrite replaces it, -o NAME writes elsewhere"
             )
         if options.only_resume:
@@ -229,12 +228,12 @@ class FileOutput(Output):
         return False
 
     def _check_lines(self, size: int) -> None:
-        """Raises JobError if an ended job is to go on, with --grown, and its lines were not kept."""
+        """Raise JobError if an ended job cannot continue with --grown, because its lines were not kept."""
         self.journal.end_entry = None
         if size < self.journal.offset:
             raise JobError(
-                f"{self.path} was made without --grown, and its lines are not kept; "
-                "--overwrite with --grown starts again, and goes on from there the next time"
+                f"{self.path} was made without --grown, so its lines were not kept; "
+                "start again with --overwrite --grown, and later runs can continue"
             )
 
     def hold(self) -> None:
@@ -244,7 +243,7 @@ class FileOutput(Output):
         self._is_locked = False
 
     def _begin(self) -> None:
-        """Replaces an old output; of a job that is resumed, cuts off only the uncommitted lines."""
+        """Replace an old output. For a resumed job, remove only the uncommitted lines."""
         if self.begun:
             return
         if self._resumes:
@@ -254,7 +253,7 @@ class FileOutput(Output):
         else:
             self.journal.start(self._job)
             if self._replaces and self._finish is None:
-                partial_path(self.path).unlink(missing_ok=True)  # of a job that wrote another way
+                partial_path(self.path).unlink(missing_ok=True)  # left by a job with other output options
         self._file = self.lines_path.open("ab", buffering=0)
         self._file.truncate(self.journal.offset)
         self.begun = True
@@ -299,21 +298,21 @@ class FileOutput(Output):
         except JobError as error:
             self._broken = error
             raise
-        except BaseException:  # of a second Ctrl-C: the same lines must not be written again
+        except BaseException:  # for example a second Ctrl-C: these lines must not be written again
             self._broken = JobError(f"writing {self.lines_path} was interrupted; what is written is kept")
             raise
 
     def finish(self) -> None:
-        """Commits the remaining lines, makes the final file, and marks the job as ended."""
+        """Commit the remaining lines, make the final file, and mark the job as ended."""
         if self.ended:
             return
         self.release()
         self.commit()
         with writing(self.path, "the records are done and kept", RESUME):
-            self._begin()  # has not happened yet where there was nothing to commit
+            self._begin()  # does nothing unless there was nothing to commit
             if self._finish is not None:
                 self.notes = self._finish(self.lines_path, self.path)
-            # With --limit or --grown a later run goes on from the lines, so they are kept.
+            # With --limit or --grown a later run continues from the lines, so keep them.
             keeps_lines = self._finish is None or self._keeps_lines
             self.journal.finish(self.limit, keeps_lines=keeps_lines)
             if not keeps_lines:
@@ -323,7 +322,7 @@ class FileOutput(Output):
         return self.journal.extras()
 
     def _remove_lines(self) -> None:
-        """Removes the lines of which the output was made."""
+        """Remove the lines file after the output was made from it."""
         if self.path != self.lines_path and self.path.exists():
             self.lines_path.unlink(missing_ok=True)
 
@@ -333,13 +332,15 @@ class FileOutput(Output):
         self.journal.close()
 
 
-# A function of (lines file, file to be made) that makes the file and returns notes for the user.
+# makes the final file from the lines file, and returns notes for the user: (lines file, final file) -> notes
 Finish = Callable[[Path, Path], list[str]]
 
 
 def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> Finish | None:
-    """Returns the function that makes the file `path` from the lines; None if the lines are the file. form: the columns
-    of a table. Raises JobError for a name without a known format, MissingExtraError without pyarrow."""
+    """Return the function that makes the file `path` from the lines, or None if the lines are the file.
+
+    Raise JobError for an unknown file extension, and MissingExtraError without pyarrow. form: the columns of a table
+    """
     suffixes = [s.lower() for s in path.suffixes]
     is_gzip = suffixes[-1:] == [".gz"]
     format = (suffixes[:-1] if is_gzip else suffixes)[-1:]
@@ -348,14 +349,14 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
         write: Any = partial(_write_csv, open_file, "\t" if format == [".tsv"] else ",")
     elif format == [".parquet"]:
         if is_gzip:
-            raise JobError(f"{path.name} cannot be written, as Parquet is compressed inside; name it {path.stem}")
-        need_pyarrow(f"writing {path}")  # refuse before the work, not after it
+            raise JobError(f"{path.name} cannot be written: Parquet has its own compression; name it {path.stem}")
+        need_pyarrow(f"writing {path}")  # fail before the work, not after it
         write = write_parquet
     elif format not in ([".jsonl"], [".ndjson"], [".json"]):
-        name = f"of {''.join(format)} files" if format else "without an ending"
+        name = f"the extension {''.join(format)} is unknown" if format else "it has no extension"
         raise JobError(
-            f"{path.name} cannot be written, as an output {name} is not known; name it .jsonl, .csv, .tsv or .parquet "
-            "(.gz may follow, but not .parquet)"
+            f"{path.name} cannot be written, because {name}; name it .jsonl, .csv, .tsv or .parquet "
+            "(.gz may follow, but not after .parquet)"
         )
     elif keep_order or is_gzip:
         write = partial(_write_jsonl, open_file)
@@ -371,7 +372,7 @@ def finish_for(path: Path, keep_order: bool, form: TableForm | None = None) -> F
 
 
 class _OutputLines:
-    """An _OutputLines iterates over the lines, any number of times, in input order if `keep_order`."""
+    """The lines of the output; can be iterated several times. `keep_order`: in input order"""
 
     def __init__(self, file: BinaryIO, keep_order: bool):
         self._file = file
@@ -405,7 +406,7 @@ def _write_jsonl(open_file: Any, lines: _OutputLines, path: Path, form: TableFor
 
 def _write_csv(open_file: Any, delimiter: str, lines: _OutputLines, path: Path, form: TableForm) -> list[str]:
     columns = list(dict.fromkeys((*form.head, *(name for line in form.objects(lines) for name in line))))
-    columns.sort(key="error".__eq__)  # the column of errors is the last one
+    columns.sort(key="error".__eq__)  # put the column of errors last
     with open_file(path, "wb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         table = csv.DictWriter(_UnixLines(file), columns, delimiter=delimiter, lineterminator="\r\n")
         table.writeheader()
@@ -415,10 +416,10 @@ def _write_csv(open_file: Any, delimiter: str, lines: _OutputLines, path: Path, 
 
 
 class _UnixLines:
-    """A _UnixLines ends the records of a csv.writer with "\\n".
+    """Ends the records of a csv.writer with "\\n".
 
-    Before Python 3.13 the writer quotes carriage returns only where they are part of what ends a record, so its
-    records end with "\\r\\n".
+    The writer itself must use "\\r\\n". Before Python 3.13 it quotes carriage returns only if they are part of its line
+    end.
     """
 
     def __init__(self, file: TextIO):

@@ -1,4 +1,4 @@
-"""Counts what a job would share and cost from its tokens, without running the model."""
+"""Plan a job: count what it would share and cost, without running the model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from .report.progress import Counts, Progress
 
 @dataclass(frozen=True)
 class Cost:
-    """A Cost holds the floating-point operations of a run: those of the linear layers, and those of attention."""
+    """The floating-point operations of a run."""
 
-    linear: float
-    attention: float
+    linear: float  # in linear layers
+    attention: float  # in attention
 
     @property
     def total(self) -> float:
@@ -40,14 +40,7 @@ class Cost:
 
 @dataclass
 class JobPlan:
-    """A JobPlan holds the counts of a job.
-
-    rows_mlp       rows of sharing "mlp" at `max_batch_rows`, prompts taken in order of arrival
-    outputs        texts to be generated
-    output_tokens  the most tokens that these texts may have together
-    limits         the same of each prompt, in stream order; empty where nothing is generated
-    sample         the first requests of the stream, with about as many rows as a step has; sample_task: their task
-    """
+    """The counts of a job."""
 
     records: int = 0
     errors: int = 0
@@ -55,14 +48,16 @@ class JobPlan:
     requests: int = 0
     tokens: int = 0
     rows: int = 0
-    rows_mlp: int = 0
+    rows_mlp: int = 0  # rows with sharing "mlp" and `max_batch_rows`, prompts in order of arrival
     longest: int = 0
-    outputs: int = 0
-    output_tokens: int = 0
+    outputs: int = 0  # texts to be generated
+    output_tokens: int = 0  # maximum tokens of these texts in total
+    # maximum output tokens of each prompt, in stream order; empty if nothing is generated
     limits: list[int] = field(default_factory=list)
     shape: StreamShape = field(default_factory=StreamShape)
+    # first requests of the stream, with about as many rows as a step has
     sample: list[Request] = field(default_factory=list)
-    sample_task: str = ""
+    sample_task: str = ""  # the task of `sample`
 
     @property
     def saved(self) -> float:
@@ -70,7 +65,7 @@ class JobPlan:
 
 
 class _Tally(Output):
-    """A _Tally is an Output that keeps only the first few errors."""
+    """An Output that keeps only the first few errors."""
 
     def __init__(self, plan: JobPlan) -> None:
         super().__init__()
@@ -92,7 +87,7 @@ def plan_job(
     max_batch_rows: int = 4096,
     progress: Progress | None = None,
 ) -> JobPlan:
-    """Reads, tokenises and sorts a job, and returns its JobPlan."""
+    """Read, tokenise and sort a job, and return its counts."""
     plan, counts = JobPlan(), Counts()
     tally = _Tally(plan)
     job = Job(source, adapter, tasks, lambda: None, tally, limit=limit)
@@ -137,27 +132,21 @@ def _count_outputs(plan: JobPlan, window: Window, context: int | None) -> None:
 
 @dataclass(frozen=True)
 class LayerwisePlan:
-    """What a job reads of weights that do not stay in memory but are read layer by layer.
+    """What a job reads of weights that are loaded layer by layer, because they do not fit in memory."""
 
-    windows     how often all weights are read, about
-    bytes       of all weights, as the file has them
-    total       bytes of all windows
-    rate        bytes a second at which the file is read now; None: it is not here, or not measured
-    """
-
-    windows: int
-    bytes: int
-    total: int
-    rate: float | None = None
+    windows: int  # how often all weights are read (an estimate)
+    bytes: int  # size of all weights in their file
+    total: int  # bytes read in all windows
+    rate: float | None = None  # measured read speed in bytes per second; None: no file here, or not measured
 
 
-MEASURED_BYTES = 64 << 20  # of a file, to measure how fast it is read
+MEASURED_BYTES = 64 << 20  # read this much of a file to measure the read speed
 
 
 def plan_layerwise(
     plan: JobPlan, model: ModelSpec, checkpoint: Checkpoint, *, window: int, measure: bool
 ) -> LayerwisePlan | None:
-    """Return what a job would read of weights layer by layer; None: they would stay in memory, or not run at all.
+    """Return what a job would read of weights layer by layer, or None if it would keep them in memory or could not run.
 
     window: tokens of a window of the job; measure: whether to measure `rate`
     """
@@ -167,7 +156,7 @@ def plan_layerwise(
     if model.layerwise == "off" or plan.outputs or device != "cpu" or config.resident is not None:
         return None
     source, extents = None, list[Extent]()
-    with suppress(CheckpointError):  # the weights are not here
+    with suppress(CheckpointError):  # raised if the weights are not here
         source = open_source(checkpoint, config, shapes_of(config.program().weights), 0, {})
         extents = window_extents(source, config)
     itemsize = DTYPES[choose_dtype(model.dtype, checkpoint.config, device)]
@@ -180,12 +169,12 @@ def plan_layerwise(
     rows = window_rows(config, itemsize, 2 * held // config.layers)
     windows = max(-(-plan.rows // rows), -(-plan.tokens // window))
     rate = _rate(extents) if measure else None
-    del source  # with its files
+    del source  # closes its files
     return LayerwisePlan(windows, stored, windows * stored, rate)
 
 
 def _rate(extents: Sequence[Extent]) -> float | None:
-    """Return the bytes a second at which some of a model's bytes are read now; None: they are in no file."""
+    """Return the speed of reading some of a model's weights, in bytes per second, or None if there is no file."""
     started, size = time.perf_counter(), 0
     for extent in extents:
         size += extent.read(MEASURED_BYTES - size)
@@ -195,12 +184,12 @@ def _rate(extents: Sequence[Extent]) -> float | None:
 
 
 def kv_row_bytes(config: ModelConfig) -> int:
-    """Returns the bytes of one row's K/V in all planes, in the dtype that the checkpoint is stored in."""
+    """Return the size of one row's K/V in all planes, in bytes, for the checkpoint's weight dtype."""
     return config.kv_numbers * DTYPES.get(config.dtype or "float32", 4)
 
 
 def _rows_mlp(window: Window, max_batch_rows: int) -> int:
-    """Returns the rows of sharing "mlp": whole prompts in order of arrival, unique within steps of so many rows."""
+    """Return the rows of sharing "mlp": whole prompts in order of arrival, unique within steps of `max_batch_rows`."""
     rows, first, stops = 0, 0, window.offsets[1:]
     while first < window.num_requests:
         start = window.offsets[first]
@@ -213,9 +202,9 @@ def _rows_mlp(window: Window, max_batch_rows: int) -> int:
 
 
 def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
-    """Returns (cost with every prefix computed once, cost with nothing shared), without the LM head.
+    """Return (cost with every prefix computed once, cost with nothing shared), without the LM head.
 
-    A row attends to its position + 1 keys, or to the last ones of them in a plane with a sliding window.
+    A row attends to position + 1 keys, or to the last `window` of them in a plane with a sliding window.
     """
     cost, (lengths, shared) = row_cost(config), shape.arrays()
     seen_all = seen_again = 0.0
@@ -227,29 +216,25 @@ def cost_of(shape: StreamShape, config: ModelConfig) -> tuple[Cost, Cost]:
 
 
 def row_cost(config: ModelConfig) -> RowCost:
-    """Returns the cost of a row in floating-point operations, without the LM head."""
+    """Return the cost of a row in floating-point operations, without the LM head."""
     per_key = 4.0 * config.heads * config.head_dim
     return RowCost(float(config.linear_flops), per_key, tuple(plane.window for plane in config.planes))
 
 
 @dataclass(frozen=True)
 class PlacedSegment:
-    """A PlacedSegment describes the segment of one replica: its prompts, the rows it computes, and its floating-point
-    operations.
+    """The segment of one replica."""
 
-    `again` of the rows are the path above the segment's first row, which another replica computes too.
-    """
-
-    prompts: int
-    rows: int
-    again: int
-    flops: float
+    prompts: int  # number of prompts
+    rows: int  # rows it computes
+    again: int  # rows of the path above its first row, which another replica also computes
+    flops: float  # floating-point operations
 
 
 def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegment]:
-    """Returns the segments of a job for so many equal replicas, in stream order; some may be empty.
+    """Return the segments of a job for equal replicas, in stream order. Some may be empty.
 
-    Where text is generated, each prompt counts with the most tokens that its outputs may have.
+    If text is generated, each prompt counts with the maximum length of its outputs.
     """
     lengths, shared = plan.shape.arrays()
     outputs = np.array(plan.limits, np.int64) if len(plan.limits) == len(lengths) else None
@@ -265,20 +250,21 @@ def place(plan: JobPlan, config: ModelConfig, replicas: int) -> list[PlacedSegme
 
 @dataclass(frozen=True)
 class Prefix:
-    """A Prefix describes a node of the trie: its tokens, the prompts that share it, and how many tokens that saves."""
+    """A node of the trie: its rows, and the prompts that share them."""
 
-    start: int
-    length: int
+    start: int  # position of its first row
+    length: int  # number of rows
     prompts: int
     text: str
 
     @property
     def saved(self) -> int:
+        """Return the number of tokens that sharing this node saves."""
         return self.length * (self.prompts - 1)
 
 
 def shared_most(shape: StreamShape, decode: Callable[[np.ndarray], str] | None, count: int = 5) -> list[Prefix]:
-    """Returns the `count` nodes of the trie that save most tokens, the best first."""
+    """Return the `count` nodes of the trie that save the most tokens, the best first."""
     nodes = [node for node, _ in walk(icicle(shape)) if node.prompts > 1 and node.length]
     nodes.sort(key=lambda node: -node.length * (node.prompts - 1))
     out = []

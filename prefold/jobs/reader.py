@@ -1,5 +1,7 @@
-"""Reads the records of a job in the background, and tokenises them in chunks. Their requests are spooled while the
-model loads, or put into feeds, from which engines take them as they come."""
+"""Read the records of a job in the background, and tokenise them in chunks.
+
+Requests are spooled while the model loads, or put into feeds, from which engines take them as they come.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,18 @@ from .report.progress import Counts
 if TYPE_CHECKING:
     from .review import Review
 
-# Gathers the results of a record's requests, which run at different times, by the tags that the requests carry.
+# How results find their record:
 #
-# A record holds items (a rerank record has an item for each document), and an item holds requests. The tag of a request
-# says which one it is. The tag of an item's first request also carries the item's note, and the tag of a record's first
-# request what the output line needs. So nothing of a record is held in memory while its requests wait on disk.
+# A record has items (a rerank record has an item for each document), and an item has requests. The requests of a record
+# run at different times, so each request carries a tag that identifies it. The tag of an item's first request also has
+# the item's note. The tag of a record's first request also holds `meta`, which the output line needs. So no part of a
+# record is in memory while its requests wait on disk.
 
-_HEAD = struct.Struct("<QIIII")  # record, item, items of the record, part, parts of the item
+_HEAD = struct.Struct("<QIIII")  # record, item, number of items, part (request of the item), number of parts
 
 
 def with_tags(number: int, meta: Any, works: list[Any], seed: int = 0) -> list[tuple[Request, bytes]]:
-    """Returns every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
+    """Return every request of a record with its tag. works: the Work of each of its items; seed: the job's"""
     requests = []
     for item, work in enumerate(works):
         for part, request in enumerate(work.requests):
@@ -58,13 +61,11 @@ def _encode(value: Any) -> bytes:
 
 @dataclass(slots=True)
 class DoneRecord:
-    """A DoneRecord is a record with all results: the note of each item, and its results in order.
-
-    A result is what the engine gives for a request (see `results_of`).
-    """
+    """A record with all its results."""
 
     number: int
     meta: Any = None
+    # (note, results) of each item; results are as in `results_of`
     items: list[tuple[Any, list[Any]]] = field(default_factory=list)
 
 
@@ -77,7 +78,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _PartialRecord:
-    """A _PartialRecord is a record of which some results are missing."""
+    """A record with missing results."""
 
     num_missing: int
     items: list[_Item | None]
@@ -85,17 +86,18 @@ class _PartialRecord:
 
 
 class Gather:
-    """A Gather collects results by record. waiting: how many records have some of their results, but not all"""
+    """Collects the results of each record until they are complete."""
 
     def __init__(self) -> None:
         self._records: dict[int, _PartialRecord] = {}
 
     @property
     def waiting(self) -> int:
+        """Return how many records have some of their results, but not all."""
         return len(self._records)
 
     def add(self, tag: bytes, result: Any) -> DoneRecord | None:
-        """Takes a result. Returns its record if that has all results now, else None."""
+        """Add a result. Return its record if the record is complete now, else None."""
         number, item, items, part, parts = _HEAD.unpack_from(tag)
         head = json.loads(tag[_HEAD.size :].decode("utf-8", "surrogatepass")) if part == 0 else None
         if items == 1 and parts == 1:
@@ -120,12 +122,12 @@ class Gather:
         return DoneRecord(number, record.meta, [(entry.note, entry.results) for entry in record.items])  # type: ignore[union-attr, misc]
 
 
-# Records are tokenised together up to so many texts, and so many bytes: a token takes far more memory than its text.
+# Limits of a chunk that is tokenised together. Bytes are limited because tokens need far more memory than their text.
 CHUNK_TEXTS = 512
 CHUNK_BYTES = 8 << 20
 IDLE_SECONDS = 0.05
 _POLL = 0.005
-TURN_SECONDS = 0.5  # that requests of one task wait for those of another
+TURN_SECONDS = 0.5  # longest wait of a task's requests while another task runs
 
 
 WINDOW_TOKENS = 1 << 20
@@ -133,54 +135,41 @@ WINDOW_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """A Job holds everything a job needs.
-
-    tasks     the tasks by name, as the adapter asks for them
-    load      returns the LLM (or another object with an `engine`); called while records are being read. `run_job`
-              closes it at the job's end
-    window    how many tokens a window may have
-    streaming whether requests run as they come, out of one live window; otherwise the whole input is one stream
-    early     whether the engine takes requests before the input is read to its end, where it is one stream
-    collect   whether to keep the shape of the stream and the steps, for the report
-    seed      what the seeds of records that sample without a seed of their own are made of
-    has_seed  whether the user gave that seed; answers that were drawn with another one are not kept
-    kept      has answers of earlier jobs, and keeps the answers of this job; None: nothing is kept
-    review    what keeps something of each record's answers for the end of the job, and ends it; None: nothing does
-    """
+    """Everything that a job needs."""
 
     source: Source
     adapter: RecordAdapter
-    tasks: Mapping[str, Any]
+    tasks: Mapping[str, Any]  # the tasks by name, as the adapter asks for them
+    # returns the LLM (or another object with an `engine`); called while records are read. `run_job` closes it
     load: Callable[[], Any]
     output: Output
     limit: int | None = None
-    window: int = WINDOW_TOKENS
-    streaming: bool = False
-    early: bool = False
-    collect: bool = False
-    seed: int = 0
-    has_seed: bool = False
+    window: int = WINDOW_TOKENS  # maximum tokens of a window
+    streaming: bool = False  # run requests as they come, from a live window; otherwise the whole input is one stream
+    early: bool = False  # without `streaming`: the engine accepts requests before the whole input is read
+    collect: bool = False  # keep the shape of the stream and the steps, for the report
+    seed: int = 0  # base of the seeds of records that sample without their own seed
+    has_seed: bool = False  # the user gave `seed`; otherwise sampled answers are not kept
+    # has answers of earlier jobs, and keeps the answers of this job; None: nothing is kept
     kept: KeptAnswers | None = None
+    # collects data of each record's answers, and evaluates it at the end of the job; None: no review
     review: Review | None = None
     make_spool: Callable[[], Spool] = Spool
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """A ReadyBatch holds the requests of one task that are ready to run.
-
-    spool  all of them, but for those in the feed
-    feed   those that come while others run. Where there is a spool too, the feed ends when the spool is complete
-    """
+    """The requests of one task that are ready to run."""
 
     task: str
-    spool: Spool | None
+    spool: Spool | None  # all requests, except those in the feed
+    # requests that arrive while others run. If there is also a spool, the feed ends when the spool is complete
     feed: Feed | None = None
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A _Chunk holds records of one task, and their items, that wait to be tokenised together."""
+    """Records of one task, and their items, that wait to be tokenised together."""
 
     records: list[tuple[int, ParsedRecord]] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -189,28 +178,27 @@ class _Chunk:
 
 
 class Reader:
-    """A Reader reads the source of a job in a thread of its own, in one of three ways:
+    """Reads the source of a job in its own thread, in one of three modes.
 
-                 requests go into         `batches` yields                what waits
-        spooled  a spool for each task    the spools, when all is read    the owner for the end of the input
-        early    the same; of the first   the first task with its feed    the engines for requests in the feed, which
-                 task, what engines want  at once, the other spools when  ends with the input; then its spool is
-                 goes into a feed         all is read                     complete
-        live     a feed for each task     whichever feed has waited       the reader for room in a feed, the owner for a
-                                          longest, again and again        request in any of them
+    - spooled: requests of each task go into a spool. `batches` yields the spools after the whole input is read.
+    - early: as spooled, but the first task also has a feed. `batches` yields it at once. Requests that engines want go
+      into the feed, the others into the spool. The feed ends with the input; then the spool is complete.
+    - live (`Job.streaming`): requests of each task go into a feed. `batches` yields the feed that has waited longest,
+      again and again. The reader waits for free capacity in a feed.
 
-    Spooled and early make one stream of all input; live makes one of what is there. A job that is `streaming` is read
-    live, and a job that is `early` in the second way.
+    Spooled and early make one stream of the whole input. Live makes streams of what is there.
 
-    has_work  is set at the first request, or when it is known that there is none; `has_requests` then says which. The
-              owner waits for it before it loads a model
-    has_ended is set when everything is read (live: so that no feed will get more), or the reading failed
-    is_loaded set by the owner when the job's model is loaded
+    Known answers (`Job.kept`) go to `deliver`, called with the task, the tag and the answer.
 
-    Known answers (`Job.kept`) reach `deliver`, called with the task, the tag and the answer.
+    The owner sets `stopping` to end the reading early. It is a plain flag, because a signal handler sets it. An Event
+    has a lock: a second signal during the handler would wait for it forever.
 
-    The owner sets `stopping` to end the reading early. It is a plain flag, since a signal handler sets it: an Event has
-    a lock, and a second signal that comes while the handler holds it would wait for it for ever.
+    Attributes:
+        has_work: set at the first request, or when it is certain that there is none; the owner waits for it before it
+            loads a model
+        has_requests: valid after `has_work` is set: whether there is a request
+        has_ended: set when everything is read (live: no feed gets more requests), or when reading failed
+        is_loaded: set by the owner when the job's model is loaded
     """
 
     def __init__(self, job: Job, counts: Counts, deliver: Callable[[str, bytes, Answer], None] | None = None):
@@ -220,7 +208,7 @@ class Reader:
         self._feeds: dict[str, Feed] = {}
         self.error: BaseException | None = None  # why the reading ended
         self._chunks: dict[str, _Chunk] = {}
-        # It holds one item at most. An exception that a signal raises within its `get` leaves no lock taken.
+        # At most one item. A signal that raises inside `get` leaves no lock held.
         self._ready: queue.SimpleQueue[ReadyBatch | BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="prefold-reader", daemon=True)
         self.stopping = False
@@ -233,7 +221,7 @@ class Reader:
         self._thread.start()
 
     def batches(self) -> Iterator[ReadyBatch]:
-        """Yields the batches as they become ready. Raises what the reading raised."""
+        """Yield the batches as they become ready. Raise the exception that ended the reading."""
         if self._live:
             yield from self._turns()
             return
@@ -246,7 +234,7 @@ class Reader:
             yield item
 
     def _turns(self) -> Iterator[ReadyBatch]:
-        """Yields the feed whose requests have waited longest, again and again until all feeds are over."""
+        """Yield the feed whose requests have waited longest, again and again until all feeds have ended."""
         while True:
             has_ended = self.has_ended.is_set()
             waiting = [(feed.since, task) for task, feed in list(self._feeds.items()) if feed.since is not None]
@@ -261,10 +249,10 @@ class Reader:
             raise self.error
 
     def close(self) -> None:
-        """Ends the reading, and drops spooled requests that were not taken."""
+        """Stop the reading, and drop spooled requests that were not taken."""
         self.stopping = True
         if self._thread.ident is not None:
-            self._thread.join(2)  # not longer: it may wait for a pipe, and as a daemon it does not keep the process
+            self._thread.join(2)  # no longer: it may wait for a pipe; as a daemon it does not block the process's end
         while not self._ready.empty():
             item = self._ready.get_nowait()
             if isinstance(item, ReadyBatch) and item.spool is not None:
@@ -279,7 +267,7 @@ class Reader:
             self._counts.read_all = not self.stopping
             for task, feed in self._feeds.items():
                 if task in self._spools:
-                    self._spools[task].order(joins=True)  # sorted here, while engines have work
+                    self._spools[task].order(joins=True)  # sort here, while engines have work
                     del self._spools[task]
                 feed.end()
             self.has_ended.set()
@@ -308,19 +296,19 @@ class Reader:
             if record is not None:
                 self._take(record)
                 if record.number == limit:
-                    return  # a pipe's writer may not send another record for long
+                    return  # do not wait for another record, a pipe may send it much later
             if record is None or self._is_wanted():
                 self._flush_all()
 
     def _is_wanted(self) -> bool:
-        """Returns whether records are tokenised at once: the task has no requests yet, or engines have no work."""
+        """Return whether to tokenise at once: a task has no requests yet, or engines have no work."""
         is_first = any(task not in self._feeds for task in self._chunks) if self._live else not self._feeds
         return ((self._live or self._early) and is_first) or any(feed.is_hungry for feed in self._feeds.values())
 
     def _read_ahead(self, records: Iterator[Record]) -> Iterator[Record | None]:
-        """Yields the records, and None whenever none has come for a moment (for example from a pipe)."""
+        """Yield the records, and None if no record has come for a moment (for example from a pipe)."""
         pipe: queue.Queue[Record | BaseException | None] = queue.Queue(maxsize=CHUNK_TEXTS)
-        put_bytes = taken_bytes = 0  # bytes of the records that went into the pipe, and of those that came out of it
+        put_bytes = taken_bytes = 0  # bytes of records put into the pipe, and taken out of it
 
         def put(item: Record | BaseException | None) -> None:
             nonlocal put_bytes
@@ -357,7 +345,7 @@ class Reader:
 
     def _take(self, record: Record) -> None:
         self._counts.records_read += 1
-        parsed = self._job.adapter.read(record)  # also for records that are done: it looks for duplicate ids
+        parsed = self._job.adapter.read(record)  # also for done records: the adapter finds duplicate ids
         if record.number in self._job.output.done:
             return
         if parsed.error is not None:
@@ -378,13 +366,13 @@ class Reader:
             self._flush(task)
 
     def _flush(self, task: str) -> None:
-        """Tokenises the waiting records, and spools their requests."""
+        """Tokenise the waiting records, and pass their requests on."""
         chunk = self._chunks.pop(task)
         works = iter(self._works(task, chunk.items))
         for number, parsed in chunk.records:
             parts = [next(works) for _ in parsed.items]
-            # All tags of a record are made before its first request is spooled, as that may fail: of a record that
-            # was spooled in part, the missing results would be waited for.
+            # Make all tags of a record before its first request is spooled, because making them can fail. A record
+            # that is spooled in part would wait for the missing results forever.
             requests = _first_error(parts) or attempt(with_tags, number, parsed.meta, parts, self._job.seed)
             if isinstance(requests, InputError):
                 self._fail(number, parsed.meta, requests)
@@ -394,7 +382,7 @@ class Reader:
                 if not requests:
                     continue
             for part, is_new in enumerate(self._pass_on(task, requests)):
-                if is_new or part == 0:  # a record may repeat the one before
+                if is_new or part == 0:  # also count a record that repeats the one before it
                     request, _ = requests[part]
                     self._counts.tokens += len(request.tokens)
                     self._counts.requests += 1
@@ -404,8 +392,11 @@ class Reader:
     def _unknown(
         self, task: str, requests: list[tuple[Request, bytes]], asked: list[Request]
     ) -> list[tuple[Request, bytes]]:
-        """Delivers the known answers of a record's requests. Returns the other requests, with the keys of their answers
-        before their tags. asked: the requests without seeds that were made of the job's"""
+        """Deliver the known answers of a record's requests. Return the other requests.
+
+        The tag of a returned request starts with the key of its answer. asked: the same requests without seeds derived
+        from the job's seed
+        """
         job = self._job
         assert job.kept is not None and self._deliver is not None
         reads = job.kept.of(job.tasks[task].readout)
@@ -429,7 +420,7 @@ class Reader:
         return unknown
 
     def _pass_on(self, task: str, requests: list[tuple[Any, bytes]]) -> list[bool]:
-        """Puts a record's requests into the task's feed or spool. Returns for each whether it is a new prompt."""
+        """Put a record's requests into the task's feed or spool. Return for each whether it is a new prompt."""
         feed = self._feeds.get(task)
         if self._live:
             if feed is None:
@@ -448,13 +439,13 @@ class Reader:
         return [spool.add(request, tag) for request, tag in requests]
 
     def _others_wait(self, task: str) -> bool:
-        """Returns whether requests of another task have waited for long."""
+        """Return whether another task's requests have waited too long."""
         late = time.monotonic() - TURN_SECONDS
         starts = [feed.since for name, feed in list(self._feeds.items()) if name != task]
         return any(since is not None and since < late for since in starts)
 
     def _works(self, task: str, items: list[Any]) -> list[Any]:
-        """Returns the Work of each item, or its InputError. If the model cannot do the task, all items get that
+        """Return the Work of each item, or its InputError. If the model cannot do the task, all items get that
         error."""
         try:
             return self._job.tasks[task].prepare(items)
@@ -477,7 +468,7 @@ class Reader:
 
 
 def _texts_of(item: Any) -> int:
-    """Returns about how many texts an item has: the length of its longest list, or one."""
+    """Return about how many texts an item has: the length of its longest list, or one."""
     lists = [len(value) for value in item.values() if isinstance(value, list)] if isinstance(item, dict) else []
     return max(lists, default=1)
 

@@ -1,5 +1,4 @@
-"""Defines records, the sources that read them, and the adapters between a job's records and its tasks; writes output
-lines; and has compact sets of record numbers and of texts."""
+"""Records, sources and adapters, output lines, and compact sets of record numbers and texts."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ import numpy as np
 from ..errors import InputError
 from ..tasks.results import Answer
 
-# Output lines are JSON, with float32 numbers as short as they can be and still exact.
+# Output lines are JSON. float32 values have the fewest digits that are still exact.
 #
-# Values that JSON lacks have a form that a line can hold:
+# Values that JSON does not have are replaced:
 #
 # | value                          | in a line                                     |
 # |--------------------------------|-----------------------------------------------|
@@ -37,18 +36,16 @@ from ..tasks.results import Answer
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
 
 
-# Characters that str.splitlines and some readers of JSON lines take for the end of a line, though JSON allows them in
-# texts.
+# str.splitlines and some JSON lines readers treat these characters as line ends, although JSON allows them in strings.
 _LINE_ENDS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-# Halves of surrogate pairs. UTF-8 cannot hold them, and many readers of JSON refuse them even when they are escaped.
+# Lone surrogates. UTF-8 cannot hold them, and many JSON readers refuse them even if they are escaped.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def dumps(value: Any) -> str:
-    """Returns `value` as one line of JSON, which UTF-8 can hold and no reader splits.
+    """Return `value` as one line of JSON that UTF-8 can hold and that no reader splits.
 
-    Numbers of arrays keep nine digits, which is what a float32 needs to come back exact. Half of a surrogate pair
-    becomes U+FFFD.
+    Array values have nine digits, enough to restore a float32 exactly. A lone surrogate becomes U+FFFD.
     """
     line = _dumps(value)
     if not line.isascii():
@@ -73,7 +70,7 @@ def _dumps(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value in a form that JSON has, by the table above."""
+    """Return a value in a form that JSON has, by the table above."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -92,7 +89,7 @@ def plain(value: Any) -> Any:
 
 
 def error_object(error: InputError) -> dict[str, Any]:
-    """Returns an error as in an output line: code, message, and field and remedy if there are any."""
+    """Return an error as in an output line: code, message, and field and remedy if there are any."""
     out: dict[str, Any] = {"code": error.code, "message": error.message}
     if error.field:
         out["field"] = error.field
@@ -101,39 +98,33 @@ def error_object(error: InputError) -> dict[str, Any]:
     return out
 
 
-Extra = list[object]  # what the end of a job needs of a record beside its line, as JSON
+Extra = list[object]  # JSON data that the end of a job needs about a record
 
 FORMATS = ("jsonl", "csv", "tsv", "parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A Record is one line of the input.
+    """One line of the input."""
 
-    number  its place in the input, from 1
-    data    its columns and their values; None where there is an error
-    error   what is wrong with it, else None
-    size    about how many bytes it takes, for callers that hold many records
-    """
-
-    number: int
-    data: dict[str, Any] | None = None
-    error: InputError | None = None
-    size: int = 0
+    number: int  # position in the input, from 1
+    data: dict[str, Any] | None = None  # {column: value}; None if there is an error
+    error: InputError | None = None  # what is wrong with the record, else None
+    size: int = 0  # size in bytes (an estimate), for callers that hold many records
 
 
 class Source:
-    """A Source reads the records of one input.
+    """The records of one input.
 
-    name        the input's name as the user wrote it
-    format      one of FORMATS
-    columns     the names of the columns where they are known before the first record is read (CSV, TSV, Parquet), else
-                None
-    types       {column: Arrow type} of a Parquet file; empty for other formats
-    identity    what tells this input from another: its size and a digest. The digest is that of the whole file; of a
-                file above 256 MiB that of blocks all over it, beside which stands when the file was last modified; of
-                standard input that of its first line. A file is read as far as its identity goes
-    paths       the files of the input; empty for standard input
+    Attributes:
+        name: the input's name as the user wrote it
+        format: one of FORMATS
+        columns: names of the columns, if they are known before the first record is read (CSV, TSV, Parquet); else None
+        types: {column: Arrow type} of a Parquet file; empty for other formats
+        identity: size and digest that distinguish this input from others. For a file above 256 MiB, the digest covers
+            blocks all over the file, and the identity has the modification time. For standard input, it covers the
+            first lines. A growing file is only read up to the size in its identity
+        paths: the files of the input; empty for standard input
     """
 
     paths: tuple[Path, ...] = ()
@@ -146,56 +137,47 @@ class Source:
         self.types: Mapping[str, Any] = {}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:
-        """Returns the records in order. columns: those that will be used; a Parquet file reads no others.
+        """Yield the records in order. Raise JobError if the file itself is damaged or cannot be read.
 
-        Raises JobError where the file itself is damaged or cannot be read.
+        columns: the columns that will be used; a Parquet file reads no others
         """
         raise NotImplementedError
 
     def peek(self) -> dict[str, Any] | None:
-        """Returns the data of the first valid record, or None if none of the first 100 is valid."""
+        """Return the data of the first valid record, or None if none of the first 100 is valid."""
         return next((record.data for record in islice(self.records(), 100) if record.data is not None), None)
 
 
 @dataclass(slots=True)
 class ParsedRecord:
-    """A ParsedRecord holds a record as a task's items, or its error.
+    """A record as items of a task, or its error."""
 
-    task    name of the task that the record is for, one of the job's
-    items   the items that this task prepares; their results belong to one output line
-    meta    what the output line needs besides the results (an id, ...), as values that JSON has
-    error   what is wrong with the record, else None
-    """
-
-    task: str = ""
-    items: list[Any] = field(default_factory=list)
-    meta: Any = None
-    error: InputError | None = None
+    task: str = ""  # name of the task, one of the job's
+    items: list[Any] = field(default_factory=list)  # items for this task; their results form one output line
+    meta: Any = None  # what the output line needs besides the results (an id, ...), as JSON values
+    error: InputError | None = None  # what is wrong with the record, else None
 
 
 class RecordAdapter(Protocol):
-    """A RecordAdapter reads records as items of tasks, and writes their output lines.
+    """Converts records to items of tasks, and answers to output lines."""
 
-    columns  the columns of a table that the adapter will look at; None: all
-    """
-
-    columns: Collection[str] | None
+    columns: Collection[str] | None  # columns of a table that the adapter will read; None: all
 
     def read(self, record: Record) -> ParsedRecord:
-        """Returns a record as a task's items. It does not raise: errors are in the result."""
+        """Return a record as items of a task. Errors are in the result, this never raises."""
         ...
 
     def line(self, number: int, meta: Any, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Returns the output object of a record. answers: the task's answer to each of its items"""
+        """Return the output object of a record. answers: the task's answer to each of its items"""
         ...
 
     def error_line(self, number: int, meta: Any, error: InputError) -> dict[str, Any]:
-        """Returns the output object of a record that failed. meta: None if only the record's number is known"""
+        """Return the output object of a record that failed. meta: None if only the record's number is known"""
         ...
 
 
 def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError) -> str:
-    """Returns the output line of a record that failed, without a `meta` that is not valid JSON."""
+    """Return the output line of a record that failed. A `meta` that is not valid JSON is left out."""
     try:
         return dumps(adapter.error_line(number, meta, error))
     except Exception:
@@ -203,7 +185,7 @@ def error_text(adapter: RecordAdapter, number: int, meta: Any, error: InputError
 
 
 class RecordSet:
-    """A RecordSet holds a set of record numbers >= 0, one bit for each."""
+    """A set of record numbers >= 0, with one bit for each number."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -217,7 +199,7 @@ class RecordSet:
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)
 
     def add(self, number: int) -> bool:
-        """Adds a number, and returns whether it is new."""
+        """Add a number. Return whether it is new."""
         byte, bit = number >> 3, 1 << (number & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(max(byte + 1 - len(self._bits), len(self._bits), 64)))
@@ -229,20 +211,19 @@ class RecordSet:
 
 
 class TextSet:
-    """A TextSet holds a set of texts as 64-bit digests.
+    """A set of texts, as 64-bit digests.
 
-    Two different texts share a digest with a probability of about n^2 / 2^65 (1e-9 for 200,000).
-
-    most_new: digests that are sorted in together
+    The probability that two different texts of n share a digest is about n^2 / 2^65 (1e-9 for 200,000).
     """
 
     def __init__(self, most_new: int = 1 << 16) -> None:
+        """most_new: new digests are merged into the sorted array in groups of this size"""
         self._most_new = most_new
         self._sorted = np.zeros(0, np.uint64)
-        self._new: set[int] = set()  # digests that are to be put among those, many at once
+        self._new: set[int] = set()  # digests that are not in `_sorted` yet
 
     def add(self, text: str) -> bool:
-        """Adds a text, and returns whether it is new."""
+        """Add a text. Return whether it is new."""
         digest = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest())
         place = int(np.searchsorted(self._sorted, np.uint64(digest)))
         if digest in self._new or (place < len(self._sorted) and int(self._sorted[place]) == digest):
@@ -256,14 +237,14 @@ class TextSet:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Returns distinct numbers as a text of ranges such as "1-5,7,9-12"."""
+    """Return distinct numbers as a text of ranges such as "1-5,7,9-12"."""
     ordered = np.sort(np.fromiter(numbers, np.int64))
     ranges = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges if len(run))
 
 
 def parse_ranges(text: str) -> Iterator[int]:
-    """Yields the numbers of a text that `format_ranges` wrote. Raises ValueError for any other text."""
+    """Yield the numbers of a text that `format_ranges` wrote. Raise ValueError for any other text."""
     for part in filter(None, text.split(",")):
         start, _, stop = part.partition("-")
         yield from range(int(start), int(stop or start) + 1)

@@ -1,9 +1,9 @@
-"""The end of a job of decisions: how well the probabilities fit true answers, and which answers are doubtful.
+"""The review at the end of a job of decisions: calibration against true answers, and doubtful answers.
 
-`Review` keeps of each record what the end of the job needs: the probabilities beside the
-true answers, and the row of a doubtful record. The output keeps it in the journal, in the same entry that commits the
-record's line, so that a job which was killed and resumed has it once for each record. At the end `Review` compares the
-probabilities with the true answers, and writes the files of --review and --save-calibration.
+For each record, `Review` collects the probabilities with the true answers, and the row of a doubtful record. The output
+stores this data in the journal, in the entry that commits the record's line. So a job that was killed and resumed has
+it exactly once for each record. At the end `Review` compares the probabilities with the true answers, and writes the
+files of --review and --save-calibration.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .gold import GOLD, Gold
 from .output import finish_for
 from .record import Extra, dumps
 
-Meta = Mapping[str, Any]  # of a record, as TableAdapter makes it
-# The number, for each question [place of the true option, its probabilities], the row for a person.
+Meta = Mapping[str, Any]  # a record's meta, as TableAdapter makes it
+# (number, [index of the true option, its probabilities] or None for each question, row for manual review or None)
 _Kept = tuple[int, list[list[Any] | None], dict[str, object] | None]
 
 
 def review_path(spec: JobSpec) -> Path | None:
-    """Return the file of doubtful records; None: it is not written."""
+    """Return the file of doubtful records, or None if it is not written."""
     output = spec.output
     if output.review is not None:
         return Path(output.review)
@@ -46,18 +46,12 @@ def review_path(spec: JobSpec) -> Path | None:
 
 @dataclass
 class Conclusion:
-    """The result of comparing a job's answers with true ones.
+    """The result of comparing a job's answers with true answers."""
 
-    judgements   of each question with true answers
-    unanswered   names of the questions without true answers, in a job with --gold
-    doubtful     records with a doubtful answer; None: there is no threshold
-    notes        what was written, or why it was not
-    """
-
-    judgements: list[Judgement] = field(default_factory=list)
-    unanswered: list[str] = field(default_factory=list)
-    doubtful: int | None = None
-    notes: list[str] = field(default_factory=list)
+    judgements: list[Judgement] = field(default_factory=list)  # one for each question that has true answers
+    unanswered: list[str] = field(default_factory=list)  # names of questions without true answers, in a job with --gold
+    doubtful: int | None = None  # number of records with a doubtful answer; None: no threshold
+    notes: list[str] = field(default_factory=list)  # which files were written, or why not
     precision: float = 0.95
 
     def lines(self) -> list[str]:
@@ -69,7 +63,7 @@ class Conclusion:
         return lines + [f"            {note}" for note in self.notes]
 
     def data(self) -> list[dict[str, object]]:
-        """Return the judgements, with their lines, as the report has them."""
+        """Return the judgements with their lines, for the report."""
         return [
             judgement.to_dict() | {"lines": [line.strip() for line in _lines_of(judgement, self.precision)[1:]]}
             for judgement in self.judgements
@@ -105,31 +99,31 @@ def _lines_of(judgement: Judgement, precision: float) -> list[str]:
 
 
 class Review:
-    """A Review keeps what the end of a job of decisions needs, and ends it.
-
-    gold  the true answers; None: there are none
-    """
+    """Collects what the end of a job of decisions needs, and evaluates it."""
 
     def __init__(self, spec: JobSpec, task: DecideTask, gold: Gold | None, checkpoint: Checkpoint):
+        """gold: the true answers; None: there are none"""
         self.gold = gold
         self._spec, self._task, self._checkpoint = spec, task, checkpoint
         self._path = review_path(spec)
 
     def check(self, *, ended: bool) -> None:
-        """Raise JobError if the file of doubtful records exists, as labels may be in it. ended: the job has ended
+        """Raise JobError if the file of doubtful records exists, because it may contain labels. ended: the job ended
         before"""
         path = self._path
         if path is not None and path.exists() and not ended and not self._spec.output.overwrite:
             raise JobError(
-                f"{path} exists, and may hold labels; move it away, write elsewhere (--review FILE), or give"
-                " --overwrite"
+                f"{path} exists, and may contain labels; move it, write elsewhere (--review FILE), or give --overwrite"
             )
         if path is not None:
-            finish_for(path, True)  # refuse an unknown ending before the work
+            finish_for(path, True)  # refuse an unknown extension before the work
 
     def extra(self, number: int, meta: Meta, answers: Sequence[Answer]) -> Extra | None:
-        """Return what is to be kept of a record, as JSON: its number; for each question [place of the true option, the
-        probability of each option] or null; the row for a person or null. Return None if there is nothing to keep."""
+        """Return the JSON data to store about a record, or None if there is nothing to store.
+
+        The list has the record's number, a list with an entry for each question, and the row of a doubtful record or
+        null. An entry is [index of the true option, probability of each option], or null.
+        """
         (decision,) = answers
         assert isinstance(decision, Decision)
         gold = meta.get("gold") or [None] * len(self._task.questions)
@@ -151,7 +145,8 @@ class Review:
         return own | meta.get("keep", {}) | meta.get("row", {}) | head
 
     def conclude(self, extras: Iterable[Extra]) -> Conclusion:
-        """Compare the answers with the true ones, and write the files. extras: what `extra` returned for all records"""
+        """Compare the answers with the true answers, and write the files. extras: what `extra` returned for all
+        records"""
         conclusion = Conclusion(precision=self._spec.output.precision, doubtful=0 if self._task.marks else None)
         questions = self._task.questions
         found = [(array("q"), array("q"), array("d")) for _ in questions]  # numbers, places, probabilities
@@ -186,7 +181,7 @@ class Review:
 
     def _write_rows(self, rows: Path, path: Path) -> str:
         if path.exists() and not self._spec.output.overwrite:
-            return f"{path} stays what it is, as labels may be in it"
+            return f"{path} was not replaced, because it may contain labels"
         empty = self._row(0, {}, Decision({}), [None] * len(self._task.questions))
         finish = finish_for(path, True, TableForm(("record",), (), {}, empty))
         assert finish is not None

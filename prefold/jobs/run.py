@@ -1,8 +1,8 @@
 """Run a job: source -> records -> requests -> engine -> lines.
 
-`Job` does this with an engine that its caller provides: the command line here, with signals, progress and a summary at
-the end, or a server, whose engine answers other requests at the same time. Requests of an input that goes on run as
-they come: a live window feeds the engine.
+The caller provides the engine. For a command, `run_job` adds signals, progress and a summary. For a server,
+`run_beside` uses an engine that also answers other requests. If the input has no known end, requests run as they come:
+a live window feeds the engine.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 
 class Flow:
-    """A Flow turns the records of one job into lines.
+    """Turns the records of one job into lines.
 
-    reader  reads them, in a thread of its own; the caller starts it, and closes it
-    gather  holds records of which some results are still missing
+    Attributes:
+        reader: reads the records in its own thread; the caller starts and closes it
+        gather: the records with missing results
     """
 
     def __init__(self, job: Job, counts: Counts):
@@ -49,18 +50,21 @@ class Flow:
         self.gather = Gather()
         self.reader = Reader(job, counts, self._deliver)
         self._counts = counts
-        self._lock = threading.Lock()  # of the gather: the reader delivers known answers
+        self._lock = threading.Lock()  # guards `gather`, because the reader's thread delivers known answers
         if job.kept is not None:
-            job.output.before_commit = job.kept.file.commit  # an answer is kept before its line is durable
+            job.output.before_commit = job.kept.file.commit  # keep an answer before its line is durable
 
     def compute(
         self, engine: Engine, batch: ReadyBatch, *, see: See | None = None, stopping: Callable[[], bool], **run: Any
     ) -> bool:
-        """Computes a batch and writes the lines of its records. Returns whether it came to the end.
+        """Compute a batch and write the lines of its records. Return whether the batch was completed.
 
-        see       is shown the windows as they are taken
-        stopping  asked after every step and every result: once it says so, no more lines are written
-        run       as in `results_of`
+        Args:
+            engine: The engine.
+            batch: The requests.
+            see: Called with each window as it is taken.
+            stopping: Called after every step and every result. If it returns True, no more lines are written.
+            run: As in `results_of`.
         """
         task = self.job.tasks[batch.task]
         with closing(self._results(engine, task, batch, see, stopping=stopping, **run)) as results:
@@ -68,10 +72,10 @@ class Flow:
                 self._take(task, tag, result)
                 if stopping():
                     return False
-        return not stopping()  # the engine may have stopped for it
+        return not stopping()  # the engine may have stopped because of it
 
     def _take(self, task: Task, tag: bytes, result: Answer) -> None:
-        """Takes the result of a request, and writes its record's line if all results are there."""
+        """Take the result of a request, and write its record's line if the record is complete."""
         with self._lock:
             record = self.gather.add(tag, result)
             if record is not None:
@@ -90,7 +94,7 @@ class Flow:
             return results_of(engine, task, windows if engine.facts.divides else watched(windows, see), **run)
 
         def rest() -> Windows:
-            """Returns the windows of the spool, which is complete when this is called."""
+            """Return the windows of the spool, which is complete when this is called."""
             assert spool is not None
             if self.reader.error is not None:
                 raise self.reader.error
@@ -105,7 +109,7 @@ class Flow:
         self._counts.requests_done += 1
 
     def check(self) -> None:
-        """Raises AssertionError if a record has no line after everything was computed."""
+        """Raise AssertionError if a record has no line after everything was computed."""
         if self.gather.waiting:
             raise AssertionError(f"{self.gather.waiting} records have results missing")
 
@@ -119,8 +123,8 @@ class Flow:
             self.job.output.write(record.number, line, failed=False, extra=extra)
 
     def _line(self, task: Task, record: DoneRecord) -> tuple[str, Extra | None]:
-        """Return (the output line of a record with all results, what the end of the job needs of it). Raise InputError
-        as the task's `finish` does."""
+        """Return (the output line of a complete record, its extra data). Raise InputError as the task's `finish`
+        does."""
         answers = [finish(task, note, values) for note, values in record.items]
         review = self.job.review
         extra = None if review is None else review.extra(record.number, record.meta, answers)
@@ -130,14 +134,16 @@ class Flow:
 def run_beside(
     job: Job, owner: Owner, on_failure: Callable[[Exception], InputError], stopping: Callable[[], bool]
 ) -> bool:
-    """Runs a job on an engine that others use too, from any thread. Returns whether all its lines are written.
+    """Run a job on an engine that others also use, from any thread. Return whether all its lines are written.
 
-    Lines reach the disk within about a second, and all lines when this returns or raises. The output stays open, and is
-    not marked as ended.
+    Lines reach the disk within about a second, and all of them before this returns or raises. The output stays open,
+    and is not marked as ended.
 
-    owner       for whom the job runs
-    on_failure  takes the error of a step that fails for a request, and returns the request's answer
-    stopping    asked after every step: once it says so, this returns False
+    Args:
+        job: The job.
+        owner: The owner of the job's requests.
+        on_failure: Converts the error of a failed step to the answer of its requests.
+        stopping: Called after every step. If it returns True, this returns False.
     """
     flow = Flow(job, Counts())
     try:
@@ -157,9 +163,9 @@ def run_beside(
 
 
 def write_errors(source: Source, adapter: RecordAdapter, output: Output, error: InputError) -> None:
-    """Writes an error for each record that has no line, of a job that ends before all records are computed.
+    """Write an error for each record without a line, if a job ends before all records are computed.
 
-    adapter  an adapter that has read no records
+    adapter: an adapter that has read no records
     """
     for record in source.records():
         meta = adapter.read(record).meta
@@ -172,17 +178,17 @@ TICK_SECONDS = 0.25
 
 @contextmanager
 def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Calls `show` and commits lines a few times a second, in a thread of its own."""
+    """Call `show` and commit lines every TICK_SECONDS, in a separate thread."""
     stop = threading.Event()
 
     def tick() -> None:
         while not stop.wait(TICK_SECONDS):
-            with contextlib.suppress(OSError):  # a terminal that is gone
+            with contextlib.suppress(OSError):  # the terminal was closed
                 show()
             try:
                 output.commit(due_only=True)
             except (JobError, OSError):
-                return  # the next write raises it where it can be handled
+                return  # the next write raises the error again, in the job's thread
 
     thread = threading.Thread(target=tick, name="prefold-tick", daemon=True)
     thread.start()
@@ -193,13 +199,12 @@ def _committing(output: Output, show: Callable[[], None] = lambda: None) -> Iter
         thread.join()
 
 
-WAITING = "waiting for the replicas"  # what a job on a fleet does before the first is ready
+WAITING = "waiting for the replicas"  # phase of a job on a fleet until the first replica is ready
 ENDING_SECONDS = 1.0
 
 
 class Interrupted(JobError):
-    """An Interrupted is raised when a signal, with the number `signal`, has stopped the job. Finished lines are
-    written."""
+    """Raised if a signal has stopped the job. Finished lines are written. `signal` is the number of the signal."""
 
     def __init__(self, number: int):
         super().__init__("the job was interrupted; what is done is written")
@@ -208,7 +213,7 @@ class Interrupted(JobError):
 
 @dataclass
 class Summary:
-    """A Summary summarises a job. records, errors and resumed count all lines of the output; other fields count this
+    """The summary of a job. `records`, `errors` and `resumed` count all lines of the output, other fields count this
     run."""
 
     records: int = 0
@@ -223,27 +228,27 @@ class Summary:
     steps: StepLog | None = None
     sharing: str | None = None
     dtype: str | None = None
-    passes: str = ""  # in words, what computed forward passes
-    replicas: str = ""  # what became of them, in words, where there are several
-    first_error: str | None = None  # the line of the first record that failed in this run
-    conclusion: Conclusion | None = None  # of a job whose answers are reviewed
+    passes: str = ""  # text about how forward passes were computed
+    replicas: str = ""  # text about the replicas of a fleet
+    first_error: str | None = None  # line of the first record that failed in this run
+    conclusion: Conclusion | None = None  # result of a review
 
     @property
     def computed(self) -> int:
-        """Returns how many records got their line in this run."""
+        """Return how many records got their line in this run."""
         return self.records - self.resumed
 
     @property
     def excess(self) -> int:
-        """Returns how many rows were computed more than once, within the streams of this run."""
+        """Return how many rows were computed more than once, within the streams of this run."""
         return max(0, self.stats.rows_computed - self.stats.unique_tokens)
 
 
 def run_job(job: Job, progress: Progress) -> Summary:
-    """Runs a job to its end, closes the output, and returns its Summary.
+    """Run a job to its end, close the output, and return the Summary.
 
-    Raises Interrupted after a signal (everything finished by then is written), and JobError or another PrefoldError
-    when the job cannot go on.
+    Raise Interrupted after a signal; everything that was finished is written. Raise JobError or another PrefoldError if
+    the job cannot continue.
     """
     return _Run(job, progress).run()
 
@@ -258,9 +263,9 @@ class _Run:
         self._llm: Any = None
         self._engine: Engine
         self.signal: int | None = None
-        self.hard = False  # stopped in the middle of something: leave the output as it is
-        self.graceful = False  # a signal waits for the end of the step
-        self.ending: float | None = None  # since when the job is ending because of a signal
+        self.hard = False  # the second signal stopped a step: leave the output as it is
+        self.graceful = False  # the first signal waits for the end of the step
+        self.ending: float | None = None  # time at which a signal started to end the job
         if job.collect:
             self.summary.shape, self.summary.steps = StreamShape(), StepLog()
         self.flow = Flow(job, self.counts)
@@ -277,7 +282,7 @@ class _Run:
         try:
             with self._signals():
                 return self._run()
-        except KeyboardInterrupt:  # a second signal, in what cleans up
+        except KeyboardInterrupt:  # a second signal, during cleanup
             raise Interrupted(self.signal or signal.SIGINT) from None
 
     def _run(self) -> Summary:
@@ -288,22 +293,22 @@ class _Run:
                 self.reader.start()
                 self._work(started_at)
                 if self.signal is not None and not self.counts.read_all:
-                    raise Interrupted(self.signal)  # it came when all that had been read was computed
+                    raise Interrupted(self.signal)  # the reading stopped, and everything read is computed
                 self.graceful, self.counts.phase = True, "writing the output"
                 self.output.finish()
                 self._conclude()
         except BaseException as error:
-            # What the handler of a signal raises within compiled code may come out as any other exception.
+            # Compiled code may turn the KeyboardInterrupt of the signal handler into any other exception.
             if self.ending is not None or isinstance(error, KeyboardInterrupt):
                 if not self.hard:
                     self.output.commit()
                 raise Interrupted(self.signal or signal.SIGINT) from None
             with contextlib.suppress(JobError):
-                self.output.commit()  # what came before the failure is done
+                self.output.commit()  # keep what was finished before the failure
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 place = tempfile.gettempdir()
-                message = f"no room for temporary files in {place} ({error.strerror}); what is done is kept: "
-                raise JobError(message + "name another folder in TMPDIR and give the same command to resume") from error
+                message = f"no space for temporary files in {place} ({error.strerror}); finished records are kept: "
+                raise JobError(message + "set TMPDIR to another folder and give the same command to resume") from error
             raise
         finally:
             self.reader.close()
@@ -320,8 +325,8 @@ class _Run:
         return self.summary
 
     def _conclude(self) -> None:
-        """End the review of the answers, when all lines are written. A job that is killed here does so when it is run
-        again."""
+        """Finish the review of the answers, after all lines are written. If the job is killed here, the next run does
+        it."""
         if self.job.review is not None:
             self.summary.conclusion = self.job.review.conclude(self.output.extras())
 
@@ -357,7 +362,8 @@ class _Run:
 
     def _compute(self, batch: ReadyBatch) -> None:
         engine, shape, facts = self._engine, self.summary.shape, self._engine.facts
-        # What is given away in ranges, or does not share, is looked at in its order afterwards; a stream as it goes by.
+        # Windows of a stream are recorded as they run. If the engine divides the stream, or shares nothing, the shape
+        # is recorded afterwards from the spool.
         watches = shape is not None and (batch.spool is None or (facts.sharing == "full" and not facts.divides))
         self.counts.phase, self.graceful = "computing" if engine.snapshot().is_ready else WAITING, True
         see = shape.see if shape is not None and watches else None
@@ -370,7 +376,7 @@ class _Run:
         self.graceful = False
 
     def _stopping(self) -> bool:
-        """Returns whether a signal has come, and then starts to end the job."""
+        """Return whether a signal has come. If so, start to end the job."""
         if self.signal is not None and self.ending is None:
             self.ending = time.monotonic()
         return self.signal is not None
@@ -392,10 +398,10 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Handles Ctrl-C, SIGTERM and a closed terminal.
+        """Handle Ctrl-C, SIGTERM and a closed terminal.
 
-        After the first signal the step is ended and what is done is written; a second one ends the job at once. Of a
-        job that has just begun to end it changes nothing: an exception would fall into what cleans up.
+        The first signal ends the step and writes finished lines. A second one ends the job at once. A signal within
+        ENDING_SECONDS after the job started to end is ignored: an exception would interrupt the cleanup.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -412,10 +418,10 @@ class _Run:
             if not waits:
                 self.ending = now
                 raise KeyboardInterrupt
-            self.progress.note("stopping after this step (once more: at once)")
+            self.progress.note("stopping after this step (press again to stop at once)")
 
         names = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-        # A signal that is ignored (SIGHUP under nohup) stays ignored.
+        # A signal that is ignored already (SIGHUP under nohup) stays ignored.
         numbers = [number for number in names if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, handle) for number in dict.fromkeys(numbers)}
         try:

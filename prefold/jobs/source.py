@@ -1,7 +1,9 @@
-"""Opens the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and pipes. Names, patterns and
-folders stand for files; several files are one input with consecutive record numbers. A source is read as a stream
-and never held in memory. An invalid record has an error (`Record.error`), and the next ones are still read. Damage of
-the file itself (a truncated gzip stream, an unreadable Parquet footer) is a JobError."""
+"""Open the inputs of a job: JSONL, CSV, TSV and Parquet files, plain or gzipped, and pipes.
+
+Names, patterns and folders stand for files. Several files are one input with consecutive record numbers. A source is
+read as a stream and is never in memory as a whole. An invalid record has an error (`Record.error`), and the following
+records are still read. A damaged file (a truncated gzip stream, an unreadable Parquet footer) is a JobError.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,25 @@ from ..spec.files import is_stream, sampled_digest
 from .formats import LineSource, ParquetSource, TableOptions, delimiter_of, file_errors
 from .record import FORMATS, Record, Source
 
-# The digest of a file is made of all of it up to so many bytes; of a larger file, of so many blocks of so many bytes,
-# evenly spread, and of when it was last modified, as an edit may lie between the blocks. All of a file of 100 GB would
-# take minutes before anything is done, also for a try with --limit.
+# The digest covers a whole file of up to _WHOLE_DIGEST bytes. For a larger file it covers _DIGEST_BLOCKS blocks, evenly
+# spread. The identity then also has the modification time, because an edit may lie between the blocks. Reading all of a
+# file of 100 GB would take minutes before the job starts, even with --limit.
 _WHOLE_DIGEST = 256 << 20
 _DIGEST_BLOCKS = 512
 
 
 def file_identity(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Returns the identity of a file, or of its first `size` bytes, by its content: {"bytes": size, "digest": BLAKE2b
-    in hex}."""
+    """Return the identity of a file's content, or of its first `size` bytes: {"bytes": size, "digest": BLAKE2b in
+    hex}."""
     size = path.stat().st_size if size is None else size
     return {"bytes": size, "digest": sampled_digest(path, size, _DIGEST_BLOCKS, _WHOLE_DIGEST)}
 
 
 def input_identity(path: Path) -> dict[str, Any]:
-    """Returns the identity of an input file, by its content. If the file is too large for a digest of the whole, the
-    identity also has its modification time, {"modified": the time as a text}."""
+    """Return the identity of an input file's content.
+
+    If the file is too large for a digest of the whole, add {"modified": its modification time as text}.
+    """
     facts = path.stat()
     identity = file_identity(path, facts.st_size)
     if facts.st_size > _WHOLE_DIGEST:
@@ -48,13 +52,15 @@ def input_identity(path: Path) -> dict[str, Any]:
 
 
 def content_of(identity: dict[str, Any]) -> dict[str, Any]:
-    """Returns the identity of a file without its modification time."""
+    """Return the identity of a file without its modification time."""
     return {name: value for name, value in identity.items() if name != "modified"}
 
 
 def as_noted(identity: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Returns an identity in the form of `before`, an identity from a journal: without the modification time if the
-    journal has none, as those of earlier versions, unless the content has changed."""
+    """Return an identity in the form of `before`, an identity from a journal.
+
+    Journals of earlier versions have no modification time. Then it is left out here, unless the content has changed.
+    """
     if "files" in identity:
         then, now = before.get("files", [before]), identity["files"]
         return {"files": [as_noted(*pair) for pair in zip(now, then, strict=False)] + now[len(then) :]}
@@ -63,19 +69,19 @@ def as_noted(identity: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]
 
 
 def is_gzip(path: Path) -> bool:
-    """Returns whether a file begins as gzip files do."""
+    """Return whether a file starts with gzip's magic number."""
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 
 
 def check_grown(source: Source, before: dict[str, Any]) -> None:
-    """Raises JobError unless the input begins with the whole input that had the identity `before`.
+    """Raise JobError unless the input starts with the whole input that had the identity `before`.
 
-    What was its last file may be longer now, where its records are lines, and further files may follow it. So the
-    records that were there before keep their numbers.
+    The last file of that input may be longer now, if its records are lines. Further files may follow it. So the old
+    records keep their numbers.
     """
     if not source.paths:
-        raise JobError("of standard input it is not known whether it has only grown; give --grown with files")
+        raise JobError("--grown needs files: standard input may have changed in other ways")
     then, now = (identity.get("files", [identity]) for identity in (before, as_noted(source.identity, before)))
     for place, old in enumerate(then):
         if place < len(now) and now[place] == old:
@@ -83,11 +89,10 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
         if place < len(now) and content_of(now[place]) == content_of(old):
             path, was = source.paths[place], old["modified"]
             raise JobError(
-                f"{path} was modified since the job was run (it was of {was}, now it is of {now[place]['modified']}). "
-                "Its size and the blocks of it that are digested are what they were, but it may be another between "
-                "them, so --grown cannot go on with it; where you know that it is not, give it its time again "
-                f"(touch -d {was} {shlex.quote(str(path))}), else --overwrite starts the job again, -o NAME writes to "
-                "another file"
+                f"{path} was modified after the last run (at {now[place]['modified']}, before: {was}). Its size and "
+                "the blocks in its digest are unchanged, but other parts may have changed, so --grown cannot continue. "
+                f"If you know that the file is unchanged, restore its time (touch -d {was} {shlex.quote(str(path))}); "
+                "else --overwrite starts the job again, -o NAME writes to another file"
             )
         if place == len(then) - 1 and place < len(now) and source.format != "parquet":
             _check_longer(source.paths[place], old, now[place])
@@ -97,7 +102,7 @@ def check_grown(source: Source, before: dict[str, Any]) -> None:
 
 def _other(name: Path | str) -> JobError:
     return JobError(
-        f"{name} does not begin with what it was when the job was run, so --grown cannot go on with it; "
+        f"{name} does not start with its content of the last run, so --grown cannot continue; "
         "--overwrite starts the job again, -o NAME writes to another file"
     )
 
@@ -111,7 +116,7 @@ def _check_longer(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
         last, new = file.read(1), file.read(2)
     if size and not (new == b"\x1f\x8b" if is_gzip(path) else last == b"\n" or new[:1] in b"\r\n"):
         raise JobError(
-            f"the last record of {path} has become longer: it had no line end when the job was run; "
+            f"the last record of {path} has become longer: it had no line end in the last run; "
             "--overwrite starts the job again"
         )
 
@@ -123,14 +128,16 @@ _BUFFER = 1 << 16
 def open_source(
     name: str, format: str | None = None, options: TableOptions | None = None, *, stdin: Iterable[bytes] | None = None
 ) -> Source:
-    """Returns the source of the records in `name`, a path, or "-" for standard input. A path that is no regular file,
-    such as a pipe, is read as standard input is.
+    """Return the source of the records in `name`, a path, or "-" for standard input.
 
-    format   one of FORMATS; None: the format that the path's suffix names, and JSONL for a stream
-    options  how CSV and TSV are read
-    stdin    lines to read in place of standard input, or of the pipe `name`
+    A path that is not a regular file, such as a pipe, is read like standard input. Raise JobError if the file does not
+    exist, its format is unknown, or its header is wrong.
 
-    Raises JobError when there is no such file, its format cannot be told, or its header cannot be used.
+    Args:
+        name: A path, or "-".
+        format: One of FORMATS; None: the format of the path's suffix, and JSONL for a stream.
+        options: How CSV and TSV are read.
+        stdin: Lines to read instead of standard input, or instead of the pipe `name`.
     """
     options = options or TableOptions()
     if format is not None and format not in FORMATS:
@@ -164,10 +171,10 @@ def open_source(
 
 @contextmanager
 def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
-    """Opens the first `size` bytes of a file for reading, unzipped if it is gzipped.
+    """Open the first `size` bytes of a file for reading, and decompress gzip.
 
-    A file that grows meanwhile is read as far as its identity goes: what comes behind it, such as the first half of a
-    line, belongs to the job's next run.
+    A file that grows meanwhile is read up to the size in its identity. Whatever follows, such as half a line, belongs
+    to the job's next run.
     """
     with io.BufferedReader(_FileHead(path, size), _BUFFER) as file:
         if not zipped:
@@ -178,7 +185,7 @@ def _opened(path: Path, size: int, zipped: bool) -> Iterator[Any]:
 
 
 class _FileHead(io.RawIOBase):
-    """A _FileHead reads the first `size` bytes of a file."""
+    """The first `size` bytes of a file."""
 
     def __init__(self, path: Path, size: int):
         self._file = path.open("rb", buffering=0)
@@ -210,15 +217,17 @@ def _suffix_format(path: Path) -> str | None:
 
 
 def _stream_source(name: str, format: str, stream: Iterable[bytes], options: TableOptions) -> Source:
-    """Return the source of the records in a stream, which are read once. Raise JobError for a format that cannot be
-    read so. name: "-", or the path of a pipe"""
+    """Return the source of the records in a stream, which can only be read once.
+
+    Raise JobError for a format that cannot be read from a stream. name: "-", or the path of a pipe
+    """
     subject = "standard input" if name == "-" else name
     if format == "parquet":
         raise JobError(f"a Parquet file cannot be read from {subject}; give the path of the file")
     lines = lines_of(stream)
     with file_errors(subject, 0):
         head = next(lines, b"")
-        # Tables of two days have one header; their first records tell them apart.
+        # Different tables may have equal headers, so the identity includes the first record.
         second = next(lines, b"") if format in ("csv", "tsv") else b""
     if head[:2] == b"\x1f\x8b":
         raise JobError(f"{subject} is gzipped; pipe it through `gzip -dc`")
@@ -228,9 +237,9 @@ def _stream_source(name: str, format: str, stream: Iterable[bytes], options: Tab
     @contextmanager
     def opener() -> Iterator[Iterator[bytes]]:
         nonlocal is_consumed
-        # A table's header is read when the source is made and again with its records; the lines behind it only once.
+        # A table's header is read twice: when the source is made, and with the records. All other lines are read once.
         if is_consumed:
-            raise JobError(f"{subject} can be read only once; write it to a file, and give the file")
+            raise JobError(f"{subject} can only be read once; write it to a file, and give the file")
         yield consume()
 
     def consume() -> Iterator[bytes]:
@@ -255,10 +264,10 @@ def open_stream(name: str) -> BinaryIO:
 
 
 def lines_of(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a stream, read from its file descriptor if it has one.
+    """Yield the lines of a stream, read from its file descriptor if it has one.
 
-    A thread that waits for input in sys.stdin's own buffer holds a lock which Python takes when the process ends, and
-    Python aborts when it cannot take it. A thread that waits in os.read holds no lock.
+    A thread that waits inside sys.stdin's buffer holds a lock. Python takes this lock when the process ends, and aborts
+    if it cannot. A thread that waits in os.read holds no lock.
     """
     try:
         number = stream.fileno()  # type: ignore[attr-defined]
@@ -283,12 +292,15 @@ def open_sources(
     *,
     stdin: Iterable[bytes] | None = None,
 ) -> Source:
-    """Returns the source of the records of files, patterns ("data/*.jsonl") and folders, in this order.
+    """Return the source of the records of files, patterns ("data/*.jsonl") and folders, in this order.
 
-    format   see `open_source`; it holds for all files
-    stdin    lines to read in place of standard input, which the name "-" stands for
+    Raise JobError if a file cannot be opened, or if the files have different formats.
 
-    Raises JobError when one of the files cannot be opened, or when they are not all of one format.
+    Args:
+        names: Paths, patterns, folders, or "-" for standard input.
+        format: As in `open_source`, for all files.
+        options: How CSV and TSV are read.
+        stdin: Lines to read instead of standard input.
     """
     files = expand_names(names)
     if len(files) == 1:
@@ -296,7 +308,7 @@ def open_sources(
     for name in files:
         if name == "-" or is_stream(name):
             subject = "standard input" if name == "-" else f"the pipe {name}"
-            raise JobError(f"{subject} goes with no other input; give files only")
+            raise JobError(f"{subject} cannot be combined with other inputs; give files only")
     sources = [open_source(name, format, options) for name in files]
     second = next((source for source in sources if source.format != sources[0].format), None)
     if second is not None:
@@ -307,11 +319,11 @@ def open_sources(
 
 
 def expand_names(names: Sequence[str]) -> list[str]:
-    """Returns the files that names stand for: a file, the matches of a pattern, the input files of a folder.
+    """Return the files that names stand for: a file, the matches of a pattern, the input files of a folder.
 
-    The files of a pattern or folder are sorted. Of a folder and its subfolders those files are taken whose name ends in
-    a known format, but none whose name, or whose folder's name, begins with "." or "_". Raises JobError for a pattern
-    that matches nothing, and for a folder without such a file.
+    The files of a pattern or folder are sorted. A folder stands for the files in it and in its subfolders that end in a
+    known format. Files and folders whose names start with "." or "_" are skipped. Raise JobError for a pattern without
+    a match, and for a folder without such a file.
     """
     out: list[str] = []
     for name in names:
@@ -332,13 +344,13 @@ def expand_names(names: Sequence[str]) -> list[str]:
 
 
 def holds_records(name: str) -> bool:
-    """Returns whether a name ends like an input file, or is a folder with input files."""
+    """Return whether a name ends like an input file, or is a folder with input files."""
     path = Path(name)
-    if not name or len(name) > 4096 or "\0" in name:  # Path("") is the folder one is in
+    if not name or len(name) > 4096 or "\0" in name:  # Path("") is the current folder
         return False
     if _has_suffix(path):
         return True
-    # Path.is_dir raises OSError for a text that is too long for a name, before Python 3.13.
+    # Before Python 3.13, Path.is_dir raises OSError for a text that is too long for a file name.
     return os.path.isdir(path) and any(file.is_file() and _is_input(file, path) for file in path.rglob("*"))
 
 
@@ -353,7 +365,7 @@ def _has_suffix(path: Path) -> bool:
 
 
 class _Files(Source):
-    """A _Files reads the records of several sources of one format, with consecutive numbers."""
+    """The records of several sources of one format, with consecutive numbers."""
 
     def __init__(self, sources: list[Source]):
         headers = [source.columns for source in sources]
@@ -366,7 +378,7 @@ class _Files(Source):
         for source in sources:
             for column, type in source.types.items():
                 by_name.setdefault(column, []).append(type)
-        # A column has a type where it has the same in all files that have the column.
+        # A column has a type only if all files that have the column agree on it.
         self.types = {column: types[0] for column, types in by_name.items() if all(t == types[0] for t in types)}
 
     def records(self, columns: Collection[str] | None = None) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""Reads and writes tables: JSONL, CSV, TSV or Parquet records whose columns become the prompts of one task."""
+"""Tables as jobs: JSONL, CSV, TSV or Parquet records whose columns make the prompts of one task."""
 
 from __future__ import annotations
 
@@ -18,27 +18,23 @@ from .record import ParsedRecord, Record, error_object, plain
 if TYPE_CHECKING:
     from .gold import Gold
 
-# The names that every output line has beside the fields of its task's answer.
+# fields of output lines that do not come from the answer
 _OF_LINES = {"record", "id", "error", "results"}
 
 
 def reserved_names(task: str, *, has_id: bool = True) -> frozenset[str]:
-    """Returns the names of a task's own fields in an output line; columns that it repeats need other names. has_id:
-    whether lines have an id of their own (--id)"""
+    """Return the names of the fields of a task's output line. Repeated columns need other names.
+
+    has_id: whether lines have the field `id` (--id)
+    """
     names = _OF_LINES | names_in_lines(task)
     return frozenset(names if has_id else names - {"id"})
 
 
 class TableAdapter:
-    """A TableAdapter is the RecordAdapter of rows of a table.
+    """The RecordAdapter of a table's rows.
 
-    Arguments are as for RowReader. If the last column of prompts holds a list, the record's line has the results of
-    the whole list.
-
-    gold   reads the true answers of decisions
-    shows  whether the columns of a state of decisions are kept, for rows that a person reviews
-
-    Raises JobError where a column is to be repeated under a name that lines have themselves.
+    If the last column of prompts holds a list, the record's line has the results of the whole list.
     """
 
     def __init__(
@@ -51,22 +47,30 @@ class TableAdapter:
         shows: bool = False,
         **options: bool,
     ):
+        """Raise JobError if a column is to be repeated under the name of a field of the line.
+
+        Args:
+            task: The name of the task.
+            columns: The columns that make prompts, and the columns to repeat.
+            render_chat: As in RowReader.
+            gold: The true answers of decisions.
+            shows: Keep the columns of a decision's state, for rows that a person reviews.
+            options: Further options of RowReader.
+        """
         self.reserved = self.reserved_for(task, has_id=columns.id is not None)
         for name in columns.keep:
             if name in self.reserved:
-                raise JobError(
-                    f"--keep {name} cannot be, as a line has its own {name!r}; write --keep my_{name}={name}"
-                )
+                raise JobError(f"--keep {name}: lines already have a field {name!r}; write --keep my_{name}={name}")
         self.task = task
         self.columns_used = columns
-        # A conversation becomes the state of a decision as it does over HTTP.
+        # A conversation becomes the state of a decision in the same way as over HTTP.
         self._rows = RowReader(task, columns, state_of if task == "decide" else render_chat, **options)
         self.columns = None if columns.keep_all else self._rows.used
         self.gold, self._shows = gold, shows
-        self.labels: Counter[str] = Counter()  # of this run's lines
+        self.labels: Counter[str] = Counter()  # {label: number of lines in this run}
 
     def check(self, have: list[str] | None) -> None:
-        """Raises JobError if the table lacks a column that is used. have: its columns; None if unknown"""
+        """Raise JobError if the table lacks a used column. have: its columns; None if unknown"""
         if have is not None:
             self._rows.check(have)
 
@@ -87,11 +91,11 @@ class TableAdapter:
 
     @classmethod
     def reserved_for(cls, task: str, *, has_id: bool) -> frozenset[str]:
-        """Return the names that lines have of their own."""
+        """Return the names of the line's own fields."""
         return reserved_names(task, has_id=has_id)
 
     def kept_name(self, column: str) -> str:
-        """Returns the name under which lines repeat a column where all columns are repeated."""
+        """Return the name under which a line repeats a column, if all columns are repeated."""
         return kept_name(self.reserved, column)
 
     def _meta(self, data: dict[str, Any], number: int) -> dict[str, Any]:
@@ -113,7 +117,7 @@ class TableAdapter:
 
     def line(self, number: int, meta: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
         for answer in answers:
-            if isinstance(answer, Classification) and answer.label:  # an example has none
+            if isinstance(answer, Classification) and answer.label:  # an example has an empty label
                 self.labels[answer.label] += 1
         head = self._head(number, meta)
         if meta.get("many"):
@@ -121,7 +125,8 @@ class TableAdapter:
         return head | self._fields_of(answers[0])
 
     def _fields_of(self, answer: Answer, *, is_part: bool = False) -> dict[str, Any]:
-        """Return the fields of an answer in the record's line, or if `is_part` in a list of the record's results."""
+        """Return the fields of an answer in the record's line, or with `is_part` in the list of the record's
+        results."""
         return answer.line()
 
     def error_line(self, number: int, meta: dict[str, Any] | None, error: InputError) -> dict[str, Any]:
@@ -135,15 +140,19 @@ class TableAdapter:
 
 
 class LabelColumns(TableAdapter):
-    """The TableAdapter of "classify" for tables that people read: the label, and its probability in the column `p`.
-
-    every  whether each label's probability has a column of its own, p_LABEL
-    keeps  whether the objects of probabilities, log-likelihoods and logits stay, as nested columns
-    """
+    """The TableAdapter of "classify" for tables that people read: the label, and its probability in the column `p`."""
 
     prefix = "p_"
 
     def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
+        """Choose a prefix that no kept column starts with.
+
+        Args:
+            arguments: As of TableAdapter.
+            every: Add a column p_LABEL for the probability of each label.
+            keeps: Keep the objects of probabilities, log-likelihoods and logits, as nested columns.
+            options: As of TableAdapter.
+        """
         super().__init__(*arguments, **options)
         self._every, self._keeps = every, keeps
         while any(name.startswith(self.prefix) for name in self.columns_used.keep):
@@ -155,7 +164,7 @@ class LabelColumns(TableAdapter):
 
     def kept_name(self, column: str) -> str:
         name = super().kept_name(column)
-        # Which columns there are is not known beforehand, and a label's column has the same name in all lines.
+        # A label's column needs the same name in all lines, but the columns of later records are unknown.
         clashes = self._every and name == column and bare(name, "input_").startswith(self.prefix)
         return f"input_{name}" if clashes else name
 
@@ -169,12 +178,11 @@ class LabelColumns(TableAdapter):
 class DecisionColumns(TableAdapter):
     """The TableAdapter of "decide" for tables that people read: a column NAME with the value of each question.
 
-    Beside it are the columns that Decision makes. A question that could not be answered has NAME_error instead.
-
-    keeps: whether the object of all answers stays, as a nested column
+    `Decision.columns` lists the other columns. A question that failed has a column NAME_error instead.
     """
 
     def __init__(self, *arguments: Any, every: bool = False, keeps: bool = False, **options: Any):
+        """every: as in `Decision.columns`; keeps: keep the object of all answers, as a nested column"""
         super().__init__(*arguments, **options)
         self._every, self._keeps = every, keeps
 
@@ -182,17 +190,17 @@ class DecisionColumns(TableAdapter):
         assert isinstance(answer, Decision)
         own = answer.columns(self._every) | {f"{name}_error": str(error) for name, error in answer.errors.items()}
         line = {name: value for name, value in answer.line().items() if self._keeps or name != "answers"}
-        # A column of the line itself keeps its name: a question called "record" becomes answer_record.
+        # The line's own fields keep their names: a question called "record" becomes answer_record.
         return {(PREFIX + name if name in self.reserved or name in self.columns_used.keep else name): value
                 for name, value in own.items()} | line  # fmt: skip
 
 
 class AnswerColumns(TableAdapter):
-    """An AnswerColumns is the TableAdapter for "generate" that gives each property of a JSON answer a column.
+    """The TableAdapter of "generate" that makes a column of each property of a JSON answer.
 
-    For a list of prompts the properties are in each of its `results`. What a property is called does not depend on the
-    record. So where a line repeats all columns of its record, and they are not known beforehand, every property is
-    called answer_NAME, and a column with such a name is repeated as input_answer_NAME.
+    For a list of prompts the properties are in each of its `results`. The name of a property's column must not depend
+    on the record. If a line repeats all columns of its record, and they are unknown in advance, every property is
+    called answer_NAME. Then a repeated column with such a name is called input_answer_NAME.
     """
 
     def kept_name(self, column: str) -> str:
@@ -205,18 +213,22 @@ class AnswerColumns(TableAdapter):
 
 
 def with_columns(result: dict[str, Any], repeated: Collection[str], *, every: bool = False) -> dict[str, Any]:
-    """Returns a result of "generate" with the properties of the object in its `text` as further fields.
+    """Return a result of "generate" with the properties of the JSON object in its `text` as further fields.
 
-    A property is called answer_NAME where a line has a NAME of its own, or NAME is in `repeated`; so is a property
-    called answer_NAME itself, that no two have one name. With names in `repeated` that begin with answer_, another
-    answer_ is put before it. A result whose text is no JSON object, such as one that max_tokens cut off, comes back as
-    it is.
+    A result whose text is not a JSON object, for example because max_tokens cut it off, is returned unchanged. A
+    property is called answer_NAME in these cases, so that all names stay distinct:
 
-    every  whether all properties are renamed
+    - the line has its own field NAME
+    - NAME is in `repeated`
+    - the property itself is called answer_..., and the rest is one of these names
+
+    If names in `repeated` start with answer_, another answer_ is put before it.
+
+    every: rename all properties
     """
     try:
         answer = json.loads(result.get("text", ""))
-    except (ValueError, RecursionError):  # RecursionError: thousands of brackets in each other
+    except (ValueError, RecursionError):  # RecursionError: thousands of nested brackets
         return result
     if not isinstance(answer, dict):
         return result

@@ -1,4 +1,4 @@
-"""Measures the difference of two runs of the same items: of values, arg-maxes and ranks."""
+"""Compare two runs of the same items: their values, arg-maxes and ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ROWS = 256
 def sample_items(
     records: Iterable[Record], adapter: RecordAdapter, count: int, *, seed: int = 0
 ) -> tuple[list[tuple[str, Any]], int]:
-    """Returns (pairs (name of the task, item) of about `count` records, the number of unusable records).
+    """Return ((name of the task, item) of about `count` records, the number of unusable records).
 
-    Records are drawn evenly over the input, in blocks of neighbours, as neighbours are likely to share prefixes.
+    Records are drawn evenly over the input, in blocks of neighbours, because neighbours are likely to share prefixes.
     """
     draw, records = random.Random(seed), iter(records)
     blocks = enumerate(iter(lambda: list(islice(records, _BLOCK)), []))
@@ -53,25 +53,26 @@ def sample_items(
 
 @dataclass(frozen=True)
 class Run:
-    """A Run is a run of works: its task, which may have been calibrated for it, and the results of each work."""
+    """A run of works."""
 
-    task: Any
-    results: Sequence[list[Any] | None]
+    task: Any  # the task, possibly calibrated for this run
+    results: Sequence[list[Any] | None]  # the results of each work
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A Difference describes how much two runs differ. The largest difference is NaN if one of them has NaN.
+    """The differences between two runs. A largest difference is NaN if one run has NaN.
 
-    items      how many items were compared
-    values     largest difference of the model's values (logits, hidden values, log-probabilities)
-    results    largest difference of the task's results (scores, probabilities, cosines)
-    groups     how many rankings were compared: a query's documents, a text's labels, an embedding's neighbours (at most
-               NEIGHBOURS embeddings that are near it in the input)
-    first      how many rankings changed their first place
-    orders     how many rankings changed their order
-    pairs      how many pairs of the rankings changed their order, of `all_pairs`
-    greedy     how many tokens stopped or began to be the model's first choice, of `all_tokens`
+    Attributes:
+        items: number of items compared
+        values: largest difference of the model's values (logits, hidden states, log-probabilities)
+        results: largest difference of the task's results (scores, probabilities, cosines)
+        groups: number of rankings compared: a query's documents, a text's labels, or an embedding's neighbours (at most
+            NEIGHBOURS embeddings near it in the input)
+        first: number of rankings whose first place changed
+        orders: number of rankings whose order changed
+        pairs: number of pairs in the rankings, of `all_pairs`, whose order changed
+        greedy: number of tokens, of `all_tokens`, that became or ceased to be the model's first choice
     """
 
     items: int
@@ -87,10 +88,10 @@ class Difference:
 
 
 def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Difference:
-    """Returns the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
+    """Return the Difference of two runs of `works = task.prepare(items)`. Works that are errors are left out."""
     valid = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
     pairs = [(ra, rb) for i in valid for ra, rb in zip(a.results[i] or [], b.results[i] or [], strict=True)]
-    # The last value of a read-out with sums is the id of a token.
+    # The last value of a read-out with sums is a token id, so leave it out.
     end = -1 if a.task.readout.sums else None
     values = _largest((ra.values - rb.values)[..., :end] for ra, rb in pairs)
     flips = [(ra.greedy != rb.greedy) for ra, rb in pairs if ra.greedy is not None]
@@ -110,18 +111,14 @@ def compare(items: Sequence[Any], works: Sequence[Any], a: Run, b: Run) -> Diffe
 
 @dataclass(frozen=True)
 class TextDifference:
-    """A TextDifference describes how much the texts of two runs differ.
+    """The differences between the texts of two runs."""
 
-    texts          how many were compared
-    first_changed  of each text that changed the number, from 1, of the first token that is another one
-    """
-
-    texts: int
-    first_changed: list[int]
+    texts: int  # number of texts compared
+    first_changed: list[int]  # for each changed text, the number (from 1) of the first token that differs
 
 
 def compare_texts(a: Run, b: Run) -> TextDifference:
-    """Returns the TextDifference of two runs that generated text."""
+    """Return the TextDifference of two runs that generated text."""
     first_run, second_run = (
         [text.tokens for work in run.results for texts in work or [] for text in texts] for run in (a, b)
     )
@@ -131,7 +128,7 @@ def compare_texts(a: Run, b: Run) -> TextDifference:
 
 
 def _largest(differences: Iterable[np.ndarray]) -> float:
-    """Returns the largest absolute difference; NaN if one is NaN, which Python's `max` would skip."""
+    """Return the largest absolute difference, or NaN if one is NaN. (Python's `max` would ignore NaN.)"""
     largest = np.float64(0)
     for difference in differences:
         largest = np.maximum(largest, np.abs(difference).max(initial=0))
@@ -143,16 +140,16 @@ def _pairs(count: int) -> int:
 
 
 def _discordant(x: np.ndarray, y: np.ndarray) -> int:
-    """Returns how many pairs are ordered differently by x [n] and y [n]."""
+    """Return how many pairs are ordered differently by x [n] and y [n]."""
     count = 0
-    for start in range(0, len(x), _ROWS):  # of a long ranking not all pairs are in memory at once
+    for start in range(0, len(x), _ROWS):  # in blocks, because all pairs of a long ranking need too much memory
         rows = slice(start, start + _ROWS)
         count += int(((x[rows, None] - x) * (y[rows, None] - y) < 0).sum())
-    return count // 2  # each was seen from both sides
+    return count // 2  # each pair was counted twice
 
 
 def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answer]) -> dict[Any, np.ndarray]:
-    """Returns the values that are ranked against each other, by the query, text or group that they belong to."""
+    """Return the values that are ranked against each other, by their query, text or group."""
     out: dict[Any, list[float]] = {}
     vectors: list[np.ndarray] = []
     for i, answer in zip(valid, answers, strict=True):
@@ -173,8 +170,10 @@ def _rankings(items: Sequence[Any], valid: Sequence[int], answers: Sequence[Answ
 
 
 def _neighbours(vectors: Sequence[np.ndarray]) -> dict[Any, np.ndarray]:
-    """Returns the cosines of each vector with its neighbours in the same group, because all cosines of a large sample
-    would be too many."""
+    """Return the cosines of each vector with its neighbours in the same group.
+
+    All cosines of a large sample would be too many.
+    """
     matrix = np.stack(vectors).astype(np.float64)
     matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
     out: dict[Any, np.ndarray] = {}
@@ -191,24 +190,18 @@ def _key(item: Any, field: str, number: int) -> Any:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A Recomputed says what `prefold answers --verify` has found.
+    """The result of `prefold answers --verify`."""
 
-    wrong          what is wrong with the file, a line for each
-    computed       how many answers were computed again
-    difference     largest difference of their numbers
-    texts_changed  how many of them are other texts now
-    """
-
-    wrong: list[str]
-    computed: int
-    difference: float
-    texts_changed: int
+    wrong: list[str]  # one line for each fault of the file
+    computed: int  # number of answers that were computed again
+    difference: float  # largest difference of their values
+    texts_changed: int  # number of texts that differ now
 
 
 def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[str], None]) -> Recomputed:
-    """Checks a file of kept answers, and computes at most `count` of them again with the model of a spec.
+    """Check a file of kept answers, and compute at most `count` of them again with the model of a spec.
 
-    Raises InputError if the file has no such answers of this model.
+    Raise InputError if the file has no answers of this model that were stored with their request.
     """
     from ..model.machine import choose_device, choose_dtype
 
@@ -217,7 +210,7 @@ def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[st
     device = choose_device(spec.model.device)
     dtype = choose_dtype(spec.model.dtype, checkpoint.config, device)
     drawn, model = [], spec.model
-    for model in (spec.model.for_job(), spec.model):  # as a job runs it, and as LLM does
+    for model in (spec.model.for_job(), spec.model):  # with the settings of a job, then of LLM
         kept = open_kept(replace(model, answers=str(file.path.parent)), checkpoint, dtype, device, notify)
         assert kept is not None
         kept.close()
@@ -249,7 +242,7 @@ def recompute(file: AnswersFile, spec: JobSpec, count: int, notify: Callable[[st
 
 @dataclass(frozen=True)
 class _Again:
-    """The task of requests that are computed again: all that `run_works` reads of a task."""
+    """The task of requests that are computed again. It has what `run_works` reads from a task."""
 
     readout: Readout
     inputs: Inputs

@@ -1,9 +1,10 @@
-"""Defines the interface of tasks, and how they check, encode and cut texts.
+"""The interface of tasks, and how tasks check, encode and truncate texts.
 
-A task turns items (one record each) into requests for the engine, and the engine's results into an `Answer`. Between
-the two calls it keeps only a small JSON-able note, so a job may put the requests on disk and run them in any order. An
-error belongs to one item. A prompt that is too long is cut in its longest column, and the text around that column
-stays.
+A task turns items into requests for the engine, and the engine's results into an `Answer`. One record of a job makes
+one or more items. Between the two calls the task keeps only a small note that JSON can hold. So a job may spool the
+requests to disk and run them in any order. An error belongs to one item.
+
+A prompt that is too long is cut in its longest column. The text around the column stays.
 
     works = task.prepare(items)                    # a Work, or an InputError, for each item
     results = [... of task.readout, for each work.requests ...]
@@ -37,15 +38,14 @@ Text = str | np.ndarray
 
 @dataclass(frozen=True)
 class Work:
-    """A Work holds the requests of one item, at least one, and a note about the item for `finish` (JSON-able, or
-    None)."""
+    """The requests of one item (at least one) and the item's note for `finish`."""
 
     requests: list[Request]
-    note: Any = None
+    note: Any = None  # values that JSON can hold, or None
 
 
 def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
-    """Returns make(*args), or the InputError that `record_error` makes of the exception it raised."""
+    """Return make(*args). If it raises, return the InputError that `record_error` makes of the exception."""
     try:
         return make(*args)
     except Exception as error:
@@ -53,7 +53,7 @@ def attempt(make: Callable[..., T], *args: Any) -> T | InputError:
 
 
 class TextBatch:
-    """A TextBatch encodes many texts together, without special tokens. Token ids stay as they are."""
+    """Texts that are encoded together, without special tokens. Token ids are passed through unchanged."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -61,17 +61,22 @@ class TextBatch:
         self._ids: list[np.ndarray | InputError] = []
 
     def add(self, text: Text, lines: Sequence[int] = ()) -> Callable[[], np.ndarray]:
-        """Returns a function that returns the text's ids, int32 [n], after `encode`, or raises the InputError of a text
-        that cannot be encoded. Raises InputError where there is no tokenizer.
+        """Return a getter of the text's ids, int32 [n]. Call the getter after `encode`.
 
-        lines  where lines begin at which texts share parts, in ascending order. Each part is encoded once for all texts
-               that have it, if the tokenizer splits there. The ids are the same as for the whole text in any case
+        The getter raises the InputError of a text that cannot be encoded. `add` raises InputError if there is no
+        tokenizer.
+
+        Args:
+            text: A text, or token ids.
+            lines: Starts of lines, ascending, at which the text may be split into parts that other texts also have.
+                Each part is encoded once, if the tokenizer splits at that place. The ids always equal the ids of the
+                whole text.
         """
         if isinstance(text, np.ndarray):
             return lambda: text
         if self._tokenizer is None:
             raise InputError("the model has no tokenizer", remedy="give token ids instead of text", code="no_tokenizer")
-        # A text that is added again is encoded once: all labels of a text have the same prompt.
+        # Equal texts are encoded once: for example, all labels of a text have the same prompt.
         found = [0, *(self._tokenizer.cut_at(text, line) for line in lines), len(text)]
         parts = [text[start:stop] for start, stop in pairwise(sorted(set(found)))] or [text]
         places = [self._texts.setdefault(part, len(self._texts)) for part in parts]
@@ -87,8 +92,10 @@ class TextBatch:
         return np.concatenate([self._get(place) for place in places])
 
     def add_pieces(self, pieces: Sequence[Text]) -> Callable[[], np.ndarray]:
-        """Returns a function that returns the ids of a prompt made of pieces, after `encode`. Neighbouring texts are
-        joined and encoded as one; token ids among the pieces stay as they are."""
+        """Return a getter of the ids of a prompt made of pieces. Call the getter after `encode`.
+
+        Neighbouring texts are joined and encoded as one text. Token ids among the pieces stay as they are.
+        """
         texts: list[Text] = []
         for piece in pieces:
             if isinstance(piece, str) and texts and isinstance(texts[-1], str):
@@ -101,7 +108,7 @@ class TextBatch:
         return lambda: np.concatenate([np.empty(0, np.int32), *(get() for get in getters)])
 
     def encode_now(self, text: str) -> np.ndarray:
-        """Returns the ids of one text, int32 [n], without waiting for `encode`."""
+        """Return the ids of one text, int32 [n], at once and outside the batch."""
         assert self._tokenizer is not None
         return self._tokenizer.encode(text, special=False)
 
@@ -112,7 +119,7 @@ class TextBatch:
         try:
             self._ids = list(self._tokenizer.encode_batch(texts, special=False))
         except Exception:
-            # The error does not name the text. Encoded one by one, each text gets an error of its own.
+            # The error does not name its text. Encode the texts one by one, so that only the bad ones get errors.
             self._ids = [attempt(self._tokenizer.encode, text, False) for text in texts]
 
 
@@ -121,31 +128,23 @@ Plan = Callable[[Any, TextBatch], Callable[[], Work]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """An Inputs checks the inputs of all tasks, and makes requests from them.
-
-    max_length  rows that one request may have, None for any number
-    vocab_size  the size of the model's vocabulary, None when unknown
-    adapter     the LoRA adapter of items that name none
-    adapters    the names of the LoRA adapters that are loaded
-    config      the model's; None when unknown
-    unread      the token id whose rows at the end of a text are not read (padding, with a head); None: all are read
-    images      what reads images (`ImageInputs`); None: the model takes text alone
-    """
+    """The checks that all tasks apply to their inputs, and the requests made from them."""
 
     tokenizer: Tokenizer | None
-    max_length: int | None = None
-    vocab_size: int | None = None
-    adapter: str | None = None
-    adapters: Collection[str] = ()
-    config: ModelConfig | None = None
-    images: Any = None
+    max_length: int | None = None  # maximum rows of a request; None: no limit
+    vocab_size: int | None = None  # size of the model's vocabulary; None: unknown
+    adapter: str | None = None  # the LoRA adapter for items that name none
+    adapters: Collection[str] = ()  # names of the loaded LoRA adapters
+    config: ModelConfig | None = None  # the model's config; None: unknown
+    images: Any = None  # the `ImageInputs`; None: text only
+    # padding token of a model with a head: trailing rows with this id are dropped; None: keep all
     unread: int | None = None
 
     def __post_init__(self) -> None:
         self.check_adapter(self.adapter)
 
     def check_adapter(self, name: Any) -> str | None:
-        """Returns the name of an adapter, or None. Raises InputError unless it is the name of a loaded one, or None."""
+        """Return the name of an adapter, or None. Raise InputError if no such adapter is loaded."""
         if name is not None and not isinstance(name, str):
             message = f"adapter is of type {type(name).__name__}, not a text"
             raise InputError(message, field="adapter", remedy="give the name of an adapter", code="wrong_type")
@@ -156,18 +155,21 @@ class Inputs:
         return name
 
     def check_exits(self, exits: Exits | None) -> None:
-        """Raises InputError for exits that the model does not have."""
+        """Raise InputError for exits that the model does not have."""
         if exits is not None and self.config is not None:
             self.config.check_exits(exits)
         elif exits is not None:
             refuse_exits(exits)
 
     def prepare(self, items: Sequence[Any], plan: Plan) -> list[Work | InputError]:
-        """Returns a Work, or an InputError, for each item. All texts of all items are encoded in one batch; an item's
-        requests run with the adapter that it names.
+        """Return a Work, or an InputError, for each item. All texts of all items are encoded in one batch.
 
-        plan  plan(item, batch) checks an item, adds its texts to the batch and returns a function that makes the Work
-              once the batch is encoded. An exception of either is the error of that item alone
+        The requests of an item run with the adapter that the item names.
+
+        Args:
+            items: The items, in the form that `plan` takes.
+            plan: `plan(item, batch)` checks an item, adds its texts to the batch, and returns a function that makes the
+                Work after the batch is encoded. If either raises, the error belongs to that item alone.
         """
         batch = TextBatch(self.tokenizer)
         makers = [attempt(plan, item, batch) for item in items]
@@ -187,8 +189,10 @@ class Inputs:
         return replace(work, requests=requests)
 
     def text(self, value: Any, field: str, pictures: list[Picture] | None = None) -> Text:
-        """Returns a text as it is, token ids as int32 [n], or the ids of a text with images. Raises InputError for any
-        other value, and for no token ids. pictures: a list to which the images are added"""
+        """Return a text unchanged, token ids as int32 [n], or the ids of a text with images.
+
+        Raise InputError for any other value, and for an empty list of ids. The images are appended to `pictures`.
+        """
         if isinstance(value, TextWithImages):
             return self._encode_pictured(value, field, [] if pictures is None else pictures)
         if isinstance(value, str) or value is None or isinstance(value, (bytes, Mapping)):
@@ -196,19 +200,17 @@ class Inputs:
         return self._ids(value, field)
 
     def content(self, value: Any, field: str, pictures: list[Picture] | None = None, *, blank: bool = False) -> Text:
-        """Returns the text or ids of a value, like `text`. Raises InputError also for an empty text (see
-        `check_said`)."""
+        """Do as `text` does, and also raise InputError for an empty text (see `check_said`)."""
         text = self.text(value, field, pictures)
         if isinstance(text, str):
             check_said(text, field, blank=blank)
         return text
 
     def _encode_pictured(self, value: TextWithImages, field: str, pictures: list[Picture]) -> np.ndarray:
-        """Returns the ids of a text with images, int32 [n]."""
         if self.images is None:
             raise refuse_images(field)
         if not isinstance(value.text, str):
-            message = f"{field!r} has images beside a value that is no text"
+            message = f"{field!r} has images, but its text is not a string"
             raise InputError(message, field=field, remedy="give a text beside them", code="wrong_type")
         images = [(image, f"images[{i}]") for i, image in enumerate(value.images)]
         own = self.images.read(images)
@@ -225,20 +227,26 @@ class Inputs:
         limit: int | None = None,
         remedy: str = "",
     ) -> Any:
-        """Returns a text, cut before it is encoded if its length alone shows that it has too many tokens, so that a
-        text of any size takes little memory. With truncate=True a text made of a template is cut in each column. Other
-        values are returned as they are. Raises InputError for a text that is too long without `truncate`.
+        """Cut a text before it is encoded, if its length alone shows that it has too many tokens.
 
-        left    whether the end is kept, and not the beginning
-        limit   the tokens that may be kept, by default the model's
-        remedy  the error's remedy
+        So a text of any size needs little memory. With truncate=True, a text made from a template is cut in each
+        column. Values that are no text are returned unchanged. Raise InputError for a text that is too long if
+        `truncate` is off.
+
+        Args:
+            text: A text, or any other value.
+            field: The name of the input, for errors.
+            truncate: The task's option.
+            left: Keep the end of the text, not the beginning.
+            limit: Maximum number of tokens (default: the model's).
+            remedy: The remedy in the error (default: shorten it or truncate).
         """
         tokenizer, limit = self.tokenizer, self.max_length if limit is None else limit
         if not isinstance(text, str) or tokenizer is None or limit is None or not tokenizer.is_longer(text, limit):
             return text
         if not truncate:
             raise InputError(
-                f"{field!r} has {len(text):,} characters, which make more than the {limit} tokens that the model takes",
+                f"{field!r} has {len(text):,} characters, which exceeds the model's limit of {limit} tokens",
                 field=field,
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
@@ -255,7 +263,7 @@ class Inputs:
             ids = np.empty(0, object)
         if ids.ndim == 1 and ids.size == 0 and isinstance(value, (list, tuple, np.ndarray)) and len(value) == 0:
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
-        # NumPy takes [True, 5] for whole numbers.
+        # NumPy converts [True, 5] to integers without an error.
         has_bool = isinstance(value, (list, tuple)) and any(type(v) is bool for v in value)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or has_bool:
             message = f"{field!r} is of type {type(value).__name__}, neither a text nor a list of whole numbers"
@@ -264,7 +272,7 @@ class Inputs:
         return ids.astype(np.int32)
 
     def check_ids(self, ids: np.ndarray, field: str) -> None:
-        """Raises InputError for a token id outside the model's vocabulary."""
+        """Raise InputError for a token id outside the model's vocabulary."""
         limit = self.vocab_size if self.vocab_size is not None else MEDIA_BASE
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -285,18 +293,24 @@ class Inputs:
         truncate: Truncate = False,
         change: Callable[[str], str] = str,
     ) -> Callable[[], Request]:
-        """Returns a function that makes the request of a whole text, once the batch is encoded. Token ids stay as they
-        are. An image is never cut.
+        """Return a function that makes the request of a whole text. Call the function after the batch is encoded.
 
-        pictures  a list to which the text's images are added
-        change    applied to the text before it is encoded; the tokenizer's special tokens are put around it
-        truncate  where to cut a text that is too long. True: in the longest column of a text made of a template, else
-                  at the end that the tokenizer's files say. "left", "right": at that end. The special tokens stay
+        Token ids stay as they are. An image is never cut.
+
+        Args:
+            value: A text, token ids, or a TextWithImages.
+            field: The name of the input, for errors.
+            batch: The batch that encodes the text.
+            pictures: The text's images are appended to this list.
+            truncate: Where to cut a text that is too long. True: in the longest column of a text made from a template,
+                else at the side that the tokenizer's files name. "left", "right": at that side. The special tokens
+                around the text are kept.
+            change: Applied to the text before it is encoded. The tokenizer's special tokens go around the result.
         """
         left = self.tokenizer is not None and self.tokenizer.truncation_side == "left"
         left = left if truncate is True else truncate == "left"
         if isinstance(value, TextWithImages) and isinstance(value.text, str):
-            value = replace(value, text=change(value.text))  # before it is encoded
+            value = replace(value, text=change(value.text))  # `content` below encodes it
         whole = text = self.bounded(self.content(value, field, pictures), field, truncate, left=left)
         nothing = np.empty(0, np.int32)
         before = after = nothing
@@ -305,7 +319,7 @@ class Inputs:
             if self.tokenizer is not None:
                 before, after = self.tokenizer.prefix_ids, self.tokenizer.suffix_ids
         get = batch.add(text)
-        # A cut at the beginning must cut the text, and not what `change` puts before it.
+        # Cutting on the left must cut the text itself, not the prefix that `change` adds.
         by_column = isinstance(whole, FilledTemplate) or (isinstance(whole, str) and left and whole != text)
 
         def make() -> Request:
@@ -332,33 +346,36 @@ class Inputs:
         left: bool = False,
         size: Callable[[T], int] = np.size,
     ) -> T:
-        """Returns what `make` returns for the text with its longest column cut, at most `room` tokens; `ids` if nothing
-        of that column would be left. size: counts the tokens of what `make` returns"""
+        """Return `make(text)` with the text's longest column cut, so that it has at most `room` tokens.
+
+        Return `ids` if nothing of that column would be left. `size` counts the tokens of a result of `make`.
+        """
         assert self.tokenizer is not None
         columns, fill = columns_of(text)
         cut = cut_columns(self.tokenizer, columns, lambda values: make(fill(values)), size, room, left=left)
         return ids if cut is None else cut
 
     def over(self, num_tokens: int) -> int:
-        """Returns by how many tokens a request of `num_tokens` rows is too long."""
+        """Return by how many tokens a request of `num_tokens` rows is too long."""
         return 0 if self.max_length is None else max(0, num_tokens - self.max_length)
 
     def request(self, tokens: np.ndarray, field: str, targets: np.ndarray | None = None, remedy: str = "") -> Request:
-        """Returns the Request of some tokens. Raises InputError if there are none or too many, or if ids lie outside
-        the vocabulary."""
+        """Return the Request of these tokens.
+
+        Raise InputError if there are no tokens or too many, or if an id is outside the vocabulary.
+        """
         if tokens.size == 0:
             remedy = "give a text that is not empty"
             raise InputError(f"{field!r} has no tokens", field=field, remedy=remedy, code="empty")
         if self.over(tokens.size):
             raise InputError(
-                f"{field!r} makes a prompt of {tokens.size} tokens; the model takes {self.max_length}",
+                f"{field!r} makes a prompt of {tokens.size} tokens; the model's limit is {self.max_length}",
                 field=field,
                 remedy=remedy or f"shorten it, or have it cut with {TRUNCATE}",
                 code="too_long",
             )
         if self.unread is not None:
-            # The last row that is left is read. If all rows are padding, the first row is read, as in
-            # transformers.
+            # As in transformers: read the last row that is not padding, or the first row if all are padding.
             read = np.flatnonzero(tokens != self.unread)
             tokens = tokens[: read[-1] + 1 if read.size else 1]
         media: tuple[Medium, ...] = ()
@@ -374,58 +391,54 @@ class Inputs:
 
 
 class Task:
-    """A Task prepares the requests of items and makes answers from their results.
+    """A task: it prepares the requests of items, and makes answers from their results."""
 
-    name       a key of `tasks.make.TASKS`
-    inputs     checks the texts of items
-    readout    what the engine reads for every request
-    item_type  the dataclass of an item; `prepare` also takes mappings with its fields
-    is_listwise   whether the documents of a query have to be in one item, since they are read in one prompt
-    """
-
-    name: str
+    name: str  # key in `tasks.make.TASKS`
     inputs: Inputs
-    readout: Readout
-    item_type: type
-    is_listwise: bool = False
+    readout: Readout  # what the engine reads for every request
+    item_type: type  # dataclass of an item; `prepare` also accepts mappings with its fields
+    is_listwise: bool = False  # all documents of a query must be in one item, because one prompt ranks them
 
     @property
     def example(self) -> Answer:
-        """Return an answer to an item of one text, for the names and types of its fields."""
+        """Return an answer to an item of one text. It shows the names and types of the fields."""
         raise NotImplementedError
 
     def prepare(self, items: Sequence[Any]) -> list[Work | InputError]:
-        """Returns a Work for each item, or the InputError of an item that is wrong."""
+        """Return a Work for each item, or the InputError of an item that is wrong."""
         return self.inputs.prepare(
             items, lambda item, batch: self._plan(as_item(self.item_type, self._as_item(item)), batch)
         )
 
     def _as_item(self, item: Any) -> Any:
-        """Returns a value as an item: a bare text becomes the item's first field."""
+        """Convert a value to an item: a bare text becomes the item's first field."""
         return item if isinstance(item, (self.item_type, Mapping)) else self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
-        """Checks an item and adds its texts to a batch. Returns a function that makes its Work once the batch is
+        """Check an item and add its texts to a batch. Return a function that makes the Work after the batch is
         encoded."""
         raise NotImplementedError
 
     def finish(self, note: Any, results: Sequence[Any]) -> Answer:
-        """Returns the answer to an item. note, results: of its Work; results of its requests, in order"""
+        """Return the answer to an item. `note` and `results` are the Work's note and the results of its requests, in
+        order."""
         raise NotImplementedError
 
     def calibration_items(self) -> list[Any]:
-        """Returns the items whose answers calibrate the task; they run first. By default there are none."""
+        """Return the items that must run first, because their answers calibrate the task (default: none)."""
         return []
 
 
 def work_of(requests: list[Request], pictures: Sequence[Picture] = (), **note: Any) -> Work:
-    """Returns the Work of these requests; its note counts their tokens and describes the images."""
+    """Return a Work whose note counts the tokens of the requests and describes the images."""
     return Work(requests, {"tokens": sum(request.tokens.size for request in requests), **note} | notes_of(pictures))
 
 
 def as_item(kind: type[T], value: Any) -> T:
-    """Returns an item of the dataclass `kind` for such an item, or for a mapping with its fields. Raises InputError for
-    other values."""
+    """Return an item of the dataclass `kind`, from an instance or from a mapping with its fields.
+
+    Raise InputError for any other value.
+    """
     if isinstance(value, kind):
         return value
     entries = kind.__dataclass_fields__  # type: ignore[attr-defined]
@@ -446,8 +459,10 @@ def as_item(kind: type[T], value: Any) -> T:
 
 
 def encode_alone(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callable[[], T]]) -> T:
-    """Returns the ids of texts, encoded in a batch of their own. add: adds the texts to a batch, and returns a function
-    that returns their ids"""
+    """Return the ids of texts that are encoded in a batch of their own.
+
+    `add` adds the texts to a batch and returns the getter of their ids.
+    """
     batch = TextBatch(tokenizer)
     get = add(batch)
     batch.encode()
@@ -455,15 +470,15 @@ def encode_alone(tokenizer: Tokenizer | None, add: Callable[[TextBatch], Callabl
 
 
 def cut_end(ids: np.ndarray, over: int, field: str, *, left: bool = False) -> np.ndarray:
-    """Returns ids without their last `over` ids, or with `left` without their first. Raises InputError where that would
-    cut an image."""
+    """Return ids without the last `over` ids, or with `left` without the first. Raise InputError if that cuts an
+    image."""
     rest = ids[over:] if left else ids[: ids.size - over]
     check_cut(ids, rest, field)
     return rest
 
 
 def sigmoid(x: Any) -> Any:
-    """Returns 1 / (1 + exp(-x)) of a number or each number of an array, without overflow."""
+    """Return 1 / (1 + exp(-x)) for a number or an array, without overflow."""
     z = np.exp(-np.abs(x))
     return np.where(np.asarray(x) >= 0, 1.0, z) / (1.0 + z)
 
@@ -472,8 +487,10 @@ TRIES = 16
 
 
 def columns_of(text: str) -> tuple[list[str], Callable[[Sequence[str]], str]]:
-    """Returns the columns of a text, and a function that makes a text from other columns. A text that was not made from
-    a template is one column."""
+    """Return (the columns of a text, a function that rebuilds the text from new columns).
+
+    A text that was not made from a template is one column.
+    """
     if isinstance(text, FilledTemplate) and any(text.columns):
         return text.columns, text.refilled
     return [text], lambda columns: columns[0]
@@ -488,15 +505,19 @@ def cut_columns(
     *,
     left: bool = False,
 ) -> T | None:
-    """Returns the prompt of columns whose longest ones are cut to one length, the greatest at which the prompt fits
-    into `room` tokens; None if nothing would be left of them.
+    """Cut the longest columns to one common length, the largest that lets the prompt fit into `room` tokens.
 
-    make  makes a prompt from columns
-    size  counts the tokens of a prompt
-    left  whether each column keeps its end instead of its beginning
+    Return None if nothing of the columns would be left. The prompt is encoded as a whole, so its size is not the sum of
+    the sizes of its parts. The number of tokens to keep is therefore searched for, starting from the estimate by those
+    sizes.
 
-    The prompt is encoded as a whole, so its size is not the sum of the sizes of its parts: the number of tokens to keep
-    is searched for, beginning with the one that those sizes suggest.
+    Args:
+        tokenizer: It finds the tokens of each column.
+        columns: The texts that may be cut.
+        make: Makes a prompt from columns.
+        size: Counts the tokens of a prompt.
+        room: Maximum number of tokens of the prompt.
+        left: Each column keeps its end, not its beginning.
     """
     spans = [tokenizer.spans(column) for column in columns]
     total = sum(len(tokens) for tokens in spans)
@@ -506,7 +527,7 @@ def cut_columns(
         return make([part_of(*column, left) for column in zip(columns, spans, counts, strict=True)])
 
     best: T | None = None
-    low, high = 0, total  # `low` tokens fit (or low is 0), and `high` tokens do not
+    low, high = 0, total  # `low` tokens fit (or low is 0); `high` tokens do not
     keep = total - (size(make(columns)) - room)
     for _ in range(TRIES):
         keep = min(max(keep, low + 1), high - 1)
@@ -525,9 +546,9 @@ def cut_columns(
 
 
 def level(sizes: Sequence[int], keep: int) -> list[int]:
-    """Returns how many tokens to keep of each column, `keep` in all: the largest columns are cut to one size."""
+    """Return how many tokens of each column to keep, `keep` in total. The largest columns get one common size."""
     low, high = 0, max(sizes)
-    while low < high:  # searches for the largest cap that leaves at most `keep` tokens
+    while low < high:  # find the largest cap that keeps at most `keep` tokens
         cap = (low + high + 1) // 2
         low, high = (cap, high) if sum(min(size, cap) for size in sizes) <= keep else (low, cap - 1)
     counts = [min(size, low) for size in sizes]
@@ -539,7 +560,8 @@ def level(sizes: Sequence[int], keep: int) -> list[int]:
 
 
 def part_of(text: str, spans: Sequence[tuple[int, int]], count: int, left: bool) -> str:
-    """Returns the text of the first `count` tokens, or with `left` of the last. spans: (begin, end) of each token"""
+    """Return the text of the first `count` tokens, or with `left` of the last ones. spans: (begin, end) of each
+    token"""
     if count >= len(spans):
         return text
     if not count:

@@ -1,7 +1,7 @@
-"""How well the probabilities of decisions fit true answers, and the temperature and threshold that improve them.
+"""Calibration of decisions: how well probabilities fit true answers, and a temperature and threshold that improve them.
 
-The rows are split in two halves by their numbers. The *fit* half chooses the temperature and the threshold of a
-question; the *check* half was not looked at and shows what they are worth.
+The rows are split into two halves by their numbers. The *fit* half chooses the temperature and the threshold of a
+question. The *check* half is not used for that choice, so it shows how well both work on new rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..spec.calibration import QuestionCalibration
 from .classify import softmax
 from .questions import Question
 
-BINS = 15  # of the calibration error, as Guo et al. 2017 have it
-LEAST_ROWS = 10  # of a half, from which on a temperature and a threshold are fitted
-BOUNDS = (0.05, 20.0)  # of a temperature. Without them it is 0 if all rows are right
+BINS = 15  # bins of the calibration error, as in Guo et al. 2017
+LEAST_ROWS = 10  # rows that each half needs before a temperature and a threshold are fitted
+BOUNDS = (0.05, 20.0)  # bounds of the temperature; without them it would be 0 if all rows are right
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -30,11 +30,11 @@ class Figures:
     """How well the probabilities of some rows fit their true answers.
 
     Attributes:
-        rows: how many rows
+        rows: number of rows
         accuracy: share of rows whose most likely option is the true one
         log_loss: mean of -log p of the true option, in nats
-        calibration_error: expected calibration error, see `calibration_error`
-        mean_error: of a score the mean distance of the answer, the mean level, from the true level
+        calibration_error: expected calibration error, see the function `calibration_error`
+        mean_error: for a score, the mean distance between the answer (the mean level) and the true level
     """
 
     rows: int
@@ -46,11 +46,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Bin:
-    """The rows whose confidence, the probability of the most likely option, lies in one of the equal parts of 0 to 1.
+    """The rows whose confidence lies in one bin. Bins split the range 0 to 1 equally.
 
     Attributes:
-        rows: how many rows
-        confidence: their mean confidence
+        rows: number of rows
+        confidence: mean probability of the most likely option
         accuracy: share of rows whose most likely option is the true one
     """
 
@@ -61,14 +61,14 @@ class Bin:
 
 @dataclass(frozen=True)
 class Half:
-    """The figures of a half of the rows, before and after the temperature.
+    """The figures of one half of the rows, without and with the temperature.
 
     Attributes:
-        before: of the probabilities as they were answered
-        after: of the same rows, with the temperature
-        decided: rows whose confidence reaches the threshold, with the temperature
-        right: decided records whose answer is true
-        bins: before and after, each a list of `BINS` Bin
+        before: figures of the probabilities as answered
+        after: figures of the same rows with the temperature
+        decided: number of rows whose confidence with the temperature reaches the threshold
+        right: number of decided rows whose answer is true
+        bins: bins without and with the temperature, `BINS` each
     """
 
     before: Figures
@@ -80,17 +80,17 @@ class Half:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The probabilities of a question compared with true answers.
+    """The probabilities of a question, compared with true answers.
 
     Attributes:
-        name: of the question
-        whole: figures of all rows, as they were answered
-        bins: of all rows, as they were answered
-        temperature: fitted on the fit half; None: there are too few rows
-        threshold: the least confidence from which on the share of right answers in the fit half is at least the
-            precision; None: it is not reached anywhere
-        fit: the half that chose them
-        check: the half that was not looked at
+        name: name of the question
+        whole: figures of all rows, as answered
+        bins: bins of all rows, as answered
+        temperature: fitted on the fit half; None: too few rows
+        threshold: the least confidence above which the share of right answers in the fit half reaches the precision;
+            None: no confidence reaches it
+        fit: the half that chose the temperature and the threshold
+        check: the other half
     """
 
     name: str
@@ -103,15 +103,14 @@ class Judgement:
 
     @property
     def at_bound(self) -> bool:
-        """Return whether the temperature is at a bound, as of rows that are all right."""
+        """Return whether the temperature is at a bound. This happens, for example, if all rows are right."""
         return self.temperature is not None and not BOUNDS[0] * 1.01 < self.temperature < BOUNDS[1] / 1.01
 
     def to_dict(self) -> dict[str, object]:
-        """Return the judgement as a JSON object."""
         return asdict(self)
 
     def calibration(self, question: Question, applied: QuestionCalibration | None) -> QuestionCalibration:
-        """Return the calibration of the question. applied: the calibration that the probabilities already have"""
+        """Return the calibration of the question. applied: the calibration that the probabilities already include"""
         assert self.fit is not None and self.check is not None and self.temperature is not None
         halves = {"fit": self.fit, "check": self.check}
         shown = {
@@ -133,14 +132,14 @@ class Judgement:
 def judge(
     question: Question, numbers: Sequence[int] | Ints, probabilities: Floats, gold: Ints, precision: float
 ) -> Judgement:
-    """Return what true answers say about the probabilities of a question, with a temperature and a threshold.
+    """Compare the probabilities of a question with true answers, and fit a temperature and a threshold.
 
     Args:
         question: The question.
-        numbers: The number of each row, which says in which half it is.
-        probabilities: As they were answered, [rows, options].
-        gold: The place of the true option of each row.
-        precision: The share of decided rows that has to be right.
+        numbers: The record number of each row. It decides the half of the row.
+        probabilities: The answered probabilities, [rows, options].
+        gold: The index of the true option of each row.
+        precision: The share of decided rows that must be right.
     """
     is_score = question.kind == "score"
     whole, bins = figures(probabilities, gold, is_score=is_score), reliability(*_top(probabilities, gold))
@@ -167,26 +166,27 @@ def judge(
 
 
 def in_fit_half(numbers: Sequence[int] | Ints) -> Bools:
-    """Return whether each row is in the fit half: by a bit of the digest of its number, so that the order and the
-    number of the other rows do not matter."""
+    """Return for each row whether it is in the fit half.
+
+    A bit of the digest of the row's number decides, so the order and the number of other rows do not matter.
+    """
     digests = (hashlib.blake2b(b"%d" % number, digest_size=1).digest() for number in numbers)
     return np.fromiter((digest[0] & 1 for digest in digests), np.bool_, len(numbers))
 
 
 def log_of(probabilities: Floats) -> Floats:
-    """Return the logarithm of probabilities. 0 counts as the least number above 0."""
+    """Return the logarithm of probabilities. 0 is replaced by the smallest positive float64."""
     return np.log(np.maximum(probabilities, np.finfo(np.float64).smallest_subnormal))
 
 
 def fit_temperature(logs: Floats, gold: Ints) -> float:
-    """Return the temperature T within BOUNDS that makes the true answers most likely: the minimum of the mean log loss
-    of softmax(logs / T) (temperature scaling, Guo et al. 2017).
+    """Return the temperature T within BOUNDS that minimises the mean log loss of softmax(logs / T) (Guo et al. 2017).
 
-    The log loss is convex in 1/T, so its derivative by 1/T has one zero, which is found by bisection.
+    The log loss is convex in 1/T, so its derivative by 1/T has one zero. Bisection finds it.
 
     Args:
         logs: Log-probabilities or logits, [rows, options].
-        gold: The place of the true option of each row.
+        gold: The index of the true option of each row.
     """
     rows = np.arange(len(gold))
     below = logs - logs.max(axis=1, keepdims=True)  # 0 at the most likely option: an exponent cannot overflow
@@ -203,8 +203,7 @@ def fit_temperature(logs: Floats, gold: Ints) -> float:
 
 
 def figures(probabilities: Floats, gold: Ints, *, is_score: bool = False) -> Figures:
-    """Return the Figures of some rows, at least one. probabilities: [rows, options]; gold: the place of the true
-    option"""
+    """Return the Figures of at least one row. probabilities: [rows, options]; gold: index of each true option"""
     confidence, right = _top(probabilities, gold)
     loss = -log_of(probabilities[np.arange(len(gold)), gold])
     levels = np.arange(probabilities.shape[1])
@@ -213,7 +212,7 @@ def figures(probabilities: Floats, gold: Ints, *, is_score: bool = False) -> Fig
 
 
 def reliability(confidence: Floats, right: Bools, bins: int = BINS) -> list[Bin]:
-    """Return the rows in bins of equal width by their confidence: bin m of M holds those in ((m-1)/M, m/M]."""
+    """Return the rows in bins of equal width. Bin m of M holds the confidences in ((m-1)/M, m/M]."""
     place = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
     counts = np.bincount(place, minlength=bins)
     sums = [np.bincount(place, weights, bins) / np.maximum(counts, 1) for weights in (confidence, right)]
@@ -221,22 +220,24 @@ def reliability(confidence: Floats, right: Bools, bins: int = BINS) -> list[Bin]
 
 
 def calibration_error(confidence: Floats, right: Bools, bins: int = BINS) -> float:
-    """Return the expected calibration error, sum over bins B of |B|/n * |accuracy(B) - mean confidence(B)| (Naeini et
-    al. 2015; with 15 bins of the most likely option, as here, Guo et al. 2017)."""
+    """Return the expected calibration error: the sum over bins B of |B|/n * |accuracy(B) - mean confidence(B)|.
+
+    The formula is from Naeini et al. 2015. The 15 bins by the most likely option are from Guo et al. 2017.
+    """
     parts = reliability(confidence, right, bins)
     return sum(part.rows * abs(part.accuracy - part.confidence) for part in parts) / len(right)
 
 
 def threshold_for(confidence: Floats, right: Bools, precision: float) -> float | None:
-    """Return the least confidence from which on the share of right rows is at least the precision; 0 if that holds for
-    all rows, and None if it holds nowhere.
+    """Return the least confidence above which the share of right rows is at least the precision.
 
-    It lies in the middle between the last row that is decided and the first one that is not, so that rounding of
-    probabilities in another batch moves as few rows as possible across it.
+    Return 0 if that holds for all rows, and None if it holds for no confidence. The threshold lies in the middle
+    between the last decided row and the first undecided one. So rounding in another batch moves as few rows as possible
+    across it.
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_confidence, share = confidence[order], np.cumsum(right[order]) / np.arange(1, len(right) + 1)
-    is_last = np.append(sorted_confidence[1:] < sorted_confidence[:-1], True)  # of rows of equal confidence
+    is_last = np.append(sorted_confidence[1:] < sorted_confidence[:-1], True)  # last among equal confidences
     places = np.flatnonzero(is_last & (share >= precision))
     if not places.size:
         return None

@@ -1,5 +1,4 @@
-"""Classification chooses the label that fits a text: by how likely a causal model finds each label after a prompt, or
-by the checkpoint's classification head."""
+"""Classification: choose a label by the likelihood of each label, or by the checkpoint's classification head."""
 
 from __future__ import annotations
 
@@ -22,31 +21,27 @@ from .base import Inputs, Task, Text, TextBatch, Work, cut_end, level, sigmoid, 
 from .results import Classification
 from .score import PairOfIds, add_joint, add_pair, leading_ids
 
-MUCH_LONGER = 4  # tokens by which labels' lengths may differ without a warning
+MUCH_LONGER = 4  # labels that differ by this many tokens cause a warning
 
 
 @dataclass(frozen=True)
 class ClassifyItem:
-    """A ClassifyItem is one text to classify.
+    """One text to classify."""
 
-    text     a text or token ids; for a classification head also a pair of texts, of which both are read
-    adapter  the LoRA adapter; None: the task's
-    """
-
-    text: Any
-    adapter: str | None = None
+    text: Any  # a text or token ids; for a classification head also a pair of texts
+    adapter: str | None = None  # LoRA adapter; None: the task's
 
 
 class ClassifyTask(Task):
-    """A ClassifyTask classifies by how likely each label is. Items are ClassifyItem, a mapping with its fields, or a
-    bare text.
+    """Classification by the likelihood of each label after the prompt.
 
-    The answer is a Classification with `logprobs`. Probabilities are the softmax of the labels' summed
-    log-likelihoods, each divided by its label's tokens or bytes if `normalization` says so.
+    Items are ClassifyItem, a mapping with its fields, or a bare text. The answer is a Classification with `logprobs`.
+    Probabilities are the softmax of the labels' summed log-likelihoods. With `normalization`, each sum is divided by
+    the tokens or bytes of its label.
 
-    Contextual calibration (Zhao et al. 2021, "Calibrate Before Use": W = diag(1 / p_cf), b = 0) divides
-    each probability by the mean it has for texts without content, and scales their sum back to 1. These
-    texts run first, with the option `calibrate`:
+    Contextual calibration divides each probability by the mean probability for texts without content, and scales the
+    sum back to 1 (Zhao et al. 2021, "Calibrate Before Use": W = diag(1 / p_cf), b = 0). With the option `calibrate`
+    these texts must run first:
 
         if items := task.calibration_items():
             task = task.with_calibration([the answer to each of the items])
@@ -56,7 +51,7 @@ class ClassifyTask(Task):
     item_type = ClassifyItem
 
     def __init__(self, inputs: Inputs, options: ClassifyOptions):
-        """Checks the labels and the examples. Raises InputError for labels with equal tokens, and bad examples."""
+        """Raise InputError for labels with equal tokens, and for wrong examples."""
         self.inputs = inputs
         self.labels, self.words, described = _labels(options.labels)
         words = dict(zip(self.labels, self.words, strict=True))
@@ -69,12 +64,12 @@ class ClassifyTask(Task):
         self.normalization = options.normalization
         self.calibrate = options.calibrate
         self.calibration: np.ndarray | None = None
-        self.truncate = options.truncate  # a text that is cut is encoded by itself
+        self.truncate = options.truncate  # a truncated text is encoded without the prompt around it
         self.readout = Readout("logprobs")
         self._check_label_tokens()
 
     def _check_label_tokens(self) -> None:
-        """Raises InputError for labels that have the same token ids, or none."""
+        """Raise InputError for labels that have the same token ids, or none."""
         batch = TextBatch(self.inputs.tokenizer)
         pairs = self._add_pairs(batch, self.prompt.render("x"))
         batch.encode()
@@ -93,17 +88,20 @@ class ClassifyTask(Task):
         return [add_pair(batch, self.inputs, prompt, label) for label in self.words]
 
     def calibration_items(self) -> list[ClassifyItem]:
-        """Returns the texts without content whose answers calibrate the task; none without `calibrate`, and none once
-        it is calibrated."""
+        """Return the texts without content that calibrate the task.
+
+        Return none without the option `calibrate`, and none if the task is calibrated already.
+        """
         is_wanted = self.calibrate and self.calibration is None
         return [ClassifyItem(text) for text in CONTENT_FREE] if is_wanted else []
 
     def with_calibration(self, outputs: Sequence[Classification] | np.ndarray) -> ClassifyTask:
-        """Returns a calibrated copy of the task.
+        """Return a calibrated copy of the task.
 
-        outputs   the answers to `calibration_items()`, or probabilities, float [labels] or [texts, labels]
+        Args:
+            outputs: The answers to `calibration_items()`, or probabilities, float [labels] or [texts, labels].
 
-        Raises InputError for outputs of another shape, and for values that are not probabilities.
+        Raise InputError for another shape, and for values that are not probabilities.
         """
         rows = [[*o.probabilities.values()] if isinstance(o, Classification) else o for o in outputs]
         mean = np.asarray(rows, dtype=np.float64)
@@ -120,7 +118,7 @@ class ClassifyTask(Task):
             message = f"the labels were calibrated with {self.inputs.adapter or 'no adapter'}, not {item.adapter!r}"
             raise InputError(message, field="adapter", remedy="calibrate with one adapter for all texts")
         pictures: list[Picture] = []
-        is_free = self.calibrate and self.calibration is None  # a text without content, to calibrate by
+        is_free = self.calibrate and self.calibration is None  # this is a text without content
         text = (self.inputs.text if is_free else self.inputs.content)(item.text, "text", pictures)
         text = self.inputs.bounded(text, "text", self.truncate, left=self.truncate == "left")
         if isinstance(text, str):
@@ -140,8 +138,10 @@ class ClassifyTask(Task):
         return self._work_of_ids(whole)
 
     def _work_of_ids(self, text: np.ndarray, pictures: Sequence[Picture] = ()) -> Work:
-        """Returns the Work of a text in token ids, cut if it is too long. The parts of the prompt around it are encoded
-        by themselves. pictures: the text's images"""
+        """Return the Work of a text in token ids, cut if it is too long.
+
+        The parts of the prompt around the text are encoded separately. pictures: the text's images
+        """
         ids = self._pairs_around(text)
         over = self._over(ids)
         if over and self.truncate and over < text.size:
@@ -150,13 +150,13 @@ class ClassifyTask(Task):
 
     @cached_property
     def _around(self) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """Returns (the ids of the prompt before a text, for each label the ids between the text and the label, and the
-        label's own)."""
+        """Return (the ids of the prompt before a text, (ids between text and label, ids of the label) for each
+        label)."""
         batch = TextBatch(self.inputs.tokenizer)
         head = batch.add(self.prompt.head)
         tails = [add_joint(batch, self.prompt.tail, label) for label in self.words]
         batch.encode()
-        # If nothing stands before the text, the prompt begins with it: "x" stands for a text that is not empty.
+        # If nothing precedes the text, the prompt begins with the text: "x" stands for any text that is not empty.
         before = leading_ids(self.inputs.tokenizer, self.prompt.head or "x")
         return np.concatenate((before, head())), [tail() for tail in tails]
 
@@ -186,7 +186,7 @@ class ClassifyTask(Task):
         sums = np.array([np.asarray(result.values, dtype=np.float64).sum() for result in results])
         scores = sums / self._lengths(results)
         if self.calibration is not None:
-            # softmax(score - log p_cf) is p / p_cf, scaled to sum to 1.
+            # softmax(score - log p_cf) equals p / p_cf, scaled to sum to 1
             scores = scores - np.log(np.maximum(self.calibration, 1e-300))
         probabilities = softmax(scores)
         return Classification(
@@ -205,17 +205,21 @@ class ClassifyTask(Task):
         return np.ones(len(results))
 
 
-# What `problem_type` of config.json may say of a head.
+# values of `problem_type` in config.json
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 class ClassifyHeadTask(Task):
-    """A ClassifyHeadTask classifies by the checkpoint's classification head. Items are ClassifyItem, a mapping with its
-    fields, or a bare text, which is encoded as it is.
+    """Classification by the checkpoint's classification head.
 
-    The answer is a Classification with `logits`. As in transformers' pipeline, `problem_type` of config.json says how
-    logits become probabilities. "regression": the logits themselves. One label, or "multi_label_classification": the
-    sigmoid of each. Otherwise: their softmax.
+    Items are ClassifyItem, a mapping with its fields, or a bare text. A text is encoded without a prompt around it. The
+    answer is a Classification with `logits`.
+
+    As in transformers' pipeline, `problem_type` of config.json decides how logits become probabilities:
+
+    - "regression": the logits themselves
+    - one label, or "multi_label_classification": the sigmoid of each logit
+    - otherwise: the softmax of the logits
     """
 
     name = "classify"
@@ -246,15 +250,17 @@ class ClassifyHeadTask(Task):
         return lambda: work_of([maker()], pictures)
 
     def _plan_pair(self, pair: Sequence[str], batch: TextBatch) -> Callable[[], Request]:
-        """Returns a function that makes the request of two texts, with the special tokens of a pair, once the batch is
-        encoded. Truncation cuts the longer text first."""
+        """Return a function that makes the request of two texts, with the special tokens of a pair.
+
+        Call the function after the batch is encoded. Truncation cuts the longer text first.
+        """
         tokenizer = self.inputs.tokenizer
         left = self.truncate == "left" or (
             self.truncate is True and tokenizer is not None and tokenizer.truncation_side == "left"
         )
         texts = (self.inputs.bounded(valid_text(text, "text"), "text", self.truncate, left=left) for text in pair)
         gets = [batch.add(text) for text in texts]
-        assert tokenizer is not None  # else no text could be added
+        assert tokenizer is not None  # `batch.add` raises without one
         before, between, after = tokenizer.pair_ids()
 
         def make() -> Request:
@@ -296,8 +302,10 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _warn_of_lengths(tokens: Mapping[str, int]) -> None:
-    """Warn of labels that differ much in length, as each further token makes a label less likely. tokens: of each label
-    in the prompt"""
+    """Warn if labels differ much in length, because each further token makes a label less likely.
+
+    tokens: the number of tokens of each label in the prompt
+    """
     short, long = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
     if tokens[long] >= max(2 * tokens[short], tokens[short] + MUCH_LONGER):
         warn_caller(
@@ -307,12 +315,14 @@ def _warn_of_lengths(tokens: Mapping[str, int]) -> None:
         )
 
 
-_PARTS = ("description", "text")  # of a label
+_PARTS = ("description", "text")  # keys of a label's mapping
 
 
 def _labels(labels: Any) -> tuple[list[str], list[str], str]:
-    """Returns (the labels, the text of each in the prompt, the descriptions of all as a text). Raises InputError for
-    fewer than two labels, and for empty or equal ones."""
+    """Return (the labels, the text of each in the prompt, one text that describes the labels).
+
+    Raise InputError for fewer than two labels, and for empty or equal ones.
+    """
     if isinstance(labels, str) or not isinstance(labels, (Sequence, Mapping)) or len(labels) < 2:
         kind = f"{labels!r:.80}" if isinstance(labels, (str, list, tuple, dict)) else f"of type {type(labels).__name__}"
         message = f"labels is {kind}"
@@ -344,7 +354,7 @@ def _labels(labels: Any) -> tuple[list[str], list[str], str]:
 
 
 def _described(words: Sequence[str], descriptions: Sequence[str | None]) -> str:
-    """Return the part of the prompt that describes the labels; empty if none is described."""
+    """Return the part of the prompt that describes the labels. It is empty if no label is described."""
     if not any(descriptions):
         return ""
     pairs = zip(words, descriptions, strict=True)
@@ -352,7 +362,7 @@ def _described(words: Sequence[str], descriptions: Sequence[str | None]) -> str:
 
 
 def _example(example: Any, index: int, words: Mapping[str, str]) -> tuple[str, str]:
-    """Returns (the text, the label's text in the prompt) of an example. Raises InputError for other values."""
+    """Return (the text, the label's text in the prompt) of an example. Raise InputError for a wrong example."""
     field = f"examples[{index}]"
     if isinstance(example, Mapping):
         pair: Any = (example.get("text"), example.get("label"))

@@ -1,4 +1,4 @@
-"""Renders conversations as prompts by chat templates, and describes Python functions as tools."""
+"""Conversations: chat templates render them as prompts, and Python functions become tools."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ _NOT_VARIABLES |= {"template_seconds", "in_subprocess"}
 
 @dataclass(frozen=True)
 class GenerateItem:
-    """A GenerateItem is one prompt, or one conversation, to continue.
+    """One prompt, or one conversation, to continue.
 
-    prompt                  a text or token ids; or else
-    messages                a conversation: [{"role": "user", "content": "..."}, ...]
-    images                  for a model that sees images: paths, URLs or other image values. They belong where messages
-                            have a part {"type": "image"}, and where a prompt has the model's placeholder; where a
-                            prompt has none, they come first
-    tools, documents        passed to the chat template; a Python function among the tools as its schema
-    chat_template_kwargs    {name: value}, further variables for the chat template
-    chat_template           the name of one of the checkpoint's templates, or the text of a template
-    add_generation_prompt   whether to end with the header of the assistant's message. None: unless the last message is
-                            continued
-    continue_final_message  whether the last message is continued
-    sampling                {field of Sampling: value}, in place of the task's own values
-    adapter                 the LoRA adapter; None: the task's
-    salt                    as in Request; None: the task's
-    priority                as in Request; None: the task's
-    with_ids                whether the result has the ids of the prompt's tokens, and of the text's
-    with_reasoning          whether the result counts the reasoning of a model that thinks
+    Attributes:
+        prompt: a text or token ids; give it or `messages`
+        messages: a conversation: [{"role": "user", "content": "..."}, ...]
+        images: images for a model that sees them: paths, URLs or other image values. An image takes the place of a part
+            {"type": "image"} of a message, or of the model's placeholder in a prompt. In a prompt without placeholders
+            the images come first
+        tools: tools for the chat template. A Python function is replaced by its schema
+        documents: documents for the chat template
+        chat_template_kwargs: {name: value}, further variables for the chat template
+        chat_template: the name of one of the checkpoint's templates, or the text of a template
+        add_generation_prompt: end the prompt with the header of the assistant's message; None: unless the last message
+            is continued
+        continue_final_message: continue the last message
+        sampling: {field of Sampling: value}, overrides the task's own values
+        adapter: the LoRA adapter; None: the task's
+        salt: as in Request; None: the task's
+        priority: as in Request; None: the task's
+        with_ids: return the token ids of the prompt and of the text
+        with_reasoning: count the reasoning tokens of a model that thinks
     """
 
     prompt: Any = None
@@ -67,11 +69,14 @@ class GenerateItem:
 
 @dataclass(frozen=True)
 class Conversations(ConversationOptions):
-    """A Conversations renders conversations as texts, with these options."""
+    """The options with which conversations are rendered."""
 
     def ids(self, messages: Any, inputs: Inputs, *, add_generation_prompt: bool) -> np.ndarray:
-        """Returns the token ids of a conversation, int32 [n]. add_generation_prompt: whether to end with the header of
-        the assistant's message. Raises InputError for a conversation that cannot be rendered, or has images."""
+        """Return the token ids of a conversation, int32 [n].
+
+        Raise InputError for a conversation that cannot be rendered, or that has images. add_generation_prompt: end the
+        prompt with the header of the assistant's message
+        """
         if chat_of(messages) is not None:
             remedy = "leave it out, or give a text with --image in place of the conversation"
             raise InputError("the conversation holds an image", field="messages", remedy=remedy, code="unsupported")
@@ -83,15 +88,20 @@ class Conversations(ConversationOptions):
     def render(
         self, item: GenerateItem, inputs: Inputs, pictures: list[Picture], salt: str
     ) -> tuple[str, Callable[[str], np.ndarray] | None]:
-        """Returns (the text of an item's conversation, a function that encodes it). None in place of the function: the
-        tokenizer encodes it, as no special tokens are escaped and it has no images. pictures: the item's images"""
+        """Return (the text of an item's conversation, a function that encodes the text).
+
+        The function is None if the tokenizer may encode the text itself: no special tokens are escaped, and there are
+        no images. pictures: the item's images
+        """
         escaping = self._escaping(item, inputs, pictures)
         text = self._text(item, inputs, escaping)
         return text, None if escaping is None else partial(_encoded, inputs, escaping, pictures, salt)
 
     def _escaping(self, item: GenerateItem, inputs: Inputs, pictures: list[Picture]) -> EscapingEncoder | None:
-        """Returns the Escaping of special tokens in what users write; None if nothing has to be escaped. For a model
-        that sees images, the image tokens that users write are escaped."""
+        """Return the EscapingEncoder for special tokens in user input, or None if nothing has to be escaped.
+
+        A model that sees images also needs its image tokens escaped in user input.
+        """
         tokenizer, images = inputs.tokenizer, inputs.images
         if tokenizer is None:
             return None
@@ -103,7 +113,7 @@ class Conversations(ConversationOptions):
         return images.escaping if pictures or images.escaping.finds(text) else None
 
     def _text(self, item: GenerateItem, inputs: Inputs, escaping: EscapingEncoder | None) -> str:
-        """Returns the text of a conversation; with `escaping` only that encodes it correctly."""
+        """Return the text of a conversation. If `escaping` is given, only `escaping` encodes this text correctly."""
         if inputs.tokenizer is None:
             remedy = "give a prompt of token ids instead of messages"
             raise InputError("the model has no tokenizer", field="messages", remedy=remedy, code="no_tokenizer")
@@ -118,7 +128,7 @@ class Conversations(ConversationOptions):
             with_texts = [_with_text_arguments(message) for message in messages]
             if error.field != "messages" or with_texts == messages:
                 raise
-            # Some templates join the arguments of calls with texts, and fail for objects (DeepSeek V3 and R1).
+            # Some templates (DeepSeek V3 and R1) concatenate call arguments with texts, and fail for objects.
             try:
                 return self._rendered(item, inputs, escaping, with_texts)
             except InputError:
@@ -137,8 +147,8 @@ class Conversations(ConversationOptions):
             values = {name: escaping.shielded(value, name) for name, value in values.items()}
         further = {**variables(self.chat_template_kwargs), **values["chat_template_kwargs"]}
         for name in _NOT_VARIABLES & further.keys():
-            message = f"chat_template_kwargs holds {name!r}, which is an option of its own"
-            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} beside chat_template_kwargs")
+            message = f"chat_template_kwargs has {name!r}, which is a separate option"
+            raise InputError(message, field="chat_template_kwargs", remedy=f"give {name} outside chat_template_kwargs")
         messages = values["messages"]
         if isinstance(messages, (list, tuple)) and self.system is not None:
             first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
@@ -164,7 +174,7 @@ class Conversations(ConversationOptions):
 
 
 def _encoded(inputs: Inputs, escaping: EscapingEncoder, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
-    """Returns the token ids of a text with escaped special tokens, and with images in their places."""
+    """Return the token ids of a text with escaped special tokens, and with images in their places."""
     if not pictures:
         return escaping.encode(text)
     assert inputs.images is not None
@@ -173,10 +183,12 @@ def _encoded(inputs: Inputs, escaping: EscapingEncoder, pictures: list[Picture],
 
 
 def plain_message(message: Any, index: int) -> Any:
-    """Returns a message in OpenAI's format as chat templates expect it: with parts of text joined, and the arguments of
-    calls as objects."""
+    """Return a message of OpenAI's format in the form that chat templates expect.
+
+    Text parts are joined, and the arguments of calls become objects.
+    """
     if not isinstance(message, Mapping):
-        return message  # `ChatTemplates.render` says what is wrong with it
+        return message  # `ChatTemplates.render` raises the error
     out, field = dict(message), f"messages[{index}]"
     if isinstance(out.get("content"), list):
         parts = [_part(part, f"{field}.content[{i}]") for i, part in enumerate(out["content"])]
@@ -191,7 +203,7 @@ def plain_message(message: Any, index: int) -> Any:
 
 
 def _part(part: Any, field: str) -> str | None:
-    """Returns the text of a part of content; None for the place of an image."""
+    """Return the text of a part of content, or None if the part is an image."""
     if part == {"type": "image"}:
         return None
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
@@ -205,7 +217,7 @@ def _part(part: Any, field: str) -> str | None:
 
 
 def in_parts(message: Any) -> Any:
-    """Returns a message with its content as a list of parts."""
+    """Return a message with its content as a list of parts."""
     content = message.get("content") if isinstance(message, Mapping) else None
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -215,7 +227,7 @@ def has_images(message: Any) -> bool:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call, with the JSON text that they came as."""
+    """The arguments of a call, with the JSON text from which they were parsed."""
 
     text: str
 
@@ -252,13 +264,13 @@ def _tool_call(call: Any, field: str) -> Any:
 
 
 def is_cut(message: Any) -> bool:
-    """Returns whether a message's content is cut when a conversation is too long."""
+    """Return whether a message's content may be cut if a conversation is too long."""
     content = message.get("content") if isinstance(message, Mapping) else None
     return isinstance(content, str) and bool(content) and message.get("role") not in ("system", "developer")
 
 
 def objects(values: Any, field: str, example: str) -> Any:
-    """Returns a list of objects, or None for None. Raises InputError for anything else."""
+    """Return a list of objects, or None if it is empty or None. Raise InputError for anything else."""
     if not values:
         return None
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, Mapping) for value in values):
@@ -284,11 +296,11 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 def as_tools(tools: Any) -> Any:
-    """Returns a list of tools with each Python function replaced by its schema; other values stay as they are.
+    """Replace each Python function in a list of tools by its schema. Other values stay as they are.
 
-    A function's description is its docstring up to a section such as "Args:", whose lines "name: text" describe the
-    parameters (Google's style, as transformers' get_json_schema reads it). Raises InputError for a function without a
-    docstring, and for a parameter whose type has no JSON.
+    The description of a function is its docstring up to the first section. The section "Args:" describes the
+    parameters, one line "name: text" each (Google style, as in transformers' get_json_schema). Raise InputError for a
+    function without a docstring, and for a parameter type that has no JSON schema.
     """
     if not isinstance(tools, (list, tuple)):
         return tools
@@ -317,7 +329,7 @@ def _schema(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _type(hint: Any, subject: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type. Raises InputError for a type without one. subject: the parameter in errors"""
+    """Return the JSON schema of a type. Raise InputError for a type without one. subject: the parameter in errors"""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         kinds = [kind for kind in inner if kind is not type(None)]
@@ -334,7 +346,7 @@ def _type(hint: Any, subject: str) -> dict[str, Any]:
 
 
 def _sections(text: str) -> tuple[str, dict[str, str]]:
-    """Returns (a docstring's text before its sections, {name: description} of its section of arguments)."""
+    """Return (the text of a docstring before its sections, {name: description} of its arguments section)."""
     parts = re.split(r"^(\w+):[ ]*$", text, flags=re.MULTILINE)
     arguments: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

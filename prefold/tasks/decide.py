@@ -1,6 +1,6 @@
 """Decisions: typed questions about a state, answered with a probability for each option. Nothing is generated.
 
-Each question of a state is a prompt. The prompts of a state share the state, so its rows are computed once.
+Each question of a state is a prompt. All prompts of a state share the rows of the state, so these are computed once.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ from .questions import KINDS, Question, read_questions
 from .readers import LabelReader, Reader
 from .results import Decision, DecisionAnswer
 
-# Returns (the ids of a prompt, the places before which its answers are read), once the batch is encoded.
+# getter of (the ids of a prompt, the marks: positions before which answers are read); call it after `encode`
 MarkedIds = Callable[[], tuple[np.ndarray, list[int]]]
 
 
 @dataclass(frozen=True)
 class DecideItem:
-    """A DecideItem is a state with the questions about it.
+    """A state with the questions about it.
 
-    state                 a text or a JSON value
-    questions             {name: question} or a list of questions; None: the task's questions
-    images                for a model that sees images: a list of images, which stand before the state; or {name:
-                          image}: each stands wherever its name occurs in the state or in a question
-    instructions          a text for all questions, which becomes the system message
-    chat_template_kwargs  {name: value}, further variables for the chat template
-    adapter               the LoRA adapter; None: the task's
-    salt                  as in Request
+    Attributes:
+        state: a text or a JSON value
+        questions: {name: question} or a list of questions; None: the task's questions
+        images: for a model that sees images: a list of images, which come before the state; or {name: image}, where
+            each image takes the place of its name in the state or in a question
+        instructions: the system message, a text for all questions
+        chat_template_kwargs: {name: value}, further variables for the chat template
+        adapter: the LoRA adapter; None: the task's
+        salt: as in Request
     """
 
     state: Any
@@ -77,12 +78,12 @@ class DecideItem:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The parts that all prompts of an item have in common.
+    """What all prompts of an item have in common.
 
     Attributes:
-        state: with the names of images in it
-        system: the text of the system message; None: there is none
-        variables: of the chat template
+        state: the state, with names in place of images
+        system: the text of the system message; None: no system message
+        variables: further variables for the chat template
         pictures: {name: image}
         salt: as in Request
     """
@@ -95,12 +96,12 @@ class _Asked:
 
 
 class DecideTask(Task):
-    """A DecideTask answers questions about states. Items are DecideItem, a mapping with its fields, or a bare state.
+    """Answers to typed questions about states. Items are DecideItem, a mapping with its fields, or a bare state.
 
-    The answer is a Decision. Each question is a prompt of its own, unless the checkpoint's template writes all
-    questions of a state into one. The probability of an option is the softmax over the logits of the options' labels,
-    each of them one token, divided by the temperature of the question's kind. A question that is wrong is an error of
-    this question alone. If no question of an item can be asked, the item has the error.
+    The answer is a Decision. Each question has its own prompt, unless the checkpoint's template writes all questions of
+    a state into one prompt. Every option has a label of one token. The probability of an option is the softmax over the
+    logits of these labels, divided by the temperature of the question's kind. A wrong question is an error of that
+    question alone. If no question of an item can be asked, the whole item fails.
     """
 
     name = "decide"
@@ -109,18 +110,18 @@ class DecideTask(Task):
     def __init__(
         self, inputs: Inputs, options: DecideOptions, settings: DecisionSettings, reader: Reader | None = None
     ):
-        """Raise InputError for questions that cannot be asked of any state, and for a wrong template.
+        """Raise InputError for questions that cannot be asked about any state, and for a wrong template.
 
-        reader: of a decision head; None: the logits of labels are read
+        reader: the Reader of a decision head; None: read the logits of labels
         """
         if inputs.tokenizer is None:
             raise InputError("decisions need a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         self.inputs = inputs
         if options.prompt_style == "vllm" and reader is not None:
-            message = "the model reads its answers with a decision head, which vLLM's prompt is not made for"
+            message = "the model has a decision head, which does not work with vLLM's prompt"
             raise InputError(message, field="prompt_style", remedy="leave it out")
         if options.prompt_style == "vllm":
-            # vLLM reads no decision.json.
+            # vLLM ignores decision.json.
             settings = DecisionSettings(labels=VLLM_LABELS, adapter=settings.adapter)
         if options.template is not None:
             check_template(options.template)
@@ -128,10 +129,10 @@ class DecideTask(Task):
         if options.temperature is not None:
             settings = replace(settings, temperature={**settings.temperature, **_temperatures(options.temperature)})
         if settings.is_own and options.first is not None:
-            message = "first is for the default prompt, and the model has a template of its own"
+            message = "first works with the default prompt only, and the model has its own template"
             raise InputError(message, field="first", remedy="leave it out, or give a template that has this order")
         if not settings.is_own and not inputs.tokenizer.chat_templates:
-            message = "the checkpoint has no chat template, which the default prompt of decisions is written in"
+            message = "the checkpoint has no chat template, which the default prompt of decisions needs"
             raise InputError(message, field="template", remedy="give a template", code="no_chat_template")
         self.settings = settings
         self.encoder = DecisionEncoder(inputs.tokenizer, settings)
@@ -157,11 +158,11 @@ class DecideTask(Task):
 
     @property
     def marks(self) -> bool:
-        """Return whether answers say if they are doubtful."""
+        """Return whether answers have the field `review`."""
         return self.review_below is not None or self.calibration is not None
 
     def source(self, checkpoint: Checkpoint) -> dict[str, str | None]:
-        """Return what the probabilities depend on beside the questions, as the fields of a Calibration."""
+        """Return what the probabilities depend on besides the questions, as fields of a Calibration."""
         settings, identity = self.settings, model_identity(checkpoint)
         order = [self.write.__name__, self.first] if settings.template is None else []
         labels = {kind: [*settings.labels_of(kind)] for kind in KINDS}
@@ -171,8 +172,8 @@ class DecideTask(Task):
         return own | {"adapter": self.inputs.adapter}
 
     def calibrate(self, calibration: Calibration, checkpoint: Checkpoint) -> None:
-        """Correct all answers by a calibration. Raise InputError if it was made with another model, prompt or
-        question."""
+        """Correct all answers by a calibration. Raise InputError if its model, prompt or questions differ from the
+        task's."""
         calibration.check_source(**self.source(checkpoint))  # type: ignore[arg-type]
         if self.questions:
             calibration.check_names([question.name for question in self.questions])
@@ -181,7 +182,7 @@ class DecideTask(Task):
             self._calibration_of(question)
 
     def fitted(self, judgements: Sequence[Judgement], precision: float, checkpoint: Checkpoint) -> Calibration:
-        """Return the calibration of those questions whose answers had enough true ones beside them."""
+        """Return the calibration of the questions that have enough true answers."""
         named = {question.name: question for question in self.questions}
         applied = {} if self.calibration is None else self.calibration.questions
         questions = {
@@ -204,7 +205,7 @@ class DecideTask(Task):
         return Decision({q.name: self._marked(q.example(mass), found.get(q.name)) for q in self.questions})
 
     def swapped(self) -> DecideTask | None:
-        """Return the task with the other order of state and question; None if a template says the order."""
+        """Return the task with state and question in the other order, or None if a template fixes the order."""
         if self.settings.is_own:
             return None
         other = copy(self)
@@ -212,14 +213,14 @@ class DecideTask(Task):
         return other
 
     def _as_item(self, item: Any) -> Any:
-        """Return a value as an item. A mapping without the field `state` is a state."""
+        """Convert a value to an item. A mapping without the field `state` is itself the state."""
         if isinstance(item, self.item_type) or (isinstance(item, Mapping) and "state" in item):
             return item
         return self.item_type(item)
 
     def _plan(self, item: Any, batch: TextBatch) -> Callable[[], Work]:
         if item.questions is not None and self.questions:
-            message = "the item has questions of its own, and all items are asked the same"
+            message = "the item has its own questions, but the options have questions for all items"
             raise InputError(message, field="questions", remedy="leave them out of the items, or of the options")
         if self.calibration is not None and item.adapter not in (None, self.calibration.adapter):
             message = f"the calibration was not made with the adapter {item.adapter!r}"
@@ -243,8 +244,8 @@ class DecideTask(Task):
         unused = asking.pictures.keys() - shown
         if unused and len(asked) == len(questions) and not any(isinstance(maker, InputError) for _, maker in makers):
             name = next(name for name in asking.pictures if name in unused)
-            message = f"the name {name!r:.100} of an image stands neither in the state nor in a question"
-            raise InputError(message, field="images", remedy="write it at the place of the image", code="image_count")
+            message = f"the name {name!r:.100} of an image occurs neither in the state nor in a question"
+            raise InputError(message, field="images", remedy="write it where the image belongs", code="image_count")
 
         def make() -> Work:
             requests, answered, prompts = [], [], []
@@ -273,12 +274,12 @@ class DecideTask(Task):
         return make
 
     def _check(self, question: Question) -> None:
-        """Raise InputError for a question that cannot be read, or that is not the calibrated one of its name."""
+        """Raise InputError if the question cannot be read, or differs from the calibrated question of its name."""
         self.reader.check(question)
         self._calibration_of(question)
 
     def _asking(self, item: DecideItem) -> _Asked:
-        """Return what all prompts of an item have in common. Raise InputError for what cannot be asked."""
+        """Return what all prompts of an item have in common. Raise InputError for a wrong state, image or option."""
         given: object = item.state
         images: object = item.images
         if isinstance(given, TextWithImages):
@@ -293,7 +294,7 @@ class DecideTask(Task):
         pictures: dict[str, Picture] = {}
         if named:
             if self.settings.write is not None:
-                message = "the model's decision head reads text alone"
+                message = "the model's decision head reads text only"
                 raise InputError(message, field="images", remedy="leave images out", code="unsupported")
             if self.inputs.images is None:
                 raise refuse_images(named[0][2])
@@ -303,28 +304,28 @@ class DecideTask(Task):
         values = variables(item.chat_template_kwargs)
         if self.settings.is_own and (system or values):
             name = "instructions" if system else "chat_template_kwargs"
-            message = f"{name!r} is for prompts in the chat template, and the model has a template of its own"
+            message = f"{name!r} needs the chat template, but the model has its own template"
             raise InputError(message, field=name, remedy="leave it out", code="unsupported")
         if values.get("enable_thinking"):
-            message = "the answer is read at the start of the reply, so that the model cannot think before it"
+            message = "the answer is read at the start of the reply, so the model cannot think first"
             remedy = "leave enable_thinking out"
             raise InputError(message, field="chat_template_kwargs", remedy=remedy, code="unsupported")
         return _Asked(state, system or None, values, pictures, checked(str, item.salt, "salt"))
 
     def _placed(self, state: object, images: object) -> tuple[object, list[tuple[str, object, str]]]:
-        """Return (the state, with names of images in it; (name, image, field) of each image)."""
+        """Return (the state with names in place of images, (name, image, field) of each image)."""
         if images is None or (isinstance(images, (list, tuple, dict)) and not images):
             return state, []
         if isinstance(images, Mapping):
             if not all(isinstance(name, str) and name for name in images):
-                message = "'images' has a name that is no text, or empty"
+                message = "a name in 'images' is not a text, or is empty"
                 raise InputError(message, field="images", remedy='give {"img-1": image}', code="wrong_type")
             return state, [(name, image, image_field(name)) for name, image in images.items()]
         if not isinstance(images, (list, tuple)):
             remedy = "give a list of images, or {name: image}"
             raise InputError("'images' is not a list", field="images", remedy=remedy, code="wrong_type")
         if self.settings.template is not None and not isinstance(state, str):
-            message = "a list of images stands before a text, and the state of this template is none"
+            message = "a list of images needs a state that is a text, with this template"
             remedy = "give {name: image}, and write the names in the state"
             raise InputError(message, field="images", remedy=remedy, code="unsupported")
         make = ImageNames(state)
@@ -334,14 +335,14 @@ class DecideTask(Task):
             pieces = text.split(place)
             if len(pieces) != len(names) + 1:
                 message = f"there are {len(names)} images for {len(pieces) - 1} places in the state ({place})"
-                raise InputError(message, field="images", remedy="give one image a place", code="image_count")
+                raise InputError(message, field="images", remedy="give one image for each place", code="image_count")
             text = "".join(piece + name for piece, name in zip(pieces, [*names, ""], strict=True))
         else:
             text = "".join(names) + text
         return text, [(name, image, image_field(name)) for name, image in zip(names, images, strict=True)]
 
     def _prompt(self, asking: _Asked, group: list[Question], batch: TextBatch, shown: set[str]) -> MarkedIds:
-        """Add the prompt of a group of questions about a state to a batch. shown: the names of its images are added"""
+        """Add the prompt of a group of questions to the batch. The names of its images are added to `shown`."""
         rendered = self._render(asking, asking.state, group)
         shown.update(rendered.shown)
         if rendered.shown:
@@ -354,7 +355,7 @@ class DecideTask(Task):
         return lambda: self._cut(asking, state, group, *get())
 
     def _pictured(self, asking: _Asked, rendered: Rendered) -> tuple[np.ndarray, list[int]]:
-        """Return the ids of a prompt with images, and the places before which answers are read."""
+        """Return (the ids of a prompt with images, its marks)."""
         pictures, media = [asking.pictures[name] for name in rendered.shown], []
 
         def expand(text: str, encode: Encode) -> np.ndarray:
@@ -368,8 +369,10 @@ class DecideTask(Task):
     def _cut(
         self, asking: _Asked, state: str, group: list[Question], ids: np.ndarray, marks: list[int]
     ) -> tuple[np.ndarray, list[int]]:
-        """Return a prompt whose state is cut so that it fits; the prompt as it is if nothing of the state would be
-        left."""
+        """Return (ids, marks) with the state cut so that the prompt fits.
+
+        Return the prompt unchanged if nothing of the state would be left.
+        """
         over = self.inputs.over(ids.size)
         if not over:
             return ids, marks
@@ -383,7 +386,7 @@ class DecideTask(Task):
         )
 
     def _render(self, asking: _Asked, state: object, group: list[Question]) -> Rendered:
-        """Return the text of the prompt of a group of questions. state: the state of `asking`, or a part of it"""
+        """Return the prompt of a group of questions. state: the state of `asking`, or a part of it"""
         names = tuple(asking.pictures)
         if self.settings.write is not None:
             return self.encoder.written(state, [self._variables(question) for question in group])
@@ -398,21 +401,21 @@ class DecideTask(Task):
         return self.encoder.templated(names, state=state, question=questions[0], questions=questions)
 
     def _ordered(self, question: Question) -> tuple[str, list[str], list[object]]:
-        """Return the kind, the options and the descriptions of a question, in the order of the prompt."""
+        """Return (kind, options, descriptions) of a question, in the order of the prompt."""
         words, said = question.words, list(question.descriptions)
         if question.kind == "noul" and self.settings.noul_options[0] == "false":
             words, said = words[::-1], said[::-1]
         return question.kind, words, said
 
     def _variables(self, question: Question) -> ShownQuestion:
-        """Return a question as templates see it."""
+        """Return a question in the form that templates receive."""
         kind, options, said = self._ordered(question)
         labels = self.settings.labels_of(question.kind)[: len(options)]
         return {"name": question.name, "type": kind, "instructions": question.instructions, "options": options,
                 "labels": list(labels), "descriptions": said}  # fmt: skip
 
     def _requests(self, group: list[Question], get: MarkedIds, salt: str) -> tuple[list[Request], int, object]:
-        """Return (the requests of a prompt, its tokens, the reader's note)."""
+        """Return (the requests of a prompt, its number of tokens, the reader's note)."""
         ids, marks = get()
         count = sum(map(self.reader.marks, group))
         if len(marks) != count:
@@ -449,7 +452,10 @@ class DecideTask(Task):
         return Decision(answers, errors, note["tokens"], notes_in(note), cached_tokens=known)
 
     def _marked(self, answer: DecisionAnswer, calibration: QuestionCalibration | None) -> DecisionAnswer:
-        """Return an answer that says whether it is doubtful, if there is a threshold for its question."""
+        """Set `review` of an answer if its question has a threshold or a calibration.
+
+        A calibration without a threshold marks every answer as doubtful.
+        """
         if self.review_below is None and calibration is None:
             return answer
         threshold = self.review_below if calibration is None or self.review_below is not None else calibration.threshold
@@ -457,13 +463,13 @@ class DecideTask(Task):
 
 
 def _at_end(get: Callable[[], np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Return the ids of a prompt that is read at its end."""
+    """Return (the ids of a prompt, one mark at its end)."""
     ids = get()
     return ids, [ids.size]
 
 
 def _lines(text: str, state: object) -> list[int]:
-    """Return the starts of two lines of a prompt: of the state, and of the first text behind the state."""
+    """Return two offsets in a prompt: of the state, and of the first text after the state."""
     said = written(state)
     start = text.find(said)
     if start < 0:

@@ -1,4 +1,4 @@
-"""Embedding computes a vector for each text."""
+"""Embedding: a vector for each text."""
 
 from __future__ import annotations
 
@@ -24,24 +24,17 @@ from .sentence import POOLING_MODES, ChatSettings, EmbedSettings
 
 @dataclass(frozen=True)
 class EmbedItem:
-    """An EmbedItem is one text to embed, or several.
+    """One text to embed, or a list of texts. Token ids get no prompt and no special tokens."""
 
-    text        a text or token ids, or a list of several of them
-    dimensions  the length of the vector, None for the task's
-    adapter     the LoRA adapter; None: the task's
-
-    Token ids are taken as they are: no prompt and no special tokens are added.
-    """
-
-    text: Any
-    dimensions: int | None = None
-    adapter: str | None = None
+    text: Any  # a text, token ids, or a list of either
+    dimensions: int | None = None  # length of the vector; None: the task's
+    adapter: str | None = None  # LoRA adapter; None: the task's
 
 
 class EmbedTask(Task):
-    """An EmbedTask embeds texts. Items are EmbedItem, a mapping with its fields, or a bare text.
+    """Embedding of texts. Items are EmbedItem, a mapping with its fields, or a bare text.
 
-    The answer to one text is an Embedding, to a list of texts an EmbeddingList.
+    The answer is an Embedding for one text, and an EmbeddingList for a list of texts.
     """
 
     name = "embed"
@@ -49,23 +42,22 @@ class EmbedTask(Task):
     item_type: type = EmbedItem
 
     def __init__(self, inputs: Inputs, options: EmbedOptions | None = None, settings: EmbedSettings | None = None):
-        """Chooses the prompt. Raises InputError for options that exclude each other, or that the checkpoint does not
-        have.
+        """Choose the prompt. Raise InputError for options that conflict, or that the checkpoint lacks.
 
-        settings  the checkpoint's settings, which options override
+        settings: the checkpoint's settings; `options` override them
         """
         self.inputs, options = inputs, options or EmbedOptions()
         self.settings = settings = settings or EmbedSettings()
         if settings.pooling not in POOLING_MODES.values():
             modes = ", ".join(POOLING_MODES.values())
             raise InputError(f"pooling is {settings.pooling!r}", field="pooling", remedy=f"give one of {modes}")
-        # In a causal model the first row sees nothing else, so it is the last row of a prompt of one token.
+        # The first row of a causal model sees only itself, so it equals the last row of a one-token prompt.
         self.readout = Readout("last" if settings.pooling == "first" else settings.pooling)
         self.dimensions = None if options.dimensions is None else self._dimensions(options.dimensions)
         self.truncate = options.truncate
         self.before, self.instruction = self._prompt(options.prompt, options.prompt_name, options.instruction)
         if settings.chat is not None and self.instruction:
-            message = "the checkpoint embeds chat messages, and an instruction is in Qwen3-Embedding's format"
+            message = "the checkpoint embeds chat messages, which take no instruction in Qwen3-Embedding's format"
             raise InputError(
                 message, field="instruction", remedy="give prompt instead, which becomes the system message"
             )
@@ -73,11 +65,11 @@ class EmbedTask(Task):
         if (self.before or self.instruction) and left_out:
             raise UnsupportedModelError(
                 f"the checkpoint leaves its prompt out of {settings.pooling} pooling (include_prompt is false),"
-                " which prefold does not do; embed without a prompt"
+                " which is not supported; embed without a prompt"
             )
 
     def _prompt(self, prompt: str | None, name: str | None, instruction: str | None) -> tuple[str, str]:
-        """Returns the text before every input and the instruction; at most one of them is not empty."""
+        """Return (the text before every input, the instruction). At most one of them is not empty."""
         options = {"prompt": prompt, "prompt_name": name, "instruction": instruction}
         options = {key: valid_text(value, key) for key, value in options.items() if value is not None}
         if len(options) > 1:
@@ -125,10 +117,12 @@ class EmbedTask(Task):
         return self.inputs.plan_whole(text, field, batch, pictures, truncate=self.truncate, change=self._prompted)
 
     def _plan_message(self, text: Any, field: str, batch: TextBatch, pictures: list[Picture]) -> Callable[[], Request]:
-        """Returns a function that makes the request of a text in the chat template, as sentence-transformers does.
-        Token ids stay as they are."""
+        """Return a function that makes the request of a text in the chat template, as sentence-transformers does.
+
+        Token ids stay as they are.
+        """
         if isinstance(text, TextWithImages):
-            message = f"{field!r} has images, and the checkpoint embeds chat messages, which are of text alone here"
+            message = f"{field!r} has images, but the chat messages that the checkpoint embeds may hold text only here"
             raise InputError(message, field=field, remedy="leave the images out", code="unsupported")
         chat, tokenizer, text = self.settings.chat, self.inputs.tokenizer, self.inputs.content(text, field, pictures)
         if not isinstance(text, str) or tokenizer is None or chat is None:
@@ -161,7 +155,7 @@ class EmbedTask(Task):
 
     @cached_property
     def _suffix(self) -> np.ndarray:
-        """Returns the token ids that the chat template writes after every text, int32 [n]."""
+        """Return the token ids that the chat template writes after every text, int32 [n]."""
         chat, tokenizer = self.settings.chat, self.inputs.tokenizer
         assert chat is not None and tokenizer is not None
         texts = [self._in_template(text, chat, tokenizer) for text in ("0", "1 2 3 4")]
@@ -173,7 +167,7 @@ class EmbedTask(Task):
 
     def _prompted(self, text: str) -> str:
         text = instructed_query(self.instruction, text) if self.instruction else self.before + text
-        # Tokenizers lower-case one character at a time, so that a sigma at the end of a word is no special case.
+        # Tokenizers lower-case one character at a time, without the special case of a sigma at the end of a word.
         return "".join(map(str.lower, text)) if self.settings.lower_case else text
 
     def finish(self, note: Any, results: Sequence[Result]) -> Answer:
@@ -188,7 +182,7 @@ class EmbedTask(Task):
         if dimensions is not None:
             vectors = vectors[:, :dimensions]
         if self.settings.normalize:
-            # The lower bound keeps a vector of zeros as it is.
+            # The lower bound leaves a vector of zeros unchanged.
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
         if dimensions is None and self.settings.truncate_dim is not None:
             vectors = vectors[:, : self.settings.truncate_dim]
@@ -196,16 +190,18 @@ class EmbedTask(Task):
 
 
 def first_token(request: Request) -> Request:
-    """Return the request of a prompt's first token. Raise InputError if it is an image's: its row sees all of the
-    image."""
+    """Return the request of a prompt's first token alone.
+
+    Raise InputError if that token belongs to an image, because its row sees the whole image.
+    """
     if request.tokens[0] >= SPAN_BASE:
-        message = "a prompt begins with an image, and its first row is to be read"
+        message = "the prompt starts with an image, but pooling reads the first token"
         raise InputError(message, field="pooling", remedy='use pooling "last" or "mean", or begin with text')
     return replace(request, tokens=request.tokens[:1], media=())
 
 
 def is_list_of_texts(value: Any) -> bool:
-    """Returns whether a value is a list of texts (or of lists of token ids) rather than one of them."""
+    """Return whether a value is a list of texts (or of lists of token ids), not a single text."""
     if isinstance(value, np.ndarray):
         return value.ndim == 2 or value.dtype.kind in "OU"
     return isinstance(value, (list, tuple)) and len(value) > 0 and not isinstance(value[0], (int, np.integer, float))

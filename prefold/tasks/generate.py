@@ -1,4 +1,4 @@
-"""Generation continues a prompt, or a conversation."""
+"""Generation: continue a prompt or a conversation."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ from .results import Choice, Generation, Token
 from .sampling import format_grammar, sampling_from
 from .score import leading_ids
 
-AUTO_MAX_TOKENS = 256  # max_tokens "auto", if the model's context has room for as many
+AUTO_MAX_TOKENS = 256  # max_tokens "auto" (less if the context is full)
 
 
 class GenerateTask(Task):
-    """A GenerateTask continues prompts. Items are GenerateItem, a mapping with its fields, a bare prompt (text or token
-    ids), or a list of messages.
+    """Continuation of prompts and conversations.
 
-    The answer is a Generation with a Choice for each sample. An item `with_ids` is answered with `prompt_ids` and
-    `tokens`, and an item `with_reasoning` with `thinks` and `reasoning_tokens` if the model may think.
+    Items are GenerateItem, a mapping with its fields, a bare prompt (text or token ids), or a list of messages. The
+    answer is a Generation with a Choice for each sample. An item `with_ids` gets `prompt_ids` and `tokens`. An item
+    `with_reasoning` gets `thinks` and `reasoning_tokens` if the model may think.
 
-    The tokenizer's leading special tokens (BOS) come before a prompt, unless it begins with the BOS itself. A chat
-    template writes its own. Token ids are taken as they are.
+    The tokenizer's leading special tokens (BOS) are put before a prompt, unless the prompt starts with the BOS. A chat
+    template writes its own special tokens. Token ids stay as they are.
     """
 
     name = "generate"
     item_type = GenerateItem
-    reasoning_parser = "auto"  # whether models think: where their chat template says so; "think": all; "none": none
+    # which models may think. "auto": if their chat template says so; "think": all; "none": none
+    reasoning_parser = "auto"
 
     def __init__(self, inputs: Inputs, options: GenerationOptions, *, context: int | None = None):
-        """Checks the options. Raises InputError for options that are wrong.
-
-        context  tokens of prompt and output together, None for any number
-        """
+        """Raise InputError for wrong options. context: maximum tokens of prompt and output together; None: no limit"""
         o, self.inputs, self.context = options, inputs, context
         self.compact = o.json_space == "compact"
         self.auto_max_tokens = o.max_tokens == "auto"
@@ -62,11 +60,11 @@ class GenerateTask(Task):
         if self.auto_max_tokens:
             sampling["max_tokens"] = AUTO_MAX_TOKENS
         self.sampling = self._sampling(sampling, Sampling())
-        # One seed for all prompts would draw the same random numbers for each: it is the seed of the list.
+        # The same seed for every prompt would draw equal random numbers, so this is the seed of the whole list.
         self.seed, self.sampling = self.sampling.seed, replace(self.sampling, seed=None)
         settings = {option.name: getattr(o, option.name) for option in fields(Conversations)}
         self.conversations = Conversations(**settings | {"tools": as_tools(o.tools)})
-        # An item's own sampling may ask for no more, unless the task's does.
+        # maxima for an item's own sampling
         self.bounds = {"n": max(o.max_n, self.sampling.n), "logprobs": max(o.max_logprobs, self.sampling.logprobs or 0)}
         self.salt = o.salt
         self.priority = o.priority
@@ -83,7 +81,7 @@ class GenerateTask(Task):
         return self.finish({"tokens": 0}, [[Generated((0,), output, "stop", logprobs=logprobs)] * self.sampling.n])
 
     def _as_item(self, item: Any) -> Any:
-        """Returns a value as an item: a bare prompt or a list of messages becomes a GenerateItem."""
+        """Convert a bare prompt or a list of messages to a GenerateItem."""
         if isinstance(item, (list, tuple)) and item and isinstance(item[0], Mapping):
             return GenerateItem(messages=item)
         return GenerateItem(prompt=item) if isinstance(item, (str, list, tuple, np.ndarray, TextWithImages)) else item
@@ -92,7 +90,7 @@ class GenerateTask(Task):
         if isinstance(item.prompt, TextWithImages) and item.images is None:
             item = replace(item, prompt=item.prompt.text, images=item.prompt.images)
         sampling = self._items_sampling(item.sampling) if item.sampling else self.sampling
-        # A request's own max_tokens can make a prompt too long, but a default cannot.
+        # Only an explicit max_tokens can make a prompt too long. A default is lowered instead.
         is_limited = not self.auto_max_tokens or "max_tokens" in (item.sampling or {})
         salt = checked(str, self.salt if item.salt is None else item.salt, "salt")
         priority = checked(int, self.priority if item.priority is None else item.priority, "priority")
@@ -117,8 +115,10 @@ class GenerateTask(Task):
         return make
 
     def _pictures(self, item: GenerateItem) -> list[Picture]:
-        """Returns the images of an item. Raises InputError for images that cannot be read or have no place, and if the
-        model takes none."""
+        """Return the images of an item.
+
+        Raise InputError for images that cannot be read or have no place, and if the model does not see images.
+        """
         if item.images is not None and not isinstance(item.images, (list, tuple)):
             message = "'images' is not a list"
             raise InputError(message, field="images", remedy="give a list of images", code="wrong_type")
@@ -132,7 +132,7 @@ class GenerateTask(Task):
         if images and self.inputs.images is None:
             raise refuse_images(images[0][1])
         if images and item.messages is None and not isinstance(item.prompt, str):
-            message = "'images' stands beside a prompt that is no text"
+            message = "'images' needs a prompt that is a text"
             raise InputError(message, field="images", remedy="give the prompt as a text", code="wrong_type")
         return [] if self.inputs.images is None else self.inputs.images.read(images)
 
@@ -145,23 +145,24 @@ class GenerateTask(Task):
         return replace(sampling, grammar=replace(sampling.grammar, compact=False))
 
     def _items_sampling(self, options: Mapping[str, Any]) -> Sampling:
-        """Returns the sampling of an item with options of its own. Raises InputError where it asks for more than
-        `bounds`."""
+        """Return the sampling of an item that has its own options. Raise InputError if an option exceeds `bounds`."""
         sampling = self._sampling(options, self.sampling)
         for name, most in self.bounds.items():
             value = getattr(sampling, name)
             if value is not None and value > most:
                 remedy = f"give at most {most}, or allow more with max_{name} (--max-{name})"
                 raise InputError(
-                    f"{name!r} is {value}, more than is allowed", field=name, remedy=remedy, code="out_of_range"
+                    f"{name!r} is {value}, more than allowed", field=name, remedy=remedy, code="out_of_range"
                 )
         return sampling
 
     def _prompt(
         self, item: GenerateItem, batch: TextBatch, pictures: list[Picture], salt: str
     ) -> tuple[np.ndarray, Callable[[], np.ndarray], str, str | None]:
-        """Returns (the special tokens before a prompt, a function that returns its other tokens once the batch is
-        encoded, the field that they come from, the text of a conversation). pictures: the item's images"""
+        """Return (leading special tokens, a getter of the other tokens, their field, the conversation's text or None).
+
+        The getter works after the batch is encoded. pictures: the item's images
+        """
         nothing = np.empty(0, np.int32)
         if item.messages is not None:
             if item.prompt is not None:
@@ -188,7 +189,7 @@ class GenerateTask(Task):
         return auto or self.reasoning_parser == "think"
 
     def _bounded(self, item: GenerateItem) -> GenerateItem:
-        """Returns the item with texts that are far too long cut (see `Inputs.bounded`)."""
+        """Return the item with texts that are far too long cut (see `Inputs.bounded`)."""
         if isinstance(item.prompt, str):
             left = self.truncate != "right" and not (self.truncate is True and isinstance(item.prompt, FilledTemplate))
             prompt = self._part(item.prompt, "prompt", left=left)
@@ -211,12 +212,18 @@ class GenerateTask(Task):
         max_tokens: int | None,
         shorten: Callable[[int], np.ndarray | None] | None,
     ) -> Request:
-        """Returns the request of a prompt's tokens. Raises InputError if there is no room behind them for max_tokens
-        (None: for one token), and they cannot be cut.
+        """Return the request of a prompt's tokens, cut if necessary.
 
-        shorten  takes the room, and returns the prompt's ids with its longest column cut, or None. Without such a
-                 column the whole prompt is cut at the side that `truncate` names, by default at its beginning, because
-                 the output follows its end
+        Raise InputError if the prompt and max_tokens (None: one token) exceed the limits, and the prompt cannot be cut.
+
+        Args:
+            before: The leading special tokens.
+            ids: The other tokens of the prompt.
+            field: The field they come from, for errors.
+            max_tokens: The maximum length of the output, if it was given explicitly.
+            shorten: Called with the number of tokens that fit. It returns the ids with the longest column cut, or None
+                if there is no column. Then the whole prompt is cut at the side that `truncate` names (default: the
+                start, because the output follows the end).
         """
         room = self.inputs.max_length
         if self.context is not None:
@@ -234,8 +241,7 @@ class GenerateTask(Task):
         return self.inputs.request(np.concatenate((before, ids)), field)
 
     def _within_context(self, sampling: Sampling, size: int) -> Sampling:
-        """Returns the sampling of a prompt of so many tokens without a max_tokens of its own, with max_tokens lowered
-        to the room in the context."""
+        """Lower a default max_tokens to the free part of the context. size: tokens of the prompt"""
         if self.context is None or sampling.max_tokens is None or size + sampling.max_tokens <= self.context:
             return sampling
         room = self.context - size
@@ -244,9 +250,11 @@ class GenerateTask(Task):
     def _cut(
         self, item: GenerateItem, batch: TextBatch, before: int, pictures: list[Picture], salt: str, room: int
     ) -> np.ndarray | None:
-        """Returns the ids of an item's prompt with its longest column cut, which with the `before` tokens before them
-        fit into `room`; None if it has no column. The columns of a conversation are the contents of all messages but
-        system messages."""
+        """Return the ids of an item's prompt with its longest column cut to fit, or None if the item has no column.
+
+        The columns of a conversation are the contents of all messages but system messages. before: number of leading
+        special tokens; room: maximum number of tokens of the prompt, including these
+        """
         tokenizer = self.inputs.tokenizer
         if tokenizer is None:
             return None
@@ -273,8 +281,8 @@ class GenerateTask(Task):
         return cut_columns(tokenizer, every, make, len, room) if every else None
 
     def _encode_pictured(self, whole: str, pictures: list[Picture], salt: str, text: str) -> np.ndarray:
-        """Returns the ids of a prompt with images that was cut to `text`. Raises InputError if an image's place was
-        cut."""
+        """Return the ids of a prompt with images that was cut to `text`. Raise InputError if the cut removed an
+        image."""
         assert self.inputs.images is not None
         placeholder = self.inputs.images.processor.placeholder
         if text.count(placeholder) < whole.count(placeholder):
@@ -324,7 +332,7 @@ class GenerateTask(Task):
         )
 
     def _reasoning_tokens(self, sample: Generated, opened: bool) -> int:
-        """Returns how many tokens of a sample are reasoning. opened: whether the prompt ends with <think>"""
+        """Return how many tokens of a sample are reasoning. opened: the prompt ends with <think>"""
         (begin, end), text, ids = THINK, sample.text or "", sample.tokens
         if not opened and not text.lstrip().startswith(begin):
             return 0
@@ -334,14 +342,15 @@ class GenerateTask(Task):
         return bisect_left(range(len(ids)), True, key=lambda n: end in decode(ids[:n]))
 
     def token_logprobs(self, token: int, entry: TokenLogprobs) -> Token:
-        """Returns the result's entry for a token of an output and its log-probabilities."""
+        """Return the answer's entry for one token of an output."""
         return self._token(token, entry.logprob) | {"top": [self._token(*pair) for pair in entry.top]}
 
     def _token(self, token: int, logprob: float) -> Token:
         if self.inputs.tokenizer is None:
             return {"id": token, "logprob": logprob}
         data = self._bytes_of(token)
-        # A token that is a part of a letter has no text of its own. All entries have bytes, as columns of tables do.
+        # A token that is a part of a character has no valid text. All entries have bytes, so that a table column can
+        # hold them.
         return {"id": token, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
     @cached_property
@@ -351,8 +360,8 @@ class GenerateTask(Task):
 
 
 def _plain_ids(request: Request) -> list[int]:
-    """Returns the ids of a prompt's tokens. Raises InputError for one with images, whose rows have no such ids."""
+    """Return the ids of a prompt's tokens. Raise InputError for a prompt with images: their rows have no such ids."""
     if request.media or (request.tokens >= MEDIA_BASE).any():
-        message, remedy = "the prompt has images, whose rows are no tokens of the vocabulary", "leave it out"
+        message, remedy = "the prompt has images, whose rows have no token ids", "leave it out"
         raise InputError(message, field="with_ids", remedy=remedy, code="unsupported")
     return request.tokens.tolist()

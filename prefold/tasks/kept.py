@@ -1,8 +1,8 @@
-"""Keeps the answers of requests for later jobs and calls: which answers, and under what key.
+"""Kept answers: which answers are kept for later jobs and calls, and under which keys.
 
-A key is a digest of all that an answer depends on: the model's files, the arithmetic, and the request with its
-read-out. Answers that were drawn without a seed are not kept, nor are errors. Computed again beside other requests, a
-kept answer would differ by floating-point reordering.
+A key is a digest of everything that an answer depends on: the model's files, the arithmetic, and the request with its
+read-out. Answers that were sampled without a seed are not kept, and neither are errors. A kept answer can differ from a
+new one by floating-point reordering, because other requests were in its batch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from .kept_file import AnswersFile
 from .results import all_finite
 
 KEY_BYTES = 16
-NO_KEY = bytes(KEY_BYTES)  # of a request whose answer is not kept
-# Options of a model that change no answer, or no more than the company of other requests does, or that the identity
-# holds in another form.
+NO_KEY = bytes(KEY_BYTES)  # key of requests whose answers are not kept
+# Options of a model that are left out of its identity. They change no answer beyond floating-point reordering, or the
+# identity has them in another form.
 NEUTRAL = {
     "max_batch_rows", "cache_prefill", "kv_memory", "state_memory", "max_running", "reserve_output", "threads",
     "revision", "dtype", "device", "adapters", "cache", "answers", "answers_bytes",
 }  # fmt: skip
-# One in so many answers keeps its request, so that it can be verified.
+# One in this many answers is stored with its request, so that it can be verified.
 _VERIFIABLE = 16
 
 
 class _Stored(msgspec.Struct, array_like=True, tag="numbers"):
-    """The form in which a Result is kept."""
+    """A stored Result."""
 
     values: bytes
     shape: tuple[int, ...]
@@ -48,13 +48,13 @@ class _Stored(msgspec.Struct, array_like=True, tag="numbers"):
 
 
 class _Texts(msgspec.Struct, array_like=True, tag="texts"):
-    """The form in which the samples of a request are kept."""
+    """The stored samples of a request."""
 
     samples: list[Generated]
 
 
 class _Asked(msgspec.Struct, array_like=True):
-    """The form in which a request is kept."""
+    """A stored request."""
 
     readout: Readout
     request: bytes
@@ -64,7 +64,7 @@ _ANSWERS, _ASKED = msgspec.msgpack.Decoder(_Stored | _Texts), msgspec.msgpack.De
 
 
 def answer_bytes(answer: Answer) -> bytes | None:
-    """Returns an answer as bytes; None for an answer that is not kept."""
+    """Return an answer as bytes, or None if it must not be kept."""
     if isinstance(answer, Result):
         if not np.isfinite(answer.values).all():
             return None
@@ -78,7 +78,7 @@ def answer_bytes(answer: Answer) -> bytes | None:
 
 
 def read_answer(data: bytes) -> Answer:
-    """Returns the answer that `answer_bytes` wrote."""
+    """Return the answer that `answer_bytes` wrote."""
     stored = _ANSWERS.decode(data)
     if isinstance(stored, _Texts):
         return stored.samples
@@ -87,31 +87,32 @@ def read_answer(data: bytes) -> Answer:
 
 
 def is_kept(request: Request, *, has_seed: bool) -> bool:
-    """Returns whether the answer of a request may be kept. has_seed: whether the list or job has a seed that the user
-    gave"""
+    """Return whether the answer of a request may be kept. has_seed: the user gave the list or job a seed"""
     sampling = request.sampling
     return sampling is None or not sampling.temperature or sampling.seed is not None or has_seed
 
 
 class KeptAnswers:
-    """A KeptAnswers holds the answers of one model in a file.
+    """The kept answers of one model, in a file.
 
-    identity  what tells the model, as it is run, from others
-    adapters  {name: digest} of the LoRA adapters
+    Attributes:
+        file: the file with the answers of all models
+        model: number of this model in the file
     """
 
     def __init__(self, file: AnswersFile, identity: Mapping[str, object], adapters: Mapping[str, str]):
+        """identity: as of `answers_identity`; adapters: {name: digest} of the LoRA adapters"""
         self.file, self._adapters = file, adapters
         text = json.dumps(identity, sort_keys=True)
         self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         self.model = file.model(self._digest, text)
 
     def of(self, readout: Readout) -> KeptReads:
-        """Returns the answers with this read-out."""
+        """Return the kept answers that have this read-out."""
         return KeptReads(self, replace(readout, keeps=False))
 
     def key(self, readout: Readout, request: Request) -> bytes:
-        """Returns the key of a request's answer."""
+        """Return the key of a request's answer."""
         tokens, media = _without_ids(request)
         name = request.namespace.adapter
         options = encode_options(request.sampling, 0).decode()
@@ -122,22 +123,24 @@ class KeptAnswers:
         return digest.digest()
 
     def close(self) -> None:
-        """Writes what is new, and closes the file."""
+        """Write the new answers, and close the file."""
         self.file.close()
 
 
 @dataclass(frozen=True, slots=True)
 class KeptReads:
-    """A KeptReads holds the answers with one read-out."""
+    """The kept answers that have one read-out."""
 
     kept: KeptAnswers
     readout: Readout
 
     def find(self, requests: Sequence[Request], originals: Sequence[Request], has_seed: bool) -> list[KeyedRequest]:
-        """Returns the key of each request, and its answer if it is known.
+        """Return each request with its key, and with its answer if the answer is kept.
 
-        originals  the same requests as the user asked for them: without a seed that was made of the list's
-        has_seed   whether the user gave the list or job a seed
+        Args:
+            requests: The requests to look up.
+            originals: The same requests as the user wrote them, without seeds derived from the seed of the list.
+            has_seed: The user gave the list or job a seed.
         """
         keys = [
             self.kept.key(self.readout, request) if is_kept(original, has_seed=has_seed) else NO_KEY
@@ -154,7 +157,7 @@ class KeptReads:
         return keyed
 
     def keep(self, key: bytes, answer: Answer) -> None:
-        """Keeps an answer under its key."""
+        """Keep an answer under its key."""
         if key != NO_KEY and (data := answer_bytes(answer)) is not None:
             self.kept.file.add(self.kept.model, key, data)
             self.kept.file.commit(due_only=True)
@@ -162,7 +165,7 @@ class KeptReads:
 
 @dataclass(frozen=True, slots=True)
 class KeyedRequest:
-    """A KeyedRequest is a request with the key of its answer, and the answer if it is known."""
+    """A request with the key of its answer, and the answer if it is kept."""
 
     key: bytes
     request: Request
@@ -170,7 +173,7 @@ class KeyedRequest:
 
 
 def read_request(data: bytes) -> tuple[Readout, Request]:
-    """Returns the read-out and the request that are kept beside some answers."""
+    """Return the read-out and the request that are stored with some answers."""
     asked = _ASKED.decode(data)
     (spooled,) = read_requests(BytesIO(asked.request))
     targets = None if spooled.targets is None else np.frombuffer(spooled.targets, np.int32)
@@ -179,8 +182,10 @@ def read_request(data: bytes) -> tuple[Readout, Request]:
 
 
 def _without_ids(request: Request) -> tuple[np.ndarray, list[str]]:
-    """Returns the tokens of a request, int64 [n], and the keys of its media in the order of their first rows. The ids
-    of the images' rows, which differ from process to process, become negative numbers of image and row."""
+    """Return (the tokens of a request, int64 [n]; the keys of its media in the order of their first rows).
+
+    The ids of image rows differ between processes. They are replaced by negative numbers that encode image and row.
+    """
     tokens = request.tokens.astype("<i8")
     places = []
     for medium in request.media:
@@ -200,10 +205,14 @@ def _without_ids(request: Request) -> tuple[np.ndarray, list[str]]:
 def open_kept(
     spec: ModelSpec, checkpoint: Checkpoint, dtype: object, device: object, notify: Callable[[str], None]
 ) -> KeptAnswers | None:
-    """Returns the kept answers of a model; None if its options name no folder for them.
+    """Return the kept answers of a model, or None if its options name no folder for them.
 
-    dtype, device  that it computes in and on, of torch
-    notify         called with a line for the user if the file is damaged
+    Args:
+        spec: The options of the model.
+        checkpoint: The model.
+        dtype: The torch dtype it computes in.
+        device: The device it computes on.
+        notify: Called with a line for the user if the file is damaged.
     """
     if spec.answers is None:
         return None
@@ -216,8 +225,11 @@ def open_kept(
 def answers_identity(
     spec: ModelSpec, checkpoint: Checkpoint, dtype: str, device: str, read: Callable[[Path], str]
 ) -> dict[str, object]:
-    """Returns all that answers depend on beside requests and adapters, as JSON: the version, the model's files, the
-    dtype, what computes, and the options. read: returns a digest of a whole file"""
+    """Return everything besides requests and adapters that answers depend on, as JSON.
+
+    These are the version of prefold, the model's files, the dtype, the kernels or device, and the options. read:
+    returns a digest of a whole file
+    """
     from ..kernels import status
 
     options: dict[str, object] = {}
@@ -231,5 +243,5 @@ def answers_identity(
     given = {name: value for name, value in options.items() if value not in (None, "None")}
     computes = status() if device == "cpu" else device.partition(":")[0]
     model = model_identity(checkpoint, read)
-    version = sys.modules["prefold"].__version__  # an import of it here would make a circle
+    version = sys.modules["prefold"].__version__  # importing it here would be circular
     return {"prefold": version, "model": model, "dtype": dtype, "computes": computes, "options": given}

@@ -1,9 +1,8 @@
-"""Keeps answers in an SQLite file, which any number of processes may use at once.
+"""The SQLite file of kept answers. Any number of processes may use it at the same time.
 
-A row is an answer under its key, a digest of all that the answer depends on. Rows are only written whole, in
-transactions of a write-ahead log: a process that is killed leaves all rows of its last transaction, or none. Each row
-has a checksum, and a row that does not match it counts as missing. Beyond a bound in bytes the rows that were not used
-for longest are deleted.
+A row is an answer under its key, a digest of everything that the answer depends on. Rows are written in transactions of
+a write-ahead log. If a process is killed, its last transaction is complete or absent. Each row has a checksum, and a
+row with a wrong checksum counts as missing. Above a limit in bytes, the least recently used rows are deleted.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ..errors import JobError
 from ..spec.files import sampled_digest
 
 NAME = "answers.sqlite"
-_APPLICATION, _VERSION = 0x70664B41, 1  # in the head of the file
+_APPLICATION, _VERSION = 0x70664B41, 1  # stored in the file's header
 _BUSY_SECONDS = 60.0
-_AT_ONCE = 500  # keys of a query, and rows that are deleted together
-_BYTES, _SECONDS = 4 << 20, 1.0  # answers that wait to be written, and for how long they do
-_ROW = 96  # bytes that a row takes besides its answer, about
+_AT_ONCE = 500  # maximum keys of a query, and rows of a deletion
+_BYTES, _SECONDS = 4 << 20, 1.0  # new answers are written at this size or age
+_ROW = 96  # bytes of a row besides its answer (an estimate)
 _TABLES = """
 CREATE TABLE models(id INTEGER PRIMARY KEY, digest BLOB UNIQUE NOT NULL, identity TEXT NOT NULL);
 CREATE TABLE answers(id INTEGER PRIMARY KEY, key BLOB UNIQUE NOT NULL, model INTEGER NOT NULL, used INTEGER NOT NULL,
@@ -47,31 +46,23 @@ CREATE TRIGGER request_added AFTER INSERT ON requests BEGIN
 CREATE TRIGGER request_deleted AFTER DELETE ON requests BEGIN
     UPDATE total SET bytes = bytes - length(old.request); END;
 """
-# The answer may be there already: from another process, or with a checksum that does not hold.
+# The key may exist: another process wrote it, or the checksum of its row is wrong.
 _KEEP = """INSERT INTO answers(key, model, used, size, answer) VALUES(?, ?, ?, ?, ?)
     ON CONFLICT(key) DO UPDATE SET used = excluded.used, size = excluded.size, answer = excluded.answer"""
 
 
 class ModelRows(NamedTuple):
-    """A ModelRows describes the answers of one model: what tells it from others, how many they are, their bytes, and
-    when one was used last, in seconds since 1970."""
+    """The answers of one model."""
 
     number: int
-    identity: Mapping[str, object]
-    answers: int
-    bytes: int
-    used: int
+    identity: Mapping[str, object]  # as of `answers_identity`
+    answers: int  # number of answers
+    bytes: int  # size of all answers
+    used: int  # last use of any answer, in seconds since 1970
 
 
 class AnswersFile:
-    """An AnswersFile is the SQLite file of a folder, opened. Any thread may call its methods.
-
-    most_bytes  of answers that are kept
-    notify      called with a line for the user, once, if the file is damaged or cannot be written
-    clock       returns the time in seconds since 1970
-
-    Raises JobError for a folder or file that cannot be used.
-    """
+    """The opened SQLite file of a folder. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -81,13 +72,21 @@ class AnswersFile:
         *,
         clock: Callable[[], float] = time.time,
     ):
+        """Open the file. Raise JobError for a folder or file that cannot be used.
+
+        Args:
+            folder: The folder of the file. It is created if it does not exist.
+            most_bytes: Maximum size of all answers.
+            notify: Called once with a line for the user if the file is damaged or cannot be written.
+            clock: Returns the time in seconds since 1970.
+        """
         self._clock = clock
         self.path, self._most_bytes, self._notify = folder / NAME, most_bytes, notify
         self._lock = threading.Lock()
         self._new: dict[bytes, tuple[int, bytes]] = {}
         self._used: set[bytes] = set()
         self._requests: dict[bytes, bytes] = {}
-        self._waiting = 0  # bytes of what is new
+        self._waiting = 0  # bytes that are not written yet
         self._written_at = time.monotonic()
         self._is_damaged = self._is_off = False
         try:
@@ -103,7 +102,7 @@ class AnswersFile:
             try:
                 return self._connect()
             except sqlite3.OperationalError as error:
-                if "locked" in str(error) and time.monotonic() < deadline:  # SQLite does not wait when it begins a log
+                if "locked" in str(error) and time.monotonic() < deadline:  # SQLite does not wait to create a log
                     time.sleep(0.05)
                     continue
                 raise JobError(f"cannot use {self.path}: {error}; give another --answers") from None
@@ -144,7 +143,7 @@ class AnswersFile:
             return None
 
     def _set_aside(self, reason: str) -> None:
-        """Renames a damaged file, and tells the user once."""
+        """Rename a damaged file, and tell the user once."""
         aside = self.path.with_name(f"{NAME}.damaged")
         for suffix in ("-wal", "-shm"):
             self.path.with_name(NAME + suffix).unlink(missing_ok=True)
@@ -157,7 +156,7 @@ class AnswersFile:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Returns a context in which an error of SQLite turns keeping off: the job goes on, and computes."""
+        """Return a context in which an SQLite error disables the file. The job continues and computes everything."""
         try:
             yield
         except sqlite3.Error as error:
@@ -169,7 +168,7 @@ class AnswersFile:
     # ------------------------------------------------------------------------------------------------ answers
 
     def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
-        """Returns the answers that there are of these keys."""
+        """Return {key: answer} of the keys that have an answer."""
         wanted = list(dict.fromkeys(keys))
         with self._lock, self._guarded():
             found = {key: self._new[key][1] for key in wanted if key in self._new}
@@ -185,7 +184,7 @@ class AnswersFile:
         return {}
 
     def add(self, model: int, key: bytes, answer: bytes) -> None:
-        """Keeps an answer. It is written within about a second, or by `commit`."""
+        """Keep an answer. It reaches the disk within about a second, or with the next `commit`."""
         with self._lock:
             if self._is_off:
                 return
@@ -193,14 +192,14 @@ class AnswersFile:
             self._waiting += len(answer)
 
     def add_request(self, key: bytes, request: bytes) -> None:
-        """Keeps the request of an answer, which `verify` computes again."""
+        """Store the request of an answer, so that `prefold answers --verify` can compute it again."""
         with self._lock:
             if not self._is_off:
                 self._requests[key] = request
                 self._waiting += len(request)
 
     def commit(self, *, due_only: bool = False) -> None:
-        """Writes what is new. due_only: only if it is much, or has waited for about a second"""
+        """Write the new rows. due_only: only if there are many, or after about a second"""
         with self._lock:
             is_due = self._waiting >= _BYTES or time.monotonic() - self._written_at >= _SECONDS
             if self._is_off or (due_only and not is_due):
@@ -230,13 +229,15 @@ class AnswersFile:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of all answers that are written."""
+        """Return the size of all written answers, in bytes."""
         with self._lock:
             return int(self._db.execute("SELECT bytes FROM total").fetchone()[0])
 
     def _evict(self, most: int) -> int:
-        """Deletes the answers that were not used for longest until the rest has at most 9/10 of so many bytes, if all
-        have more. Returns how many it has deleted."""
+        """If all answers exceed `most` bytes, delete the least recently used ones, down to 9/10 of `most`.
+
+        Return the number of deleted answers.
+        """
         (total,) = self._db.execute("SELECT bytes FROM total").fetchone()
         deleted = 0
         while total > most * (9 if deleted else 10) // 10:
@@ -257,13 +258,13 @@ class AnswersFile:
     # ------------------------------------------------------------------------------------------------ models
 
     def model(self, digest: bytes, identity: str) -> int:
-        """Returns the number of a model. identity: what tells it from others, as JSON"""
+        """Return the number of a model. identity: as of `answers_identity`, as JSON"""
         with self._lock, _transaction(self._db):
             self._db.execute("INSERT OR IGNORE INTO models(digest, identity) VALUES(?, ?)", (digest, identity))
             return int(self._db.execute("SELECT id FROM models WHERE digest = ?", (digest,)).fetchone()[0])
 
     def file_digest(self, path: Path) -> str:
-        """Returns a digest of a whole file, which is read again only if its size or time has changed."""
+        """Return a digest of a whole file. The file is read again only if its size or time has changed."""
         stat = path.stat()
         name, state = str(path.resolve()), f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
         with self._lock:
@@ -276,7 +277,7 @@ class AnswersFile:
         return digest
 
     def models(self) -> list[ModelRows]:
-        """Returns the models that have answers, the last used first."""
+        """Return the models that have answers, the most recently used first."""
         query = """SELECT m.id, m.identity, count(*), sum(a.size), max(a.used) FROM answers a JOIN models m
             ON m.id = a.model GROUP BY m.id ORDER BY max(a.used) DESC"""
         with self._lock:
@@ -284,8 +285,8 @@ class AnswersFile:
         return [ModelRows(number, json.loads(identity), *counts) for number, identity, *counts in rows]
 
     def with_requests(self, model: int, count: int) -> list[tuple[bytes, bytes, bytes]]:
-        """Returns (key, request, answer) of at most `count` answers of a model that have their request, drawn anew in
-        each call."""
+        """Return (key, request, answer) of at most `count` random answers of a model that were stored with their
+        request."""
         query = """SELECT r.key, r.request, a.answer FROM requests r JOIN answers a ON a.key = r.key
             WHERE a.model = ? ORDER BY random() LIMIT ?"""
         with self._lock:
@@ -293,10 +294,11 @@ class AnswersFile:
         return [(key, request, answer[8:]) for key, request, answer in rows if answer[:8] == _checksum(key, answer[8:])]
 
     def prune(self, *, most_bytes: int | None = None, unused_since: int | None = None) -> int:
-        """Deletes answers, and returns how many.
+        """Delete answers, and return how many were deleted.
 
-        most_bytes    delete the least recently used answers until the rest has at most so many bytes
-        unused_since  delete answers that were not used since this time, in seconds since 1970
+        Args:
+            most_bytes: Delete the least recently used answers until the rest has at most this size.
+            unused_since: Delete answers that were not used since this time, in seconds since 1970.
         """
         with self._lock, _transaction(self._db):
             deleted = 0
@@ -308,7 +310,7 @@ class AnswersFile:
         return deleted
 
     def check(self) -> list[str]:
-        """Returns what is wrong with the file, a line for each; nothing for a whole file."""
+        """Return one line for each fault of the file. The list is empty if the file is intact."""
         with self._lock:
             wrong = [str(line) for (line,) in self._db.execute("PRAGMA integrity_check(20)") if line != "ok"]
             broken = sum(
@@ -318,8 +320,8 @@ class AnswersFile:
         return wrong + ([f"{broken:,} answers do not match their checksum"] if broken else [])
 
     def close(self) -> None:
-        """Writes what is new, and closes the file. A file that was found to be damaged is set aside, so that the next
-        process begins another."""
+        """Write the new rows and close the file. A damaged file is renamed, so that the next process starts a new
+        one."""
         self.commit()
         with self._lock:
             with suppress(sqlite3.Error):
@@ -333,7 +335,7 @@ _HEAD = ("application_id", "user_version")
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Yields the statements of a script, as `executescript` would end the transaction."""
+    """Yield the statements of a script. (`executescript` would end the transaction.)"""
     statement = ""
     for line in script.strip().splitlines():
         statement += line + "\n"

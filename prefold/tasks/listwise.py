@@ -1,4 +1,4 @@
-"""Listwise reranking: a query and many documents stand in one prompt, and a row behind each of them is read."""
+"""Listwise reranking: one prompt holds the query and many documents, and one row after each document is read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .base import TRUNCATE, Inputs, Task, Text, TextBatch, Work, cut_end, encode
 from .rerank import QUERY_TOO_LONG, TEMPLATES, RerankItem, RerankTask, contents_of, documents_of, note_of, ranked
 from .results import Answer
 
-# Tokens that the number of a passage may take beyond those of a passage with a number of one digit.
+# Extra tokens that a passage number of several digits may need, compared with one digit.
 _NUMBER = 4
 
 
 class ListReader:
-    """A reader of the scores of documents from the rows of prompts with many documents.
+    """A reader of document scores from the rows of prompts with many documents.
 
     Attributes:
-        marks: the special tokens that are read: the one behind each document, and the one behind the query
-        most: documents of a prompt
-        spare: a prompt with so many free tokens or fewer gets no further document
+        marks: the special tokens that are read: the one after each document, and the one after the query
+        most: maximum number of documents of a prompt
+        spare: a prompt with at most this many free tokens gets no further document
     """
 
     marks: tuple[str, str]
@@ -39,37 +39,38 @@ class ListReader:
     spare: int = 0
 
     def write(self, query: Text, documents: Sequence[Text], instruction: str | None) -> list[Text]:
-        """Return the pieces of a prompt. Each mark is a piece: one behind each document, and the last behind the
+        """Return the pieces of a prompt. Each mark is a piece: one after each document, and the last one after the
         query."""
         raise NotImplementedError
 
     def scores(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the score of each document of a list, float64 [documents].
 
-        prompts: of each prompt the states of its documents and, behind them, of the query, float32 [rows, hidden]
+        prompts: for each prompt, the hidden states of its documents and then of its query, float32 [rows, hidden]
         """
         raise NotImplementedError
 
 
-# {an architecture, or the name of a file beside the weights: makes the ListReader, or None if the file belongs to
-# another one}. Features enter their readers here.
+# {architecture, or name of a file beside the weights: function that makes the ListReader, or None if the file belongs
+# to another reader}. Features register their readers here.
 RANKERS: dict[str, Callable[[Checkpoint], ListReader | None]] = {}
-# {a token that only tokenizers of listwise rerankers have: what such a checkpoint needs}. A GGUF file may lack it.
+# {token that only tokenizers of listwise rerankers have: the file that such a checkpoint needs}. A GGUF file may lack
+# that file.
 NEEDED: dict[str, str] = {}
 
 
 def check_complete(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
-    """Raise UnsupportedModelError for a checkpoint without a ListReader that has the tokens of one."""
+    """Raise UnsupportedModelError if a checkpoint has the tokens of a listwise reranker, but no ListReader."""
     for token, needed in NEEDED.items():
         if tokenizer is not None and tokenizer.token_id(token) is not None:
-            raise UnsupportedModelError(f"{checkpoint.name} is read at the token {token}, and lacks {needed}")
+            raise UnsupportedModelError(f"{checkpoint.name} is read at the token {token}, but lacks {needed}")
 
 
 class ListTask(Task):
-    """A ListTask ranks the documents of a query as a RerankTask does, for a checkpoint that reads them all at once.
+    """Reranking for a checkpoint that reads all documents of a query at once. Otherwise as RerankTask.
 
     The score of a document depends on the documents before it, and all scores depend on the whole list. A list that is
-    too long for one prompt is split into several prompts, as the reader says.
+    too long for one prompt is split into several prompts, within the limits of the reader.
     """
 
     name = "rerank"
@@ -79,7 +80,7 @@ class ListTask(Task):
     _as_item = RerankTask._as_item
 
     def __init__(self, inputs: Inputs, options: RerankOptions, reader: ListReader):
-        """Raise InputError for options that the reader has no use for, and without a tokenizer."""
+        """Raise InputError without a tokenizer, and for options that the reader does not use."""
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
         for name in ("template", "words", "add_special_tokens"):
@@ -88,7 +89,7 @@ class ListTask(Task):
         ids = [inputs.tokenizer.token_id(mark) for mark in reader.marks]
         for mark, id in zip(reader.marks, ids, strict=True):
             if id is None:
-                raise UnsupportedModelError(f"the tokenizer lacks the token {mark}, at which the model is read")
+                raise UnsupportedModelError(f"the tokenizer lacks the token {mark}, which the reranker reads")
         self.inputs, self.reader, self.truncate = inputs, reader, options.truncate
         self.instruction = None if options.instruction is None else valid_text(options.instruction, "instruction")
         self.readout = Readout("last")
@@ -126,7 +127,7 @@ class ListTask(Task):
         return make
 
     def _bare(self, text: Text) -> Text:
-        """Return a text without the marks, which stand for themselves in a prompt alone."""
+        """Return a text without the marks. In a prompt, only the reader may write them."""
         if not isinstance(text, str) or not any(mark in text for mark in self.reader.marks):
             return text
         for mark in self.reader.marks:
@@ -134,7 +135,7 @@ class ListTask(Task):
         return text
 
     def _pieces(self, query: Text, documents: Sequence[Text], instruction: str | None) -> list[Text]:
-        """Return the pieces of a prompt, in which marks are ids."""
+        """Return the pieces of a prompt, with marks as ids."""
         ids = dict(zip(self.reader.marks, self._ids[:, None], strict=True))
         pieces = self.reader.write(query, documents, instruction)
         return [ids.get(piece, piece) if isinstance(piece, str) else piece for piece in pieces]
@@ -148,10 +149,12 @@ class ListTask(Task):
         return encode_alone(self.inputs.tokenizer, lambda batch: self._add(batch, query, documents, instruction))
 
     def _split(self, query: Text, documents: list[Text], instruction: str | None, names: Sequence[str]) -> list[slice]:
-        """Return which documents are in each prompt. With `truncate`, documents that are too long for a prompt of
-        their own are cut in the list."""
+        """Return the documents of each prompt, as slices.
+
+        With `truncate`, a document that is too long even for a prompt of its own is cut in `documents`.
+        """
         count, limit, most = len(documents), self._limit, self.reader.most
-        # No tokenizer makes more tokens of a text than the text has bytes.
+        # A text never has more tokens than bytes.
         bounds = [_bytes(text) for text in (query, *documents)]
         if limit is None:
             return [slice(start, min(start + most, count)) for start in range(0, count, most)]
@@ -161,7 +164,7 @@ class ListTask(Task):
         asked, *sizes = self._sizes([query, *documents])
         room = limit - head - 2 * asked - around
         if room <= 0:
-            message = f"the query leaves no tokens for documents, of the {limit} that the model takes"
+            message = f"the query leaves no room for documents within the model's limit of {limit} tokens"
             raise InputError(message, field="query", remedy=QUERY_TOO_LONG, code="too_long")
         for i, size in enumerate(sizes):
             if size > room and self.truncate:
@@ -180,7 +183,7 @@ class ListTask(Task):
         return parts if first == count else [*parts, slice(first, count)]
 
     def _measure(self, instruction: str | None) -> tuple[int, int]:
-        """Return how many tokens of a prompt are around the texts: in all, and for each document at most."""
+        """Return how many tokens of a prompt surround the texts: in total, and at most for each document."""
         one, two = (self._encode("", [""] * count, instruction).size for count in (1, 2))
         return 2 * one - two, two - one + _NUMBER
 
@@ -206,11 +209,12 @@ class ListTask(Task):
         return cut_end(document, over, name, left=left) if over < document.size else document
 
     def _requests(self, ids: np.ndarray, count: int, name: str) -> list[Request]:
-        """Return a request for each document of a prompt, and one for the query, which ends at the row that is read."""
+        """Return a request for each document of a prompt, and one for the query. A request ends at the row that is
+        read."""
         places = np.flatnonzero(np.isin(ids, self._ids))
         if ids[places].tolist() != [self._ids[0]] * count + [self._ids[1]]:
             names = " or ".join(self.reader.marks)
-            message = f"{name!r} or the query holds the token {names}, at which the model is read"
+            message = f"{name!r} or the query holds the token {names}, which the reranker reads"
             raise InputError(message, field=name, remedy="leave it out of the texts")
         last = int(places[-1]) + 1
         whole = self.inputs.request(ids[:last], name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
@@ -229,5 +233,5 @@ def _bytes(text: Text) -> int:
 
 
 def _own_prompt(name: str) -> InputError:
-    message = f"{name} is given, and the checkpoint ranks lists of documents by a prompt of its own"
+    message = f"{name} has no effect: the checkpoint ranks lists of documents with its own prompt"
     return InputError(message, field=name, remedy="leave it out")

@@ -1,4 +1,4 @@
-"""Makes tasks by name, and reads the settings for them from a checkpoint's files."""
+"""Make a task by its name, with the settings in a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..text import Tokenizer
 
-# The tokens with which chat templates end a message. A model whose template has one of them ends its own messages with
-# it too, even where its files name another EOS.
+# Tokens with which chat templates end a message. If a model's template has one of them, the model also ends its own
+# messages with it, even if its files name another EOS.
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|eot|>")
 GGUF_EOS = ("eos", "eot", "eom")  # the {} of the keys tokenizer.ggml.{}_token_id
 
@@ -47,16 +47,20 @@ def make_task(
     config: ModelConfig | None = None,
     **values: Any,
 ) -> Task:
-    """Returns the task `name` for a checkpoint, with the options that `prefold.spec.task` has for it.
+    """Return the task `name` for a checkpoint. `prefold.spec.task` declares its options.
 
-    options    the task's dataclass or a mapping; options may be keywords instead
-    tokenizer  None: the task takes token ids only
-    adapters   the names of the LoRA adapters that are loaded
-    images     the `ImageInputs`; None: the task takes text alone
-    config     the loaded model's; None: the model is not loaded here, and the checkpoint's files say
+    Raise InputError for an unknown task or option, and for wrong values. Raise UnsupportedModelError if the model
+    cannot do the task.
 
-    Raises InputError for an unknown task or option, and for bad values; UnsupportedModelError for a model that cannot
-    do the task.
+    Args:
+        name: A key of TASKS.
+        checkpoint: The model.
+        tokenizer: The model's tokenizer; None: the task accepts token ids only.
+        options: The task's dataclass, or a mapping.
+        adapters: Names of the loaded LoRA adapters.
+        images: The `ImageInputs`; None: the task accepts text only.
+        config: The loaded model's config; None: read the checkpoint's config, as the model is not loaded here.
+        values: Options as keywords, in addition to a mapping `options`.
     """
     o = options if isinstance(options, TaskSpec) else options_of(name, {**(options or {}), **values})
     config = config or config_from(checkpoint.config)
@@ -81,13 +85,15 @@ def inputs_of(
     adapter: Any = None,
     adapters: Collection[str] = (),
 ) -> Inputs:
-    """Returns the Inputs for a model. max_length: rows of a request, None for all positions of the model"""
+    """Return the Inputs of a model. max_length: maximum rows of a request; None: all positions of the model"""
     return Inputs(tokenizer, _rows(config, max_length), config.vocab_size, adapter, adapters, config)
 
 
 def _rows(config: ModelConfig, max_length: int | None) -> int:
-    """Returns the most rows of a request: at most the model's positions if it has no rotary embeddings, or if these
-    were chosen by its context."""
+    """Return the maximum rows of a request.
+
+    It is limited to the model's positions if the model has no rotary embeddings, or if the context selects their form.
+    """
     limit = config.max_positions if max_length is None else max_length
     return min(limit, config.max_positions) if config.rope is None or config.chosen_positions else limit
 
@@ -108,13 +114,13 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
     labels = labels_of_head(inputs.config)
     if labels is not None and len(labels) != 1:
         raise UnsupportedModelError(
-            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking takes one, or a causal LM"
+            f"{checkpoint.name} has a classification head of {len(labels)} labels; reranking needs one, or a causal LM"
         )
     if labels is None and not logit_ids(checkpoint):
         if o.template is None:
             check_complete(checkpoint, inputs.tokenizer)
         asks = o.instruction is not None or o.template is not None or tuple(o.words) != RerankOptions.words
-        # What config.json says, and not what the loaded model has: jobs make tasks before the model is loaded.
+        # Use config.json and not the loaded model, because jobs make tasks before the model is loaded.
         if not asks and (is_embedder(checkpoint) or not config_from(checkpoint.config).lm_head):
             return _embed(checkpoint, inputs, EmbedOptions(max_length=o.max_length, truncate=o.truncate), CosineTask)
         require_lm_head(inputs.config, checkpoint, "rerank")
@@ -123,7 +129,7 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
         require_lm_head(inputs.config, checkpoint, "rerank")
     else:
         inputs = replace(inputs, unread=inputs.config.pad_id)
-    # A template stands in place of the checkpoint's own prompt.
+    # A template replaces the checkpoint's own prompt.
     settings = pair_settings(checkpoint, inputs.tokenizer if o.template is None else None)
     if settings.activation not in ACTIVATIONS and not o.raw_scores:
         raise UnsupportedModelError(
@@ -134,7 +140,8 @@ def _rerank(checkpoint: Checkpoint, inputs: Inputs, o: RerankOptions) -> Task:
 
 
 def is_reranker(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether a checkpoint was made to rerank, by its files or a classification head of one label."""
+    """Return whether a checkpoint was made to rerank: its files say so, or it has a classification head of one
+    label."""
     return config.num_labels == 1 or bool(logit_ids(checkpoint)) or bool(names_of(checkpoint, RANKERS))
 
 
@@ -156,7 +163,7 @@ def _classify(checkpoint: Checkpoint, inputs: Inputs, o: ClassifyOptions) -> Tas
     of_both = {"labels", *(option.name for option in fields(TaskSpec))}
     for option in fields(o):
         if option.name not in of_both and getattr(o, option.name) not in (option.default, []):
-            message = f"{option.name} is for label likelihoods; the checkpoint classifies by its own head"
+            message = f"{option.name} is for label likelihoods; the checkpoint classifies with its own head"
             raise InputError(message, field=option.name, remedy="leave it out, or use a causal LM")
     inputs = replace(inputs, unread=inputs.config.pad_id)
     return ClassifyHeadTask(inputs, head, problem=_problem_type(checkpoint), truncate=o.truncate)
@@ -171,7 +178,9 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
     if head is None:
         if checkpoint.format == "dummy" and (files := files_of(checkpoint, HEADS)):
             message = f"{checkpoint.name} decides with the head of its {files[0]}, which is read beside its weights"
-            raise UnsupportedModelError(f"{message}; load the model here, without --url and --load-format dummy")
+            raise UnsupportedModelError(
+                f"{message}; load the model in this process, without --url and --load-format dummy"
+            )
         require_lm_head(inputs.config, checkpoint, "decide")
     elif head.max_length is not None:
         limit = head.max_length
@@ -183,7 +192,7 @@ def _decide(checkpoint: Checkpoint, inputs: Inputs, o: DecideOptions) -> DecideT
 
 
 def _decision_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Return the adapter of a model that decides, after a check of the files that say how it decides."""
+    """Return {name: folder} of the adapter of a decision model, after checking the files of its prompt and labels."""
     head = head_of(checkpoint)
     settings = DecisionSettings.of(checkpoint) if head is None else head.settings
     if head is None and tokenizer is not None:
@@ -191,16 +200,16 @@ def _decision_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict
     return {} if settings.adapter is None else {settings.adapter: str(checkpoint.folder(settings.adapter, CONFIG))}
 
 
-# Each checks the files of a task beside a model's weights, and returns {name: folder} of the adapters that they name.
+# Functions that check the files of a task beside a model's weights, and return {name: folder} of their adapters.
 _FILES: tuple[Callable[[Checkpoint, Tokenizer | None], dict[str, str]], ...] = (_decision_files,)
 
 
 def own_adapters(
     checkpoint: Checkpoint, tokenizer: Tokenizer | None, given: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return {name: folder} of a model's LoRA adapters: first the adapters that its files name, then the given ones.
+    """Return {name: folder} of a model's LoRA adapters: first those named in its files, then the given ones.
 
-    Raise CheckpointError for files of a task that do not fit the model, and for a name that two adapters have.
+    Raise CheckpointError if a task's files do not fit the model, and if two adapters have the same name.
     """
     own = {name: folder for files in _FILES for name, folder in files(checkpoint, tokenizer).items()}
     for name, folder in (given or {}).items():
@@ -229,14 +238,14 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def labels_of_head(config: ModelConfig) -> list[str] | None:
-    """Returns the labels of the model's classification head, None when it has none."""
+    """Return the labels of the model's classification head, or None if it has no such head."""
     if config.num_labels is None:
         return None
     return list(config.labels) or [f"LABEL_{i}" for i in range(config.num_labels)]
 
 
 def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> None:
-    """Raises UnsupportedModelError for a model without an LM head, which gives no logits. task: its name in errors"""
+    """Raise UnsupportedModelError if the model has no LM head, and thus no logits. task: its name in the error"""
     if not config.lm_head:
         has = "a classification head" if config.num_labels else "no head at all"
         message = f"{task} needs a language model's logits; {checkpoint.name} has {has}"
@@ -251,8 +260,8 @@ def require_lm_head(config: ModelConfig, checkpoint: Checkpoint, task: str) -> N
 def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the ids that end a text, in ascending order.
 
-    They are those of generation_config.json, config.json, the tokenizer and a GGUF file's metadata, and the tokens with
-    which the chat template ends a message. Ids from `vocab_size` on are left out: the model has no logits for them.
+    They come from generation_config.json, config.json, the tokenizer, a GGUF file's metadata, and the end-of-message
+    tokens of the chat template. Ids from `vocab_size` on are left out: the model has no logits for them.
     """
     config = read_object(checkpoint, "generation_config.json", keys="")
     ids = [*_ids(config.get("eos_token_id")), *_ids(checkpoint.config.get("eos_token_id"))]
@@ -266,9 +275,9 @@ def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int
 
 
 def recommended_sampling(checkpoint: Checkpoint) -> dict[str, int | float]:
-    """Return {field of Sampling: value} as generation_config.json recommends. Filters count if it asks for sampling.
+    """Return {field of Sampling: value} as generation_config.json recommends. Filters count only with `do_sample`.
 
-    Raises UnsupportedModelError for a key that asks for what prefold does not do.
+    Raise UnsupportedModelError for a key that asks for an unsupported feature.
     """
     config = read_object(checkpoint, "generation_config.json")
     settings = {name: config[name] for name in ("repetition_penalty",) if config.get(name) is not None}

@@ -1,7 +1,7 @@
-"""Typed questions of decisions, and the answers that are made of the probabilities of their options.
+"""Typed questions of decisions, and the answers made from the probabilities of their options.
 
-Two vocabularies name the same three kinds. System One writes {name: question} with the types noul, choice and score and
-`criteria`. OpenAI writes a list of questions with the types predicate, choice and score, `choices` and `levels`.
+Two APIs name the same three kinds. System One writes {name: question} with the types noul, choice and score, and
+`criteria`. OpenAI writes a list of questions with the types predicate, choice and score, and `choices` or `levels`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Question:
-    """A typed question, with its options in the order of the prompt.
+    """A typed question. Its options have the order of the prompt.
 
     Attributes:
-        name: by which its answer is called
+        name: the name of its answer
         kind: "noul" (yes or no; OpenAI: predicate), "choice" or "score"
         instructions: a text or a JSON value
         options: the values of a choice, the levels "0", "1", ... of a score, or "true" and "false"
-        descriptions: of each option a text, a JSON value or None; of a score the levels' texts
+        descriptions: a text, a JSON value or None for each option; for a score, the texts of the levels
     """
 
     name: str
@@ -54,31 +54,30 @@ class Question:
 
     @property
     def words(self) -> list[str]:
-        """Return the options as a prompt writes them."""
+        """Return the options as the prompt writes them."""
         return [option if isinstance(option, str) else str(option).lower() for option in self.options]
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of all that a prompt says of the question, and of its options."""
+        """Return a digest of everything that a prompt writes about the question."""
         parts = [self.kind, self.instructions, self.options, self.descriptions]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def place_of(self, value: object, field: str) -> int:
-        """Return the place of a true answer among the options.
+        """Return the index of a true answer among the options. Raise InputError for a value that is no true answer.
 
-        value  noul: true or false, yes or no, 1 or 0; choice: an option; score: a level's number from 0 or
-               its text, or the text alone if texts of levels are numbers. Numbers may be written as text
-        field  the name of the column that holds it, for errors
-
-        Raise InputError for any other value.
+        Args:
+            value: For a noul: true or false, yes or no, 1 or 0. For a choice: an option. For a score: the number of a
+                level from 0, or its text (only the text if the texts are numbers). Numbers may be given as text.
+            field: The name of the column that holds the value, for errors.
         """
         word, places = _word(value), self._places
         place = places.get(word.lower() if self.kind == "noul" else word) if word is not None else None
-        if self.kind == "choice":  # true and "true" may be two options
+        if self.kind == "choice":  # true and "true" can be two different options
             same = [i for i, one in enumerate(self.options) if type(one) is type(value) and one == value]
             place = same[0] if same else place
         if place is None:
-            message = f"{field!r} is {value!r:.100}, which is no option of the question {self.name!r}"
+            message = f"{field!r} is {value!r:.100}, which is not an option of the question {self.name!r}"
             remedy = f"give one of {', '.join(places)}"
             if len(remedy) > 1000:
                 remedy = f"{remedy[:1000]}, ..."
@@ -87,7 +86,7 @@ class Question:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        """Return {a true answer, as text: its place among the options}."""
+        """Return {true answer, as text: index of its option}."""
         if self.kind == "noul":
             return {"true": 0, "false": 1, "yes": 0, "no": 1, "1": 0, "0": 1}
         words, places = self.words, {}
@@ -96,11 +95,11 @@ class Question:
             are_numbers = any(text.strip().lstrip("+-").replace(".", "", 1).isdigit() for text in texts)
             places = {} if are_numbers else {word: i for i, word in enumerate(words)}
             words = [text or str(i) for i, text in enumerate(texts)] if not are_numbers else texts
-        # A text that two options have names neither of them.
+        # A text that two options share is ambiguous, so it names neither.
         return places | {word: i for i, word in enumerate(words) if words.count(word) == 1}
 
     def note(self) -> list[object]:
-        """Return what `from_note` makes the question of, as far as its answer needs it, in JSON."""
+        """Return a JSON list from which `from_note` restores what an answer needs of the question."""
         return [self.name, self.kind, list(self.options), list(self.descriptions) if self.kind == "score" else []]
 
     @classmethod
@@ -111,11 +110,12 @@ class Question:
     def answer(
         self, probabilities: np.ndarray, label_mass: float | None, argmax_is_label: bool | None
     ) -> DecisionAnswer:
-        """Return the DecisionAnswer.
+        """Return the answer to the question.
 
-        probabilities    float64 [options], which sum to 1
-        label_mass       probability of all labels over the vocabulary; None: a head was read
-        argmax_is_label  whether the most likely token is a label; None: a head was read
+        Args:
+            probabilities: Probability of each option, float64 [options]. They sum to 1.
+            label_mass: Probability of all labels over the vocabulary; None: a head was read.
+            argmax_is_label: Whether the most likely token is a label; None: a head was read.
         """
         of = dict(zip(self.options, probabilities.tolist(), strict=True))
         value: Any
@@ -128,25 +128,26 @@ class Question:
         else:
             levels = np.arange(len(of))
             value = float(levels @ probabilities)
-            # How far the levels are from the most likely one, beside how far uniform ones are from their mean.
+            # Mean distance from the most likely level, divided by the mean distance of uniform levels from their mean.
             distance = float(np.abs(levels - int(np.argmax(probabilities))) @ probabilities)
             confidence = max(0.0, 1.0 - distance / float(np.abs(levels - levels.mean()).mean()))
         legend = dict(zip(map(str, self.options), self.descriptions, strict=True)) if self.kind == "score" else None
         return DecisionAnswer(self.kind, value, of, confidence, label_mass, argmax_is_label, legend)
 
     def example(self, label_mass: float | None) -> DecisionAnswer:
-        """Return an answer whose value has the type of all values: a text if an option is a text."""
+        """Return an answer whose value has the type of all values: a text if any option is a text."""
         texts = [isinstance(option, str) for option in self.options]
         return self.answer(np.eye(len(texts))[texts.index(True) if True in texts else 0], label_mass, None)
 
 
 def field_of(name: str) -> str:
-    """Return the field of a question in errors. A request may call a question without a name by its place."""
+    """Return the field of a question in errors. A question without a name is called by its index, "questions[0]"."""
     return name if _PLACE.fullmatch(name) else f"questions[{name!r}]"
 
 
 def _word(value: object) -> str | None:
-    """Return a true answer as text; None for what is none. A whole number may come as 5.0, as out of a table."""
+    """Return a true answer as text, or None if the type is wrong. A whole number may come as 5.0, as tables write
+    it."""
     if isinstance(value, str):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -159,8 +160,8 @@ def _word(value: object) -> str | None:
 def read_questions(questions: object) -> tuple[list[Question], dict[str, InputError]]:
     """Return (the questions, {name of a wrong question: its error}).
 
-    questions: {name: question}, or a list of questions, of which one without a `name` is called by its number from 0.
-    Raise InputError for anything else, and for no questions.
+    Raise InputError for any other value, and if there are no questions. questions: {name: question}, or a list of
+    questions; a question of a list without a `name` is called by its index from 0
     """
     named = _named(questions)
     good, errors = [], {}
@@ -191,7 +192,7 @@ def _named(questions: object) -> list[tuple[str, object]]:
             raise InputError(message, field="questions", remedy="give it a text as its name", code="wrong_type")
         if name in seen:
             message = f"two questions are called {name!r}"
-            raise InputError(message, field="questions", remedy="give each a name of its own", code="duplicate")
+            raise InputError(message, field="questions", remedy="give each question its own name", code="duplicate")
         seen.add(name)
     return named
 
@@ -236,7 +237,7 @@ def _of_noul(name: str, criteria: object, field: str) -> tuple[object, ...]:
 
 
 def _options(name: str, kind: Kind, parts: Mapping[str, Any], field: str) -> tuple[list[Option], list[object]]:
-    """Return the options of a choice or score, and their descriptions."""
+    """Return (the options of a choice or score, their descriptions)."""
     own = "choices" if kind == "choice" else "levels"
     given = [key for key in ("criteria", own) if parts.get(key) is not None]
     wrong = InputError(
@@ -248,7 +249,7 @@ def _options(name: str, kind: Kind, parts: Mapping[str, Any], field: str) -> tup
     if len(given) != 1:
         raise wrong
     value = parts[given[0]]
-    if given[0] == own:  # OpenAI's: [{"value": ..., "description": ...}], [{"label": ..., "description": ...}]
+    if given[0] == own:  # OpenAI's form: [{"value": ..., "description": ...}] or [{"label": ..., "description": ...}]
         key, kinds = ("value", (str, bool)) if kind == "choice" else ("label", (str,))
         if not isinstance(value, list) or not all(
             isinstance(part, dict) and isinstance(part.get(key), kinds) and part.keys() <= {key, "description"}

@@ -1,6 +1,6 @@
-"""Readers of decisions: which rows of a prompt are read, and how the numbers become scores of a question's options.
+"""Readers of decisions: which rows of a prompt are read, and how their values become scores of a question's options.
 
-A model without a decision head is read at the labels of the options.
+If a model has no decision head, the logits of the options' labels are read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Reader:
     """A reader of the scores of a question's options from rows of its prompt.
 
     Attributes:
-        readout: what is read of a row
-        settings: how the model is asked
-        max_length: the most tokens of a prompt that the head was made for; None: as many as the model takes
+        readout: what the engine reads from a row
+        settings: how the prompt is written
+        max_length: maximum tokens of a prompt that the head was made for; None: the model's limit
     """
 
     readout: Readout
@@ -39,57 +39,54 @@ class Reader:
         """Raise InputError if the options of a question cannot be read."""
 
     def marks(self, question: Question) -> int:
-        """Return how many rows are read for a question: its prompt has as many marks."""
+        """Return how many rows are read for a question. Its prompt has this many marks."""
         return 1
 
     def scores(self, question: Question, values: Sequence[np.ndarray]) -> tuple[np.ndarray, float | None, bool | None]:
-        """Return (the score of each option, in the order of the prompt, float64 [options]; the probability of all
-        labels over the vocabulary; whether the most likely token is a label). None: there are no labels.
+        """Return (score of each option, probability of all labels, whether the most likely token is a label).
 
-        values: float64, what the read-out gave before each mark
+        The scores have the order of the prompt, float64 [options]. The probability is over the whole vocabulary. The
+        last two are None if there are no labels. values: what was read before each mark, float64
         """
         raise NotImplementedError
 
     def places(self, marks: Sequence[int], size: int) -> Sequence[int]:
-        """Return how many tokens of a prompt stand before each read: by default before each mark.
-
-        size: tokens of the prompt
-        """
+        """Return the number of tokens before each read (default: before each mark). size: tokens of the prompt"""
         return marks
 
     def note(self, ids: np.ndarray, marks: Sequence[int]) -> object:
-        """Return what `all_scores` has to know of a prompt, as JSON; None: nothing."""
+        """Return what `all_scores` needs to know about a prompt, as JSON, or None."""
         return None
 
     def all_scores(
         self, questions: Sequence[Question], values: Sequence[np.ndarray], note: Any
     ) -> Sequence[tuple[np.ndarray, float | None, bool | None]]:
-        """Return `scores` of all questions of a prompt. values: at all of its places; note: as of `note`"""
+        """Return `scores` of all questions of a prompt. values: what was read at its places; note: as of `note`"""
         rows = iter(values)
         return [self.scores(question, list(islice(rows, self.marks(question)))) for question in questions]
 
 
-# {an architecture, or the name of a file beside the weights: makes the reader of a checkpoint, or None if the file
-# belongs to another reader}
+# {architecture, or name of a file beside the weights: function that makes the reader of a checkpoint, or None if the
+# file belongs to another reader}
 Table = Mapping[str, Callable[[Checkpoint], T | None]]
 
-# The Readers of decision heads. Features enter their heads here.
+# The Readers of decision heads. Features register their heads here.
 HEADS: dict[str, Callable[[Checkpoint], Reader | None]] = {}
 
 
 def head_of(checkpoint: Checkpoint) -> Reader | None:
-    """Return the Reader of a model's decision head; None if the model has none, and is asked for labels."""
+    """Return the Reader of a model's decision head, or None if the model has no head and labels are read."""
     return entry_of(checkpoint, HEADS)
 
 
 def entry_of(checkpoint: Checkpoint, table: Table[T]) -> T | None:
-    """Return what a table makes for a checkpoint, by its architecture first; None if the table has nothing for it."""
+    """Return what a table makes for a checkpoint, or None. The entry of its architecture comes first."""
     entries = (table[name](checkpoint) for name in names_of(checkpoint, table))
     return next((entry for entry in entries if entry is not None), None)
 
 
 def names_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
-    """Return the entries of a table that may be a checkpoint's, its architecture first.
+    """Return the keys of a table that match a checkpoint, its architecture first.
 
     A model without weights here, such as one on a server, has no files.
     """
@@ -103,15 +100,15 @@ def names_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
 
 
 def files_of(checkpoint: Checkpoint, table: Table[T]) -> list[str]:
-    """Return the files that a checkpoint has among those in a table."""
+    """Return the files of a checkpoint that are keys of a table."""
     return [name for name in table if checkpoint.file(name) is not None]
 
 
 class LabelReader(Reader):
-    """A LabelReader reads the logits of the options' labels, one token each."""
+    """A reader of the logits of the options' labels, one token each."""
 
     def __init__(self, settings: DecisionSettings, encoder: DecisionEncoder, questions: Sequence[Question]):
-        """questions: the task's questions, whose labels are read; empty: all labels are read"""
+        """questions: the task's questions, whose labels are read; empty: read all labels"""
         self.settings = settings
         self._ids_of = cache(self._find_ids)
         every = [label for kind in KINDS for label in settings.labels_of(kind)]
@@ -123,7 +120,10 @@ class LabelReader(Reader):
         self.readout = Readout("logits", tuple(columns), sums=True)
 
     def check(self, question: Question) -> list[int]:
-        """Return the ids of a question's labels. Raise InputError if the model does not have as many, each a token."""
+        """Return the ids of a question's labels.
+
+        Raise InputError if the model has too few labels, or if the labels are not distinct single tokens.
+        """
         labels, count = self.settings.labels_of(question.kind), len(question.options)
         if len(labels) < count:
             raise too_many_options(question, len(labels))
@@ -146,7 +146,7 @@ class LabelReader(Reader):
 
 
 def too_many_options(question: Question, most: int) -> InputError:
-    """Return the error of a question with more options than the model reads."""
+    """Return the error of a question with more options than the model can read."""
     message = f"the question {question.name!r} has {len(question.options)} options"
     remedy = f"give at most {most}, as many as the model reads for a {question.kind} question"
     return InputError(message, field=field_of(question.name), remedy=remedy, code="out_of_range")

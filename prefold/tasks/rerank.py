@@ -1,4 +1,4 @@
-"""Reranking scores how well documents answer a query, by the logits of "yes" and "no"."""
+"""Reranking: score how well documents answer a query, by logits at the end of a prompt or by embeddings."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from .results import Answer, Ranking, Relevance
 from .score import leading_ids
 from .sentence import PairSettings
 
-# What makes scores of the logits of a head of one label, by the class of torch.nn. The softmax over one label is 1.
+# {class of torch.nn: function from the logits of a one-label head to scores}. The softmax over one label is 1.
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Sigmoid": sigmoid,
     "Identity": np.array,
     "Tanh": np.tanh,
     "Softmax": np.ones_like,
 }
-TEMPLATES = 16  # templates of items that are kept
+TEMPLATES = 16  # size of the cache of prepared templates
 QUERY_TOO_LONG = "shorten the query, since truncation cuts the document only"
 
 
 @dataclass(frozen=True)
 class RerankItem:
-    """A RerankItem is a query with one document, or with several to be ranked.
+    """A query with one document to score, or with a list of documents to rank.
 
-    query               a text or token ids
-    document            one text or token ids; or else
-    documents           a list of them; {"text": ...} is taken for a text
-    instruction         how a document is to be judged, None for the task's
-    top_n               list only so many documents, the best
-    return_documents    whether to give the documents back in the result
-    max_tokens_per_doc  read only so many tokens of each document, its first; None: all
-    template            the prompt, in place of the task's
-    adapter             the LoRA adapter; None: the task's
+    Attributes:
+        query: a text or token ids
+        document: one text or token ids; give it or `documents`
+        documents: a list of texts or token ids; {"text": ...} counts as a text
+        instruction: how to judge a document; None: the task's
+        top_n: maximum number of ranked documents
+        return_documents: return the documents in the result
+        max_tokens_per_doc: read only the first tokens of each document, at most this many; None: all
+        template: overrides the task's prompt
+        adapter: the LoRA adapter; None: the task's
     """
 
     query: Any
@@ -62,10 +63,11 @@ class RerankItem:
 
 @dataclass(frozen=True)
 class _Form:
-    """How the prompt of a pair is written: what stands before, between and after its two texts.
+    """The form of a pair's prompt: the ids before, between and after its two texts.
 
     Attributes:
-        body: the text with the fields {query} and {document}; None: the two are encoded apart, as a tokenizer's pair
+        body: a text with the fields {query} and {document}; None: the two texts are encoded separately, as a
+            tokenizer's pair
     """
 
     prefix: np.ndarray
@@ -88,7 +90,8 @@ class _Form:
 
     @classmethod
     def of_settings(cls, settings: PairSettings, tokenizer: Tokenizer) -> tuple[_Form, _Form | None]:
-        """Return the forms of prompts without an instruction and with one; None: the checkpoint has no such form."""
+        """Return (the form without an instruction, the form with one). The latter is None if the checkpoint has
+        none."""
         if settings.prompt is None:
             return cls.of_pair(tokenizer), None
         form = cls.of_prompt(settings.prompt, tokenizer)
@@ -98,11 +101,11 @@ class _Form:
 
     @property
     def ends_with_document(self) -> bool:
-        """Return whether cutting the end of what stands between prefix and suffix cuts the document only."""
+        """Return whether cutting the end of the body cuts only the document."""
         return self.body is None or self.body.endswith("{document}")
 
     def add(self, batch: TextBatch, fields: Mapping[str, Text]) -> Callable[[], np.ndarray]:
-        """Add what stands between prefix and suffix to a batch; return a function that returns its ids."""
+        """Add the body of a prompt to the batch. Return a getter of its ids."""
         if self.body is not None:
             return batch.add_pieces(_pieces(self.body, fields))
         query, document = batch.add(fields["query"]), batch.add(fields["document"])
@@ -110,16 +113,18 @@ class _Form:
 
 
 class RerankTask(Task):
-    """A RerankTask scores documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or
-    list of documents).
+    """Scores of documents. Items are RerankItem, a mapping with its fields, or a pair (query, document or documents).
 
-    The answer to one document is a Relevance, to a list a Ranking, in which equal documents keep their order.
+    The answer is a Relevance for one document, and a Ranking for a list. Equal scores keep the order of the documents.
+    The prompt is Qwen3-Reranker's, a template, or the bare pair.
 
-    The prompt is Qwen3-Reranker's, a template, or the bare pair (see `__init__`).
-    The score is sigmoid(logit of "yes" - logit of "no") at the prompt's last token. A checkpoint whose files say so
-    (LogitScore of sentence-transformers) compares other tokens, or has the logit of one. A checkpoint with a
-    classification head of one label scores by its logit. Both have their own activation, by default the sigmoid.
-    `raw_scores` leaves the activation out.
+    The score is made from logits at the prompt's last token:
+
+    - by default sigmoid(logit of "yes" - logit of "no")
+    - with LogitScore of sentence-transformers in the checkpoint: the tokens that the files name, one or two
+    - with a classification head of one label: its logit
+
+    The last two use the checkpoint's activation (default: sigmoid). `raw_scores` omits the activation.
     """
 
     name = "rerank"
@@ -127,9 +132,9 @@ class RerankTask(Task):
     item_type = RerankItem
 
     def __init__(self, inputs: Inputs, options: RerankOptions, settings: PairSettings | None = None):
-        """Checks the template and the words. Raises InputError where they are wrong, or there is no tokenizer.
+        """Raise InputError for a wrong template or wrong words, and if there is no tokenizer.
 
-        settings  what the checkpoint's files say about pairs; None: the logits of the words are compared
+        settings: what the checkpoint's files say about pairs; None: compare the logits of the words
         """
         if inputs.tokenizer is None:
             raise InputError("reranking needs a tokenizer", field="tokenizer", remedy="use a checkpoint that has one")
@@ -138,7 +143,7 @@ class RerankTask(Task):
         self.add_special_tokens = options.add_special_tokens
         self._form_of = lru_cache(maxsize=TEMPLATES)(self._form_of_template)
         self.instruction = RERANK_INSTRUCTION
-        self.before = ""  # what stands before the query of a plain pair
+        self.before = ""  # text before the query of a plain pair
         self.instructed: _Form | None
         if options.template is not None:
             self.form = self.instructed = self._form_of(options.template)
@@ -164,7 +169,7 @@ class RerankTask(Task):
             self.readout = Readout("head")
 
     def _instructed(self) -> _Form:
-        """Return the form of prompts with an instruction. Raise InputError if the checkpoint has none."""
+        """Return the form of prompts with an instruction. Raise InputError if the checkpoint has no such form."""
         if self.instructed is None:
             plain = self.form.body is None
             does = "reads query and document as they are" if plain else "has a chat template with no place for one"
@@ -178,7 +183,7 @@ class RerankTask(Task):
         return _Form.of_prompt(prompt, self.inputs.tokenizer)
 
     def _as_item(self, item: Any) -> Any:
-        """Returns a value as an item: a pair becomes a RerankItem."""
+        """Convert a pair to a RerankItem."""
         if isinstance(item, (tuple, list)) and len(item) == 2:
             query, value = item
             several = is_list_of_texts(value) or (isinstance(value, (list, tuple)) and len(value) == 0)
@@ -211,7 +216,8 @@ class RerankTask(Task):
         return make
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Returns one Work for several of one document each and the same query, so that they are ranked together."""
+        """Join Works of one document each and the same query into one Work, so that the documents are ranked
+        together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n)
 
@@ -226,7 +232,8 @@ class RerankTask(Task):
         return self.inputs.request(tokens, name, remedy=f"shorten it, or have documents cut with {TRUNCATE}")
 
     def _cut(self, form: _Form, fields: Mapping[str, Text], body: np.ndarray, over: int, name: str) -> np.ndarray:
-        """Return a body without `over` ids of its document or more; the body itself if its document has too few."""
+        """Return a body whose document is shorter by at least `over` ids, or the same body if the document is too
+        short."""
         document, left, room = fields["document"], self.truncate == "left", body.size - over
         shortest = body[:room] if form.ends_with_document else body
         if form.ends_with_document and not left and not isinstance(document, FilledTemplate):
@@ -244,11 +251,11 @@ class RerankTask(Task):
         return encode_alone(self.inputs.tokenizer, lambda batch: form.add(batch, fields))
 
     def _check_room_for_document(self, form: _Form, fields: Mapping[str, Text], name: str) -> None:
-        """Raises InputError if truncation would have to cut more than the document."""
+        """Raise InputError if the prompt is too long even without the document."""
         before = self._encode(form, {**fields, "document": ""})
         if self.inputs.over(form.prefix.size + before.size + 1 + form.suffix.size):
             raise InputError(
-                f"the prompt leaves no room for {name!r} in the {self.inputs.max_length} tokens the model takes",
+                f"the prompt leaves no room for {name!r} within the model's limit of {self.inputs.max_length} tokens",
                 field="query",
                 remedy=QUERY_TOO_LONG,
                 code="too_long",
@@ -256,7 +263,7 @@ class RerankTask(Task):
 
     def finish(self, note: Any, results: Sequence[Result]) -> Answer:
         margins = np.array([self._margin(result) for result in results])
-        # Documents are ordered by the margin, since far from zero the sigmoid rounds different margins to one score.
+        # Rank by the margin: far from zero, the sigmoid rounds different margins to equal scores.
         return ranked(note, margins, self.activation(margins))
 
     def _margin(self, result: Result) -> float:
@@ -265,9 +272,11 @@ class RerankTask(Task):
 
 
 class CosineTask(EmbedTask):
-    """A CosineTask scores documents as a RerankTask does, for a checkpoint that embeds texts: by the cosine of the
-    angle between the vectors of query and document. Both are embedded as `embed` does it, with the checkpoint's default
-    prompt if it has one."""
+    """Reranking with an embedding model: the score is the cosine of the vectors of query and document.
+
+    Otherwise as RerankTask. Both texts are embedded as the task embed does it, with the checkpoint's default prompt if
+    it has one.
+    """
 
     name = "rerank"
     example = RerankTask.example
@@ -281,7 +290,7 @@ class CosineTask(EmbedTask):
             ("template", "a template", "leave it out"),
         ):
             if getattr(item, name) is not None:
-                message = f"the checkpoint embeds query and document as they are, without {what}"
+                message = f"the checkpoint embeds query and document unchanged, without {what}"
                 raise InputError(message, field=name, remedy=remedy)
         pictures: list[Picture] = []
         documents, names = documents_of(item)
@@ -293,12 +302,13 @@ class CosineTask(EmbedTask):
         return lambda: work_of([maker() for maker in makers], pictures, **note)
 
     def gather(self, works: Sequence[Work], top_n: int | None = None) -> Work:
-        """Returns one Work for several of one document each and the same query, so that they are ranked together."""
+        """Join Works of one document each and the same query into one Work, so that the documents are ranked
+        together."""
         top_n = None if top_n is None else checked(int, top_n, "top_n", least=1)
         return work_of([request for work in works for request in work.requests], list=True, top_n=top_n, in_pairs=True)
 
     def finish(self, note: Any, results: Sequence[Result]) -> Answer:
-        results = [results[0], *results[1::2]] if note.get("in_pairs") else results  # the query comes once
+        results = [results[0], *results[1::2]] if note.get("in_pairs") else results  # drop repeated queries
         vectors = np.ascontiguousarray(self._vectors(None, results))
         lengths = np.maximum(np.linalg.norm(vectors, axis=1), np.float32(1e-12))
         scores = (vectors[1:] @ vectors[0] / (lengths[1:] * lengths[0])).astype(np.float64)
@@ -306,7 +316,7 @@ class CosineTask(EmbedTask):
 
 
 def word_id(tokenizer: Tokenizer, word: str) -> int:
-    """Returns the id of a word that is one token. Raises InputError for a word that is not."""
+    """Return the id of a word that is one token. Raise InputError for any other word."""
     ids = tokenizer.encode(word, special=False)
     if ids.size != 1:
         message = f"the word {word!r} is {ids.size} tokens in this model's vocabulary, not one"
@@ -329,7 +339,7 @@ def word_ids(inputs: Inputs, words: Sequence[str]) -> tuple[int, int]:
 
 
 def documents_of(item: RerankItem) -> tuple[list[Any], list[str]]:
-    """Returns (the documents of an item, the field of each in errors). Raises InputError for an item without them."""
+    """Return (the documents of an item, the field of each in errors). Raise InputError if there are none."""
     if (item.document is None) == (item.documents is None):
         both = "both" if item.document is not None else "neither"
         message = f"the item has {both} of the fields 'document' and 'documents'"
@@ -344,7 +354,7 @@ def documents_of(item: RerankItem) -> tuple[list[Any], list[str]]:
 
 
 def contents_of(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> Iterator[Text]:
-    """Yields the documents of an item as texts, or as token ids, cut to `max_tokens_per_doc`."""
+    """Yield the documents of an item as texts or token ids, cut to `max_tokens_per_doc`."""
     most = item.max_tokens_per_doc
     most = None if most is None else checked(int, most, "max_tokens_per_doc", least=1)
     for value, name in zip(*documents_of(item), strict=True):
@@ -353,7 +363,7 @@ def contents_of(inputs: Inputs, item: RerankItem, pictures: list[Picture]) -> It
 
 
 def _first(inputs: Inputs, document: Text, most: int, name: str) -> Text:
-    """Returns the first `most` tokens of a document."""
+    """Return the first `most` tokens of a document, as text or ids."""
     if not isinstance(document, str):
         check_cut(document, document[:most], name)
         return document[:most]
@@ -364,7 +374,7 @@ def _first(inputs: Inputs, document: Text, most: int, name: str) -> Text:
 
 
 def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
-    """Returns what `ranked` needs of an item."""
+    """Return the note of an item, for `ranked`."""
     top_n = None if item.top_n is None else checked(int, item.top_n, "top_n", least=1)
     note: dict[str, Any] = {} if item.documents is None else {"list": True, "top_n": top_n}
     if item.documents is not None and item.return_documents:
@@ -374,7 +384,7 @@ def note_of(item: RerankItem, documents: Sequence[Any]) -> dict[str, Any]:
 
 
 def ranked(note: Mapping[str, Any], keys: np.ndarray, scores: np.ndarray) -> Relevance | Ranking:
-    """Return the answer to an item. keys: the documents are ordered by these, the largest first"""
+    """Return the answer to an item. keys: the sort keys of the documents, the largest comes first"""
     if not note.get("list"):
         return Relevance(float(scores[0]), note["tokens"], notes_in(note))
     order = np.argsort(-keys, kind="stable")
@@ -388,7 +398,7 @@ def _text_of(document: Any) -> Any:
 
 
 def _pieces(template: str, values: Mapping[str, Text]) -> list[Text]:
-    """Returns a filled template as one text, or as several pieces if the value of a field is token ids."""
+    """Return a filled template as one text, or as pieces if the value of a field is token ids."""
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     pieces: list[Text] = []
     rest = template

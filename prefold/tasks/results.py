@@ -1,7 +1,7 @@
-"""Defines what tasks answer and what the methods of LLM return. Every class has `to_dict`, for JSON.
+"""Answers of tasks, which methods of LLM return. Every class has `to_dict`, for JSON.
 
-A task's answer to an item is an `Answer`. Lines of JSON, columns of tables, bodies of HTTP responses, the command line
-and Python read its fields.
+The answer of a task to an item is an `Answer`. Its fields become JSON lines, table columns, HTTP responses, the output
+of the command line, and Python results.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 from ..errors import InputError
 from ..spec.requests import Generated, Jsonable
 
-# Put before the name of a column that is made of an answer's content, if the name is taken.
+# Prefix for a column whose name comes from an answer's content and is taken already.
 PREFIX = "answer_"
-# Fields that are vectors of float32 numbers: in a line they are lists, nested so many deep.
+# {field with float32 vectors: nesting depth of its lists in an output line}
 VECTORS = {"embedding": 1, "embeddings": 2}
 
 
 class Answer(Jsonable):
-    """A task's answer to an item.
+    """The answer of a task to an item.
 
     Attributes:
         num_tokens: tokens of the item's prompts
-        numbers: the fields that hold what the model computed. They are real numbers, even if all of them are whole
-        unlisted: the fields that output lines never have: only HTTP responses or Python show them
+        numbers: fields with computed values. These are real numbers, even if all of them are whole
+        unlisted: fields that only HTTP responses and Python show. Output lines never have them
     """
 
     __slots__ = ()
@@ -38,7 +38,7 @@ class Answer(Jsonable):
     unlisted: ClassVar[frozenset[str]] = frozenset()
 
     def line(self) -> dict[str, Any]:
-        """Return {name: value} of the fields in an output line, without optional fields that are None."""
+        """Return {name: value} of the fields in an output line. Optional fields that are None are left out."""
         line = {}
         for name, is_optional in _listed(type(self)):  # type: ignore[arg-type]
             value = getattr(self, name)
@@ -47,8 +47,14 @@ class Answer(Jsonable):
         return line
 
     def columns(self, every: bool = False) -> dict[str, object]:
-        """Return {column: value} of the answer in a table that people read. A value is a number, a text, true or false,
-        a vector, or None. every: whether the probability of each label or option has a column of its own"""
+        """Return {column: value} of the answer, for tables that people read.
+
+        Args:
+            every: Add a column for the probability of each label or option.
+
+        Returns:
+            Values that are a number, a text, true or false, a vector, or None.
+        """
         return {name: value for name, value in self.line().items() if name in self.numbers}
 
 
@@ -60,7 +66,7 @@ def _listed(kind: type[Answer]) -> list[tuple[str, bool]]:
 
 
 def all_finite(value: Any) -> bool:
-    """Return whether no number in a value is NaN or infinite. An answer is checked by its `numbers`."""
+    """Return whether no number in a value is NaN or infinite. For an answer, check its `numbers`."""
     if isinstance(value, Answer):
         for name in value.numbers:
             part = getattr(value, name)
@@ -70,7 +76,7 @@ def all_finite(value: Any) -> bool:
     if isinstance(value, dict):
         return all_finite([*value.values()])
     if isinstance(value, (list, tuple)):
-        # One call for each log-probability of a long text would take long.
+        # A recursive call for every log-probability of a long text would be slow.
         return all(map(isfinite if {*map(type, value)} == {float} else all_finite, value))
     if isinstance(value, (float, np.floating, np.ndarray)):
         return bool(np.isfinite(value).all())
@@ -105,18 +111,18 @@ class EmbeddingList(Answer):
 
     @property
     def vectors(self) -> np.ndarray:
-        """Return the vectors, a row for each text."""
+        """Return the vectors, one row for each text."""
         return self.embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class Relevance(Answer):
-    """How well one document answers a query."""
+    """The score of one document for a query."""
 
     score: float
     num_tokens: int = 0
     image_notes: list[str] | None = None
-    cached_tokens: int | None = None  # tokens of the prompt that were in the KV store; None: unknown
+    cached_tokens: int | None = None  # prompt tokens found in the KV store; None: unknown
 
     numbers: ClassVar = ("score",)
     unlisted: ClassVar = frozenset({"cached_tokens"})
@@ -124,15 +130,22 @@ class Relevance(Answer):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking(Answer):
-    """A ranking says how well documents answer a query.
+    """The scores of documents for a query, and their order.
 
-    Iterating over it gives pairs (index of a document, its score), the best first; its length is the length of `order`.
+    Iteration yields pairs (index of a document, its score), the best first. The length is the length of `order`.
 
-    scores      float64 [documents]: the score of each document, in the order given; NaN for one that is in `errors`
-    order       indices of the documents, best first, at most `top_n` of them
-    errors      {index: what is wrong with that document}; empty unless errors="return" was asked for
-    num_tokens  tokens of all prompts
-    documents   the documents in that order, if they were asked for
+    Attributes:
+        scores: Score of each document in the given order, float64 [documents]; NaN for a document in `errors`.
+        order: Indices of the documents, the best first, at most `top_n`.
+        errors: {index: why the document has no score}; empty unless errors="return".
+        num_tokens: Tokens of all prompts.
+        documents: The documents in the order of `order`, if they were asked for; else None.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
+        cached_tokens: Prompt tokens found in the KV store; None: unknown.
+
+    Example:
+        ranking = llm.rerank("what causes tides", documents)
+        best = documents[ranking.order[0]]
     """
 
     scores: np.ndarray
@@ -155,11 +168,19 @@ class Ranking(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Classification(Answer):
-    """A classification holds the most probable label, and the probability of every label.
+    """The most probable label of a text, and the probability of every label.
 
-    logprobs    {label: its log-likelihood}; None for a classification head
-    logits      {label: the head's logit}; None without a classification head
-    num_tokens  tokens of all prompts
+    Attributes:
+        label: The most probable label.
+        probabilities: {label: probability}. They sum to 1, except for multi-label and regression heads.
+        logprobs: {label: its log-likelihood}; None with a classification head.
+        logits: {label: the head's logit}; None without a classification head.
+        num_tokens: Tokens of all prompts.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
+
+    Example:
+        found = llm.classify("I want my money back", ["complaint", "praise"])
+        print(found.label, found.probabilities[found.label])
     """
 
     label: str
@@ -172,19 +193,30 @@ class Classification(Answer):
     numbers: ClassVar = ("probabilities", "logprobs", "logits")
 
     def columns(self, every: bool = False, prefix: str = "p_") -> dict[str, object]:
-        """Return the label, its probability `p`, and with `every` the probability of each label, {prefix}{label}."""
+        """Return the columns of the answer: `label`, and its probability `p`.
+
+        Args:
+            every: Add a column {prefix}{label} for the probability of each label.
+            prefix: The prefix of these columns.
+        """
         own: dict[str, object] = {"label": self.label, "p": self.probabilities.get(self.label, 0.0)}
         return own | {prefix + label: p for label, p in self.probabilities.items() if every}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score(Answer):
-    """A score says how likely a continuation, or a whole text, is.
+    """The log-probability of a continuation, or of a whole text.
 
-    logprob     natural logarithm of the probability of all of it
-    logprobs    float32 [tokens]: natural logarithm of the probability of each of its tokens
-    greedy      whether every token is the model's first choice
-    num_tokens  tokens scored
+    Attributes:
+        logprob: Natural logarithm of the probability of all tokens together.
+        logprobs: Natural logarithm of the probability of each token, float32 [tokens].
+        greedy: Every token is the model's most likely choice.
+        num_tokens: Number of tokens scored.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
+
+    Example:
+        one = llm.score("The capital of France is", " Paris")
+        print(one.logprob, one.greedy)
     """
 
     logprob: float
@@ -204,12 +236,12 @@ class Score(Answer):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class TextScore(Score):
-    """The score of a whole text. num_bytes: of the text in UTF-8; None for token ids"""
+    """The score of a whole text."""
 
-    num_bytes: int | None
+    num_bytes: int | None  # size of the text in UTF-8; None for token ids
 
 
-Token = dict[str, Any]  # "id", "logprob", "top", with a tokenizer "token"; "bytes" of a part of a letter
+Token = dict[str, Any]  # "id", "logprob", "top"; with a tokenizer also "token" and "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +251,8 @@ class Choice(Answer):
     Attributes:
         text: None without a tokenizer
         tokens: the ids, if they were asked for or there is no text
-        reasoning_tokens: how many tokens are reasoning, if that was asked for
-        stop: the text or id that ended it
+        reasoning_tokens: number of reasoning tokens, if it was asked for
+        stop: the stop string or token id that ended the text
         logprobs: an entry for each token, if they were asked for
     """
 
@@ -241,15 +273,15 @@ class Choice(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Generation(Answer):
-    """What was generated for an item. A line has the fields of a single choice beside the others.
+    """The generated texts of an item. In an output line, the fields of a single choice stand beside the other fields.
 
     Attributes:
         num_generated: tokens of all choices
-        cached_tokens: tokens of the prompt that were not computed for it
-        approximate_tokens: tokens of the prompt whose K/V was computed at other positions and copied; None: none
-        prompt_ids: the prompt's tokens, if they were asked for
-        thinks: whether the prompt ends with <think>; None: the model does not think, or that was not asked for
-        prompt: an entry for each token of the prompt, with its "rank", if they were asked for
+        cached_tokens: prompt tokens that were not computed for this item
+        approximate_tokens: prompt tokens whose K/V was computed at other positions and copied; None: none
+        prompt_ids: token ids of the prompt, if they were asked for
+        thinks: whether the prompt ends with <think>; None: the model does not think, or it was not asked for
+        prompt: an entry with a "rank" for each prompt token, if they were asked for
     """
 
     choices: tuple[Choice, ...]
@@ -280,14 +312,15 @@ class DecisionAnswer(Jsonable):
     """The answer to one question about a state.
 
     Attributes:
-        type: "noul" (yes or no), "choice" or "score"
-        value: of a noul whether it is true; of a choice the most likely option; of a score the mean level, from 0
-        probabilities: {option: probability}; of a noul {"true": p, "false": 1 - p}, of a score by level "0", "1", ...
-        confidence: from 0 (all options are equally likely) to 1, as transformers defines it for choices and scores
-        label_mass: probability of all labels over the whole vocabulary; None: a head was read
-        argmax_is_label: whether the most likely token is one of the labels; None: a head was read
-        legend: of a score {level: its text}
-        review: whether the probability of the most likely option is below the threshold; None: there is no threshold
+        type: "noul" (yes or no), "choice" or "score".
+        value: For a noul, whether it is true. For a choice, the most likely option. For a score, the mean level, from
+            0.
+        probabilities: {option: probability}. For a noul {"true": p, "false": 1 - p}; for a score by level "0", "1", ...
+        confidence: From 0 (all options are equally likely) to 1, as transformers defines it for choices and scores.
+        label_mass: Probability of all labels over the whole vocabulary; None: a decision head was read.
+        argmax_is_label: Whether the most likely token is one of the labels; None: a decision head was read.
+        legend: For a score, {level: its text}.
+        review: Whether the probability of the most likely option is below the threshold; None: there is no threshold.
     """
 
     type: Literal["noul", "choice", "score"]
@@ -300,9 +333,9 @@ class DecisionAnswer(Jsonable):
     review: bool | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return {name of a field: its value as JSON has it}, without fields that are None.
+        """Return {name of a field: its JSON value}, without fields that are None.
 
-        If an option is the text "true" and another the boolean true, `probabilities` is a list of {"value": ...,
+        If both the text "true" and the boolean true are options, `probabilities` is a list of {"value": ...,
         "probability": ...}.
         """
         of: Any = {
@@ -314,7 +347,12 @@ class DecisionAnswer(Jsonable):
         return {name: value for name, value in whole.items() if value is not None}
 
     def beside(self, name: str, every: bool) -> dict[str, float | bool]:
-        """Return the columns beside the answer's value; see `columns` of Decision. name: of the question"""
+        """Return the columns beside the answer's value (see `Decision.columns`).
+
+        Args:
+            name: The name of the question.
+            every: Add the columns that exist only with scores="all".
+        """
         own: dict[str, float | bool] = {}
         if self.type != "score":
             own[f"{name}_p"] = max(self.probabilities.values())
@@ -332,13 +370,20 @@ class DecisionAnswer(Jsonable):
 
 @dataclass(frozen=True, slots=True)
 class Decision(Answer, Mapping[str, DecisionAnswer]):
-    """The answers to the questions about one state: a mapping from a question's name to its DecisionAnswer.
+    """The answers to the questions about one state, as a mapping from the name of a question to its DecisionAnswer.
+
+    The key of a question that failed raises the question's InputError.
 
     Attributes:
-        answers: {name of a question: its answer}, in the order of the questions
-        errors: {name of a question that cannot be answered: why}
-        num_tokens: tokens of all prompts
-        cached_tokens: tokens of the prompts that were in the KV store; None: unknown
+        answers: {name of a question: its answer}, in the order of the questions.
+        errors: {name of a question that failed: its InputError}.
+        num_tokens: Tokens of all prompts.
+        image_notes: Notes on images, for example that only the first frame was used; None: no notes.
+        cached_tokens: Prompt tokens found in the KV store; None: unknown.
+
+    Example:
+        decision = llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "A refund?"}})
+        print(decision["refund"].value, decision["refund"].probabilities["true"])
     """
 
     answers: dict[str, DecisionAnswer]
@@ -372,10 +417,22 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         return {**Answer.line(self), "answers": own}
 
     def columns(self, every: bool = False) -> dict[str, object]:
-        """Return a column NAME with the value of each question, and NAME_p, the probability of this value (score:
-        NAME_confidence), and NAME_review, whether the answer is doubtful, if there is a threshold. With `every` there
-        are also the probability of each option, NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question with the
-        name of one of these columns is called answer_NAME.
+        """Return the columns of each question, for tables that people read.
+
+        A question whose name equals the name of one of these columns is called answer_NAME.
+
+        Args:
+            every: Also return the columns that are marked with (every).
+
+        Returns:
+            For each question NAME:
+
+            - NAME: the value
+            - NAME_p: the probability of the value; not for a score
+            - NAME_confidence: the confidence; for a score, else (every)
+            - NAME_review: whether the answer is doubtful, if there is a threshold
+            - NAME_p_OPTION: (every) the probability of each option
+            - NAME_label_mass: (every) the probability of all labels, if labels were read
         """
         beside = {name: answer.beside(name, every) for name, answer in self.answers.items()}
         taken = {column for columns in beside.values() for column in columns}
@@ -386,7 +443,7 @@ class Decision(Answer, Mapping[str, DecisionAnswer]):
         return own
 
 
-# {task: the classes of its answers}; a Choice is part of a Generation
+# {task: classes of its answers}. A Choice is part of a Generation.
 ANSWERS: dict[str, tuple[type[Answer], ...]] = {
     "embed": (Embedding, EmbeddingList),
     "rerank": (Relevance, Ranking),
@@ -404,11 +461,16 @@ def names_in_lines(task: str) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Piece(Jsonable):
-    """A piece is some more text of a sample.
+    """The next piece of a sample's text, as `LLM.stream` yields it.
 
-    sample  number of the sample, from 0
-    text    the text; empty in the last piece of a sample
-    done    in the last piece of a sample its result, else None
+    Attributes:
+        sample: Number of the sample, from 0.
+        text: The new text; empty in the last piece of a sample.
+        done: The sample's result in its last piece, else None.
+
+    Example:
+        for piece in llm.stream("Once upon a time", max_tokens=10):
+            print(piece.text, end="")
     """
 
     sample: int

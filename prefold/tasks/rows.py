@@ -1,6 +1,6 @@
-"""Reads rows of tables as items of a task: which column is the prompt, and what the row's item is.
+"""Rows of tables as items of a task: which columns make the prompt, and which item a row becomes.
 
-A row is a record of a job, or a row of a data frame that is given to a method of LLM.
+A row is a record of a job, or a row of a data frame given to a method of LLM.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ _USUAL: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Columns:
-    """A Columns names the columns of a record's prompts, and those that the output line repeats. Fields that the task
-    does not use are None.
+    """The columns that make a record's prompts, and the columns that the output line repeats.
 
-    prompt, state, query, document, continuation   templates, or bare column names
-    messages   a column of chat messages, in place of prompt or state
-    tools      for generate: a column of the tools that the chat template writes
-    adapter    a column that names the LoRA adapter; null or an empty text for none
-    gold       columns of true answers
-    image      a column of the record's image, or of a list of images: paths, bytes, base64, data URLs
-    id         a column whose value the output line repeats; "record", where no column has that name, is the record's
-               number
-    keep       further columns that the output line repeats: {name in the line: column}
-    keep_all   whether the line repeats all columns of the record, under the names that `kept_name` gives them
+    Attributes:
+        prompt, state, query, document, continuation: templates, or bare column names; None: not used by the task
+        messages: a column of chat messages, instead of prompt or state
+        tools: for generate: a column of tools for the chat template
+        adapter: a column that names the LoRA adapter; null or an empty text for none
+        image: a column with the record's image, or with a list of images: paths, bytes, base64, data URLs
+        gold: columns of true answers
+        id: a column whose value the output line repeats; "record": the record's number, unless a column has that name
+        keep: further columns that the output line repeats: {name in the line: column}
+        keep_all: repeat all columns of the record, under the names of `kept_name`
     """
 
     prompt: Template | None = None
@@ -56,11 +55,11 @@ class Columns:
     keep_all: bool = False
 
     def repeated(self) -> dict[str, str]:
-        """Returns {name in the line: column} of the columns that a line repeats."""
+        """Return {name in the line: column} of the columns that a line repeats."""
         return ({"id": self.id} if self.id is not None else {}) | dict(self.keep)
 
     def paths(self) -> list[str]:
-        """Returns the paths of all columns that are named here."""
+        """Return the paths of all columns named here."""
         templates = [
             t for t in (self.prompt, self.state, self.query, self.document, self.continuation) if t is not None
         ]
@@ -75,27 +74,28 @@ class Columns:
 
 
 def kept_name(reserved: Collection[str], column: str) -> str:
-    """Returns the name under which a line repeats a column: its own, or input_NAME where lines have a NAME of their
-    own. reserved: the names that lines have of their own
+    """Return the name under which a line repeats a column: its own name, or input_NAME if lines have a field NAME.
 
-    The name does not depend on the other columns, and no two columns get one name: a column input_NAME is itself
-    repeated as input_input_NAME where lines have a NAME.
+    The name does not depend on the other columns, and two columns never get one name. If lines have a field NAME, a
+    column input_NAME becomes input_input_NAME. reserved: the names of the fields of lines
     """
     return f"input_{column}" if bare(column, "input_") in reserved else column
 
 
 def bare(name: str, prefix: str) -> str:
-    """Returns a name without a prefix, however often it is repeated."""
+    """Return a name without a prefix that may be repeated."""
     while name.startswith(prefix):
         name = name.removeprefix(prefix)
     return name
 
 
 def usual_columns(task: str, have: list[str] | None, options: Mapping[str, object]) -> dict[str, str | None]:
-    """Return {option: a column with a usual name} of options that the user left out; None if no column has one.
+    """Return {option: column with a usual name} for options that the user omitted. None: there is no such column.
 
-    have     the names of the columns; None when they are not known
-    options  {option: value}, None for an option that the user left out
+    Args:
+        task: The name of the task.
+        have: The names of the columns; None: unknown.
+        options: {option: value}, None for an omitted option.
     """
     found: dict[str, str | None] = {}
     for option, names in _USUAL[task].items():
@@ -108,9 +108,9 @@ def usual_columns(task: str, have: list[str] | None, options: Mapping[str, objec
 
 
 def default_columns(task: str, have: list[str] | None, options: Mapping[str, object]) -> dict[str, Template]:
-    """Returns templates for options that the user left out, made from columns with usual names; see `usual_columns`.
+    """Return templates for options that the user omitted, made from columns with usual names (see `usual_columns`).
 
-    Raises JobError, naming the option to give, when no column has a usual name.
+    Raise JobError, naming the option to give, if no column has a usual name.
     """
     out: dict[str, Template] = {}
     for option, name in usual_columns(task, have, options).items():
@@ -124,18 +124,7 @@ def default_columns(task: str, have: list[str] | None, options: Mapping[str, obj
 
 
 class RowReader:
-    """A RowReader reads a row of a table as items of a task.
-
-    task         the name of the task
-    columns      the columns that make prompts. Where the last of them (document, continuation, else prompt) holds a
-                 list, there is an item for each of its elements, or an item of the list
-    render_chat  makes the prompt of a list of chat messages, or for "decide" (the state, its images); not used for
-                 generate, whose task does so
-    chat         for generate: a prompt is what a user says, and is put into the chat template
-    keep_empty   null, NaN and an empty text are taken as an empty text; they are errors otherwise
-    filled       objects come from Arrow, which fills the fields that they lack with null
-    lists        whether a column may hold a list of texts
-    """
+    """A reader of table rows as items of a task."""
 
     def __init__(
         self,
@@ -148,6 +137,19 @@ class RowReader:
         filled: bool = False,
         lists: bool = True,
     ):
+        """Prepare the reader.
+
+        Args:
+            task: The name of the task.
+            columns: The columns that make prompts. The last of them (document, continuation, else prompt) may hold a
+                list. Then there is an item for each element, or one item of the whole list.
+            render_chat: Makes the prompt of a list of chat messages. For decide, it makes (the state, its images). The
+                task generate does not use it.
+            chat: For generate: put each prompt into the chat template, as a message of the user.
+            keep_empty: Treat null and NaN as an empty text, and allow empty texts. Otherwise they are errors.
+            filled: Objects come from Arrow, which adds missing fields as null.
+            lists: Whether a column may hold a list of texts.
+        """
         self.task = task
         self.columns = columns
         self._render_chat = render_chat
@@ -159,20 +161,20 @@ class RowReader:
 
     @property
     def used(self) -> set[str]:
-        """Return the names of all columns that are looked at. A path counts as itself and as its first part."""
+        """Return the names of all columns that are read. A path counts as itself and as its first part."""
         return {part for path in self.columns.paths() for part in (path, path.split(".")[0])}
 
     def check(self, have: list[str]) -> None:
-        """Raises JobError if the table lacks a column that is used. have: its columns"""
+        """Raise JobError if the table lacks a used column. have: its columns"""
         for path in self.columns.paths():
             if path == self.columns.id == "record":
-                continue  # it stands for the records' numbers
+                continue  # means the number of the record
             if path not in have and path.split(".")[0] not in have:
                 hint = "; in a text, columns stand in braces: '... {column} ...'" if " " in path.strip() else ""
                 raise JobError(f"the input has no column {path!r}; {near(path, have)}it has: {', '.join(have)}{hint}")
 
     def items(self, data: dict[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns (whether the line has a list of results, the task's items, each with its adapter)."""
+        """Return (whether the line has a list of results, the task's items, each with its adapter)."""
         is_list, items = self._texts_of(data)
         column = self.columns.adapter
         if column is None:
@@ -201,8 +203,7 @@ class RowReader:
         return False, [{"text": prompt}]
 
     def _state(self, data: dict[str, Any]) -> Any:
-        """Return the state of a record, with its images: a conversation, a JSON value of a column by itself, or a
-        text."""
+        """Return the state of a record with its images: a conversation, a JSON value of a bare column, or a text."""
         columns, images = self.columns, self._images(data)
         own: dict[str, Any] = {} if images is None else {"images": images}
         if columns.messages is not None:
@@ -253,7 +254,7 @@ class RowReader:
         return value
 
     def _images(self, data: dict[str, Any]) -> list[Any] | None:
-        """Returns the images of a record; None without a column of images, or if its cell is empty."""
+        """Return the images of a record, or None without a column of images or for an empty cell."""
         column = self.columns.image
         value = None if column is None else lookup(data, column)
         if value is None or is_empty(value):
@@ -262,7 +263,7 @@ class RowReader:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def _pictured(self, prompt: Any, images: list[Any] | None) -> Any:
-        """Returns a prompt, or each of a list of them, with its images."""
+        """Return a prompt, or each prompt of a list, with the images."""
         if not images:
             return prompt
         if isinstance(prompt, list):
@@ -279,7 +280,7 @@ class RowReader:
         return render(columns.prompt, data, self._keep_empty)
 
     def _field_names(self) -> dict[str, str]:
-        """Returns {name of a task's input: its columns}, with which errors name the user's columns."""
+        """Return {name of a task's input: its columns}, so that errors name the user's columns."""
         columns = self.columns
         names = {"query": columns.query, "document": columns.document, "continuation": columns.continuation}
         out = {name: ", ".join(template.paths) for name, template in names.items() if template is not None}
@@ -293,7 +294,7 @@ class RowReader:
         return out | ({"prompt": prompt, "text": prompt, "message": prompt} if prompt else {})
 
     def renamed(self, error: InputError) -> InputError:
-        """Return an error of an item with the names of the row's columns."""
+        """Return an error of an item, with the names of the row's columns."""
         name, bracket, index = (error.field or "").partition("[")
         if name.removesuffix("s") in self._names:
             return error.renamed(self._names[name.removesuffix("s")] + bracket + index)

@@ -1,4 +1,4 @@
-"""Runs a task's items through an engine, in memory: for the Python face, direct answers, samples and probes."""
+"""Run a task's items through an engine, in memory: for the methods of LLM, direct answers, samples and probes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .kept import KEY_BYTES, KeptAnswers, KeptReads
 from .results import Answer, all_finite
 from .sampling import seed_at
 
-_TAG = struct.Struct("<qq")  # number of the work, part of the work
+_TAG = struct.Struct("<qq")  # index of the work, index of the request in the work
 
 
 def results_of(
@@ -34,13 +34,17 @@ def results_of(
     kept: KeptReads | None = None,
     **run: Any,
 ) -> Iterator[tuple[bytes, Any]]:
-    """Yields (tag, result) of every request, as the results come. A result is a Result, a list of Generated where text
-    is generated, or the InputError of a request that cannot be run. Equal requests are computed once.
+    """Yield (tag, result) of every request as soon as the result exists. Equal requests are computed once.
 
-    windows    of a spool with joins=True, or a LiveInput whose feed joins
-    on_repeat  called with the tokens of each prompt that got the answer of an equal one
-    kept       keeps the answers; each tag then begins with the key of its request's answer
-    run        keywords of `Engine.run`
+    A result is a Result, a list of Generated for generated text, or the InputError of a request that cannot run.
+
+    Args:
+        engine: The engine.
+        task: The task of the requests.
+        windows: Windows of a spool with joins=True, or a LiveInput whose feed joins.
+        on_repeat: Called with the number of prompt tokens for each request that gets the answer of an equal request.
+        kept: Keeps the answers. Each tag then starts with the key of the answer.
+        run: Keywords of `Engine.run`.
     """
     feed = windows.feed if isinstance(windows, LiveInput) else None
     skipped = 0 if kept is None else KEY_BYTES
@@ -60,7 +64,7 @@ def results_of(
 
 
 def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
-    """Return an answer as the answer to an equal request, for which nothing was computed. num_tokens: of the prompt"""
+    """Return a known answer as the answer to an equal request that needed no computation. num_tokens: of the prompt"""
     if isinstance(answer, Result):
         cached = answer.cached_tokens if answer.cached_tokens is None else num_tokens
         return replace(answer, values=answer.values.copy(), cached_tokens=cached)
@@ -72,12 +76,12 @@ def as_known(answer: EngineAnswer, num_tokens: int) -> EngineAnswer:
 
 
 def same_prompt(one: Request, other: Request) -> bool:
-    """Returns whether two requests read one prompt."""
+    """Return whether two requests read the same prompt."""
     return one.namespace == other.namespace and np.array_equal(one.tokens, other.tokens)
 
 
 def tokens_of(answer: EngineAnswer, num_tokens: int) -> int:
-    """Returns how many tokens a request counts in Stats. num_tokens: of its prompt"""
+    """Return how many tokens a request adds to Stats. num_tokens: of its prompt"""
     samples = answer if isinstance(answer, list) else ()
     return sum(num_tokens + max(0, len(sample.tokens) - 1) for sample in samples) or num_tokens
 
@@ -93,12 +97,17 @@ def run_works(
     kept: KeptAnswers | None = None,
     **run: Any,
 ) -> list[list[Any] | None]:
-    """Returns the results of each Work's requests, in order; None where `works` holds an InputError.
+    """Return the results of each Work's requests, in order. The entry of an InputError among `works` is None.
 
-    seed     the job's seed (see `with_seed`); None: the task's, or a new one
-    on_done  called for each result as it comes
-    kept     has answers of earlier calls, and keeps the answers of this call; None: nothing is kept
-    run      as in `results_of`
+    Args:
+        engine: The engine.
+        task: The task that made the works.
+        works: Works, or InputErrors.
+        window: Maximum tokens of a window.
+        seed: The job's seed (see `with_seed`); None: the task's, or a new one.
+        on_done: Called for each result.
+        kept: Has the answers of earlier calls, and keeps the new ones; None: nothing is kept.
+        run: As in `results_of`.
     """
     out: list[list[Any] | None] = [None if isinstance(w, InputError) else [None] * len(w.requests) for w in works]
     has_seed = seed is not None or getattr(task, "seed", None) is not None
@@ -133,7 +142,7 @@ def run_works(
 
 
 def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
-    """Returns the results of `run_works` unchanged. Raises the first InputError among them."""
+    """Return the results of `run_works` unchanged. Raise the first InputError among them."""
     for of_work in results:
         for result in of_work or ():
             if isinstance(result, InputError):
@@ -142,8 +151,11 @@ def checked(results: list[list[Any] | None]) -> list[list[Any] | None]:
 
 
 def finish(task: Any, note: Any, results: Sequence[Any]) -> Answer:
-    """Returns the task's answer to an item. Raises an InputError that is among the results, and one of code
-    "not_finite" for an answer that holds NaN or infinity."""
+    """Return the task's answer to an item.
+
+    Raise the first InputError among the results, and an InputError of code "not_finite" for an answer with NaN or
+    infinity.
+    """
     for result in results:
         if isinstance(result, InputError):
             raise result
@@ -154,13 +166,13 @@ def finish(task: Any, note: Any, results: Sequence[Any]) -> Answer:
 
 
 def not_finite() -> InputError:
-    """Return the error of a result that holds NaN or infinity."""
-    remedy = 'try dtype="float32" (--dtype float32); if it stays, the weights are damaged'
+    """Return the error of a result that has NaN or infinity."""
+    remedy = 'try dtype="float32" (--dtype float32); if the error stays, the weights are damaged'
     return InputError("the result is not a finite number", remedy=remedy, code="not_finite")
 
 
 def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | None]) -> list[Any]:
-    """Returns the task's answer to each item, or the item's InputError."""
+    """Return the task's answer to each item, or the item's InputError."""
     return [
         work if isinstance(work, InputError) else attempt(finish, task, work.note, result)
         for work, result in zip(works, results, strict=True)
@@ -168,19 +180,19 @@ def finish_items(task: Any, works: Sequence[Any], results: Sequence[list[Any] | 
 
 
 def run_items(engine: Engine, task: Any, items: Sequence[Any], **run: Any) -> list[Any]:
-    """Returns the task's answer to each item, or the item's InputError, in order. run: keywords of `run_works`"""
+    """Return the task's answer to each item, or the item's InputError, in order. run: keywords of `run_works`"""
     works = task.prepare(items)
     return finish_items(task, works, run_works(engine, task, works, **run))
 
 
 def calibrated(engine: Engine, task: Any, **run: Any) -> Any:
-    """Returns the task, calibrated if it asks for calibration. run: keywords of `run_works`"""
+    """Return the task, calibrated if it asks for calibration. run: keywords of `run_works`"""
     items = task.calibration_items()
     return calibrated_by(task, run_items(engine, task, items, **run)) if items else task
 
 
 def calibrated_by(task: Any, outputs: Sequence[Any]) -> Any:
-    """Returns a task calibrated by the answers to its `calibration_items`. Raises the first InputError among them."""
+    """Return a task calibrated by the answers to its `calibration_items`. Raise the first InputError among them."""
     for output in outputs:
         if isinstance(output, InputError):
             raise output
@@ -197,13 +209,15 @@ def seed_of(task: Any) -> int:
 
 
 def draw_seed() -> int:
-    """Returns a new random seed that JSON can hold exactly."""
+    """Return a new random seed of 53 bits, which JSON can hold exactly."""
     return secrets.randbits(53)
 
 
 def with_seed(request: Request, seed: int, *place: int) -> Request:
-    """Return the request; if it samples without a seed of its own, its seed is `seed_at(seed, *place)`. Equal prompts
-    of a list or job then get different outputs, and the same ones when it runs again."""
+    """Return the request with the seed `seed_at(seed, *place)`, if it samples and has no seed of its own.
+
+    So equal prompts of a list or job get different outputs, and the same outputs if the list or job runs again.
+    """
     sampling = request.sampling
     if sampling is None or sampling.seed is not None or not sampling.temperature:
         return request

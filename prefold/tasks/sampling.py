@@ -1,4 +1,4 @@
-"""Checks the sampling options that users write."""
+"""Checks of the sampling options that users write."""
 
 from __future__ import annotations
 
@@ -24,18 +24,25 @@ if TYPE_CHECKING:
 
 NAMES = [field.name for field in fields(Sampling)]
 GRAMMARS = ("json_schema", "json", "regex", "choice", "lark")
-# None is a value of these fields. For all others it means that the default holds.
+# Fields for which None is a valid value. For all other fields, None means the default.
 NULLABLE = {field.name for field in fields(Sampling) if field.default is None}
 
 
 def sampling_from(
     options: Mapping[str, Any], *, vocab_size: int | None, tokenizer: Tokenizer | None, defaults: Sampling | None = None
 ) -> Sampling:
-    """Returns the Sampling that `options`, {field of Sampling: value}, make of `defaults` (None: Sampling's own).
+    """Return a Sampling with `options` applied to `defaults` (None: Sampling's own defaults).
 
-    The values are those of Sampling, but: top_k -1 means 0; stop is a text or a list of texts; stop_ids an id or a
-    list; logit_bias {id: number}, where an id may be written as a text; grammar what `grammar_from` takes. None stands
-    for the default where Sampling does not know it. Raises InputError, with the option's name as `field`.
+    Values are as in Sampling, with these exceptions:
+
+    - top_k: -1 means 0
+    - stop: a text or a list of texts
+    - stop_ids: an id or a list of ids
+    - logit_bias: {id: number}; an id may be a text
+    - grammar: any value that `grammar_from` accepts
+    - None: the default, unless None is a valid value
+
+    Raise InputError with the option's name as `field`.
     """
     checks = _CHECKS | {
         "stop": partial(_stop, tokenizer=tokenizer),
@@ -58,8 +65,11 @@ def sampling_from(
 
 
 def seed_at(seed: int, *place: int) -> int:
-    """Return the seed of the prompt at a place of a list or job that has one seed. The first prompt keeps the seed, so
-    that a prompt alone and the first of a list are the same. place: numbers; zeros at its end change nothing"""
+    """Return the seed of the prompt at a place of a list or job that has one seed.
+
+    The first prompt keeps the seed, so a single prompt and the first one of a list draw the same numbers. place:
+    numbers; trailing zeros change nothing
+    """
     while place and not place[-1]:
         place = place[:-1]
     if not place:
@@ -70,11 +80,10 @@ def seed_at(seed: int, *place: int) -> int:
 
 
 def grammar_from(value: Any, field: str = "grammar") -> Grammar:
-    """Returns the Grammar of {"json_schema": schema}, {"json": true}, {"regex": text}, {"choice": [text, ...]} or
-    {"lark": text}.
+    """Return the Grammar of a mapping with one of the keys json_schema, json (true), regex, choice (a list) or lark.
 
-    A schema may be given as its text, or as a pydantic class. Raises InputError for any other value and for an invalid
-    schema, expression or grammar, MissingExtraError without the library that grammars need.
+    A schema may be its text, or a pydantic class. Raise InputError for any other value, and for an invalid schema,
+    expression or grammar. Raise MissingExtraError if the grammar library is not installed.
     """
     if isinstance(value, Grammar):
         check_grammar(value)
@@ -89,7 +98,7 @@ def grammar_from(value: Any, field: str = "grammar") -> Grammar:
 
 
 def format_grammar(value: Any) -> dict[str, Any] | None:
-    """Returns a pydantic class, or OpenAI's `response_format`, in the form that `grammar_from` takes; None for plain
+    """Return a pydantic class, or OpenAI's `response_format`, in the form that `grammar_from` accepts; None for plain
     text."""
     if hasattr(value, "model_json_schema"):
         return {"json_schema": value}
@@ -142,8 +151,7 @@ def _token(value: Any, field: str, vocab_size: int | None) -> int:
 
 
 def _logit_bias(value: Any, field: str, *, vocab_size: int | None) -> tuple[tuple[int, float], ...]:
-    """Returns (id, bias) pairs; biases of an id that is given twice are added. The limits are OpenAI's. Raises
-    InputError."""
+    """Return (id, bias) pairs. Biases of a repeated id are added. The limits are OpenAI's. Raise InputError."""
     if isinstance(value, Mapping):
         value = value.items()
     biases: dict[int, float] = {}
@@ -183,7 +191,7 @@ def _schema(value: Any, field: str) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             message = f"{field!r} cannot be written as JSON: {error}"
             raise InputError(message, field=field, remedy="give JSON values only", code="wrong_type") from None
-    if value is True:  # the schema `true` allows any JSON
+    if value is True:  # the schema `true` accepts any JSON value
         return "{}"
     raise _wrong(value, field, "a JSON schema")
 
@@ -207,7 +215,7 @@ def _choice(value: Any, field: str) -> str:
 
 
 def _check_of(option: Field[Any]) -> Callable[[Any, str], Any]:
-    """Returns what checks and converts the values of an option, by its type and bounds."""
+    """Return the function that checks and converts values of an option, by its type and bounds."""
     return partial(
         checked, kind_of(option) or int, **{name: option.metadata[name] for name in ("least", "most", "above")}
     )

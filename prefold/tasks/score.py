@@ -1,5 +1,4 @@
-"""Scoring computes the log-probability that a model assigns to a continuation, or to a whole text, by the conventions
-of EleutherAI's lm-evaluation-harness."""
+"""Scoring: the log-probability of a continuation, or of a whole text, as in EleutherAI's lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -26,33 +25,28 @@ PairOfIds = Callable[[], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ScoreItem:
-    """A ScoreItem is a continuation with its prompt, or a whole text.
+    """A continuation with its prompt, or a whole text."""
 
-    prompt, continuation   texts or token ids: the continuation is scored after the prompt; or else
-    text                   a text or token ids, which is scored as a whole (rolling)
-    adapter                the LoRA adapter; None: the task's
-    """
-
-    prompt: Any = None
-    continuation: Any = None
-    text: Any = None
-    adapter: str | None = None
+    prompt: Any = None  # a text or token ids
+    continuation: Any = None  # a text or token ids, scored after the prompt
+    text: Any = None  # instead of both: a text or token ids, scored as a whole (rolling)
+    adapter: str | None = None  # LoRA adapter; None: the task's
 
 
 class ScoreTask(Task):
-    """A ScoreTask scores items: ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text
-    (rolling).
+    """Log-probabilities of continuations and of whole texts.
 
-    The answer is a Score, to a rolling text a TextScore.
+    Items are ScoreItem, a mapping with its fields, a pair (prompt, continuation), or a bare text (rolling). The answer
+    is a Score, or a TextScore for a rolling text.
 
-    Prompt and continuation are encoded together and split after the length of the prompt's own
-    encoding; white space at the prompt's end goes to the continuation. The tokenizer's leading special
-    tokens (BOS) come before the prompt, unless the text begins with the BOS itself. An empty prompt
-    stands for the prefix token: BOS, or EOS where there is none. Token ids are taken as they are.
+    Prompt and continuation are encoded together and split after the length of the prompt's own encoding. White space at
+    the end of the prompt moves to the continuation. The tokenizer's leading special tokens (BOS) are put before the
+    prompt, unless the text starts with the BOS. The prefix token (BOS, or EOS if there is no BOS) replaces an empty
+    prompt. Token ids stay as they are.
 
-    A rolling text is scored in stretches of max_length rows, every token exactly once. The first stretch
-    begins with the prefix token, a later one with the token before its first target, and the last one
-    as far back as the model allows.
+    A rolling text is scored in stretches of max_length rows, every token exactly once. The first stretch starts with
+    the prefix token. A later stretch starts with the token before its first target. The last stretch starts as early as
+    the model allows.
     """
 
     name = "score"
@@ -60,7 +54,7 @@ class ScoreTask(Task):
     item_type = ScoreItem
 
     def __init__(self, inputs: Inputs, options: ScoreOptions):
-        """Chooses the prefix token. Raises InputError if the options' one is no token id."""
+        """Choose the prefix token. Raise InputError if the option `prefix_token` is not a token id."""
         self.inputs = inputs
         self.truncate = options.truncate
         prefix_token = options.prefix_token
@@ -70,8 +64,7 @@ class ScoreTask(Task):
         self.readout = Readout("logprobs")
 
     def _as_item(self, item: Any) -> Any:
-        """Returns a value as an item: a pair or a bare text becomes a ScoreItem. A list of numbers is a text in token
-        ids."""
+        """Convert a pair or a bare text to a ScoreItem. A list of numbers is a text in token ids."""
         if isinstance(item, (str, np.ndarray)):
             return ScoreItem(text=item)
         if isinstance(item, (list, tuple)) and len(item) == 2 and not isinstance(item[0], (int, np.integer)):
@@ -94,13 +87,13 @@ class ScoreTask(Task):
             if getattr(item, name) is None:
                 raise InputError(f"{name!r} is missing", field=name, remedy="give it", code="missing_field")
         prompt = item.prompt
-        # An empty list of token ids is an empty text.
+        # An empty list of token ids counts as an empty text.
         empty = isinstance(prompt, (list, tuple, np.ndarray)) and len(prompt) == 0
         prompt = "" if empty else self.inputs.text(prompt, "prompt", pictures)
         left = self.truncate != "right" and not (self.truncate is True and isinstance(prompt, FilledTemplate))
         whole, prompt = prompt, self.inputs.bounded(prompt, "prompt", self.truncate, left=left)
         if self.truncate == "right" and len(prompt) < len(whole):
-            prompt += whole[-PART_CHARACTERS:]  # the continuation is encoded together with the prompt's end
+            prompt += whole[-PART_CHARACTERS:]  # the continuation must be encoded together with the prompt's end
         continuation = self.inputs.text(item.continuation, "continuation", pictures)
         _refuse_rows(continuation, "continuation")
         continuation = self.inputs.bounded(continuation, "continuation", remedy=CONTINUATION_TOO_LONG)
@@ -112,7 +105,7 @@ class ScoreTask(Task):
     def _cut(
         self, prompt: FilledTemplate, continuation: str, ids: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a prompt, with its longest column cut if it is too long, and those of its continuation."""
+        """Return (the prompt's ids, the continuation's ids), with the prompt's longest column cut if necessary."""
 
         def size(pair: tuple[np.ndarray, np.ndarray]) -> int:
             return pair[0].size + pair[1].size - 1
@@ -133,7 +126,7 @@ class ScoreTask(Task):
             )
         if prompt.size == 0:
             prefix = self._prefix("prompt")
-            # Where the continuation begins with the prefix token, that token is the prompt.
+            # If the continuation starts with the prefix token, that token becomes the prompt.
             begins = continuation.size > 1 and continuation[0] == prefix[0]
             prompt, continuation = (prefix, continuation[1:]) if begins else (prefix, continuation)
         tokens = np.concatenate((prompt, continuation[:-1]))
@@ -141,7 +134,7 @@ class ScoreTask(Task):
         if over and self.truncate:
             if self.inputs.over(continuation.size):
                 raise InputError(
-                    f"'continuation' has {continuation.size} tokens; the model takes {self.inputs.max_length}",
+                    f"'continuation' has {continuation.size} tokens; the model's limit is {self.inputs.max_length}",
                     field="continuation",
                     remedy=CONTINUATION_TOO_LONG,
                     code="too_long",
@@ -162,7 +155,7 @@ class ScoreTask(Task):
                 if self.inputs.tokenizer is None
                 else "the tokenizer has neither"
             )
-            message = f"{has} a BOS nor an EOS token to stand for an empty prompt"
+            message = f"{has} a BOS nor an EOS token to replace an empty prompt"
             raise InputError(message, field=field, remedy="give prefix_token, or a prompt", code="empty")
         return np.array([self.prefix_token], dtype=np.int32)
 
@@ -185,19 +178,21 @@ class ScoreTask(Task):
 
 
 def _refuse_rows(text: Text, field: str) -> None:
-    """Raises InputError for a scored text with images."""
+    """Raise InputError for a scored text with images."""
     if isinstance(text, ImageIds):
         message = f"{field!r} has images, whose rows have no probabilities"
-        remedy = "give them in the prompt, and what stands behind them as its continuation"
+        remedy = "give the images in the prompt, and the text after them as its continuation"
         raise InputError(message, field=field, remedy=remedy, code="unsupported")
 
 
 def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text) -> PairOfIds:
-    """Adds a prompt and its continuation to a batch, and returns a function that returns the ids of both after
-    `encode`. Special tokens come before the prompt as ScoreTask says; an empty prompt gives no ids."""
+    """Add a prompt and its continuation to a batch. Return a getter of the ids of both, for use after `encode`.
+
+    Special tokens are put before the prompt as ScoreTask says. An empty prompt has no ids.
+    """
     pair = add_joint(batch, prompt, continuation)
     if isinstance(prompt, str) and isinstance(continuation, str):
-        prompt = prompt.rstrip()  # the prefix token takes the place of an empty prompt
+        prompt = prompt.rstrip()  # the prefix token replaces an empty prompt
     before = leading_ids(inputs.tokenizer, prompt)
     if not before.size:
         return pair
@@ -210,9 +205,11 @@ def add_pair(batch: TextBatch, inputs: Inputs, prompt: Text, continuation: Text)
 
 
 def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
-    """Adds two texts to a batch, without special tokens, and returns a function that returns the ids of both after
-    `encode`. They are encoded together and split after the length of the prompt's own ids. White space at the prompt's
-    end goes to the continuation. If one of the two is token ids already, the other is encoded by itself."""
+    """Add two texts to a batch, without special tokens. Return a getter of the ids of both, for use after `encode`.
+
+    The texts are encoded together and split after the length of the prompt's own ids. White space at the end of the
+    prompt moves to the continuation. If one of the two is token ids, the other is encoded separately.
+    """
     if isinstance(prompt, str) and isinstance(continuation, str):
         prefix = prompt.rstrip()
         first, whole = batch.add(prefix), batch.add(prompt + continuation)
@@ -222,8 +219,11 @@ def add_joint(batch: TextBatch, prompt: Text, continuation: Text) -> PairOfIds:
 
 
 def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
-    """Returns the special tokens to put before a prompt, int32 [n]. There are none before token ids (unless they are a
-    text with images), before an empty text, and before a text that begins with the BOS."""
+    """Return the special tokens to put before a prompt, int32 [n].
+
+    There are none before an empty text, before a text that starts with the BOS, and before token ids (unless they are a
+    text with images).
+    """
     if isinstance(prompt, ImageIds) and tokenizer is not None:
         return tokenizer.prefix_ids
     if tokenizer is None or not isinstance(prompt, str) or not prompt:
@@ -235,9 +235,11 @@ def leading_ids(tokenizer: Tokenizer | None, prompt: Text) -> np.ndarray:
 def rolling_stretches(
     ids: np.ndarray, prefix: np.ndarray, max_length: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (tokens, targets) that score every id exactly once, with at most max_length tokens. The first pair begins
-    with `prefix` (one token). Later ones are as long as the model allows: the last reaches back over ids that are
-    scored already, as context."""
+    """Yield (tokens, targets) that score every id exactly once, with at most max_length tokens each.
+
+    The first pair starts with `prefix` (one token). Later pairs are as long as the model allows: the last one starts
+    with ids that are scored already, as context.
+    """
     size = ids.size if max_length is None else min(max_length, ids.size)
     yield np.concatenate((prefix, ids[: size - 1])), ids[:size]
     num_done = size

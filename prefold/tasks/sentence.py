@@ -1,5 +1,7 @@
-"""Reads a checkpoint's settings for embedding and for scoring pairs, from sentence-transformers' files in its folder,
-or from a GGUF file's metadata."""
+"""A checkpoint's settings for embedding and for scoring pairs.
+
+They are read from sentence-transformers' files in the folder, or from a GGUF file's metadata.
+"""
 
 from __future__ import annotations
 
@@ -21,62 +23,46 @@ if TYPE_CHECKING:
 
 Pooling = Literal["last", "mean", "first"]
 
-# The pooling modes of sentence-transformers, by their names there. Others are refused.
+# {pooling mode of sentence-transformers: ours}. Other modes are refused.
 POOLING_MODES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
-# The pooling modes of GGUF files, by the value of {architecture}.pooling_type.
+# {value of {architecture}.pooling_type in a GGUF file: pooling mode}
 GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
-# Arguments of a tokenizer's call that a folder may set for the chat template. They would change how a text is cut, and
-# are refused.
+# Arguments of a tokenizer's call that files may set for the chat template. They are refused, because they would change
+# how a text is cut.
 _CALL_OPTIONS = {"padding", "truncation", "max_length", "return_tensors", "tokenize", "return_dict"}
 _SIGNS_OF_PARTS = ("content[0]", ".type", "'type'", '"type"', "message.content[")
 
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """A ChatSettings says how texts become messages.
+    """How texts become chat messages."""
 
-    parts           whether a content is a list of parts, [{"type": "text", "text": "..."}], instead of a text
-    options         options of rendering the chat template
-    restore_suffix  whether a text that was cut still ends with the template's text after each content
-    """
-
-    parts: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    restore_suffix: bool = True
+    parts: bool = False  # content is a list of parts, [{"type": "text", "text": "..."}], and not a text
+    options: Mapping[str, Any] = field(default_factory=dict)  # options for rendering the chat template
+    restore_suffix: bool = True  # a truncated prompt still ends with the template's text after each content
 
 
 @dataclass(frozen=True)
 class EmbedSettings:
-    """An EmbedSettings holds the settings of an embedding checkpoint.
+    """The settings of an embedding checkpoint."""
 
-    pooling      where the embedding is read
-    normalize    whether it is scaled to length 1
-    max_length   tokens a text may have, None for as many as the model takes
-    prompts      {name: text put before the input}
-    default_prompt_name   the prompt of a task that names none, None for no prompt
-    lower_case   whether texts are lower-cased first
-    pool_prompt  whether the prompt's tokens take part in pooling
-    truncate_dim  numbers of a vector that are kept, after it is scaled; None: all
-    chat         a text is written as a user's message by the chat template, a prompt as a system message before it;
-                 None: texts are taken as they are
-    """
-
-    pooling: Pooling = "last"
-    normalize: bool = True
-    max_length: int | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    lower_case: bool = False
-    pool_prompt: bool = True
-    truncate_dim: int | None = None
+    pooling: Pooling = "last"  # the rows from which the embedding is read
+    normalize: bool = True  # scale the embedding to length 1
+    max_length: int | None = None  # maximum tokens of a text; None: the model's limit
+    prompts: Mapping[str, str] = field(default_factory=dict)  # {name: text put before the input}
+    default_prompt_name: str | None = None  # prompt of a task that names none; None: no prompt
+    lower_case: bool = False  # lower-case texts first
+    pool_prompt: bool = True  # include the prompt's tokens in pooling
+    truncate_dim: int | None = None  # keep only this many values of a vector, after scaling it; None: all
+    # how the chat template renders a text as a user's message, and a prompt as the system message; None: no template
     chat: ChatSettings | None = None
 
 
 def embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
-    """Returns the settings in sentence-transformers' files (modules.json), or by a GGUF file's pooling type.
+    """Return the embedding settings in sentence-transformers' files (modules.json), or in a GGUF file's pooling type.
 
-    Without either the embedding is the last token's, normalised, as in Qwen3-Embedding and most embedding models made
-    from causal transformers. Raises UnsupportedModelError for modules and pooling modes that prefold lacks,
+    If there is neither, the embedding is the normalised last token, as in Qwen3-Embedding and most embedding models
+    made from causal transformers. Raise UnsupportedModelError for unsupported modules and pooling modes, and
     CheckpointError for files that cannot be read.
     """
     try:
@@ -100,12 +86,12 @@ def _embed_settings(checkpoint: Checkpoint) -> EmbedSettings:
     if steps[0][1]:
         folder = steps[0][1]
         raise UnsupportedModelError(
-            f"{checkpoint.name} keeps its transformer in the folder {folder!r}, not in its root"
+            f"{checkpoint.name} has its transformer in the folder {folder!r}, not in the root folder"
         )
     transformer = _transformer_config(checkpoint)
     place = f"{steps[1][1]}/config.json"
     if checkpoint.read_json(place) is None:
-        raise CheckpointError(f"{checkpoint.name} has no {place}, which says how it pools")
+        raise CheckpointError(f"{checkpoint.name} has no {place}, which defines its pooling")
     pooling = read_object(checkpoint, place, keys="1_Pooling/config.json")
     prompts = read_object(checkpoint, "config_sentence_transformers.json")
     return EmbedSettings(
@@ -132,9 +118,11 @@ def _transformer_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _chat_settings(
     checkpoint: Checkpoint, transformer: Mapping[str, Any], output: str = "last_hidden_state"
 ) -> ChatSettings | None:
-    """Returns the ChatSettings with which sentence-transformers (6 and later) turns texts into messages; None if it
-    takes texts as they are. It makes messages if a folder's `modality_config` has "message", which a decoder with a
-    chat template has. output: what is read of the model"""
+    """Return the ChatSettings with which sentence-transformers (6 and later) turns texts into messages.
+
+    Return None if it uses texts as they are. It makes messages if the folder's `modality_config` has "message", as in
+    decoders with a chat template. output: the model output that is read
+    """
     modalities = transformer.get("modality_config") or {}
     for name in {"text", "message"} & modalities.keys():
         if [modalities[name].get(key) for key in ("method", "method_output_name")] != ["forward", output]:
@@ -153,7 +141,7 @@ def _chat_settings(
     if "message" not in modalities:
         return None
     if transformer.get("do_lower_case"):
-        raise UnsupportedModelError(f"{checkpoint.name} lower-cases chat messages, which prefold does not do")
+        raise UnsupportedModelError(f"{checkpoint.name} lower-cases chat messages, which is not supported")
     options = dict(processing.get("chat_template", {}))
     restore = bool(options.pop("restore_suffix", True))
     if "chat_template" in options:
@@ -162,8 +150,8 @@ def _chat_settings(
 
 
 def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
-    """Returns whether the chat template wants a list of parts; "auto" looks for signs of it, as
-    sentence-transformers does."""
+    """Return whether the chat template expects a list of parts. "auto" looks for signs of it, as sentence-transformers
+    does."""
     if form != "auto":
         return form == "structured"
     source = folder_templates(checkpoint).get("default", "")
@@ -173,7 +161,7 @@ def _takes_parts(checkpoint: Checkpoint, form: str) -> bool:
 def _max_length(checkpoint: Checkpoint, transformer: Mapping[str, Any]) -> int | None:
     limits = [transformer.get("max_seq_length")]
     if limits[0] is None:
-        # Without a limit of the model the tokenizer's limit counts, as in sentence-transformers.
+        # As in sentence-transformers, the tokenizer's limit counts if the model sets none.
         limits = [read_object(checkpoint, "tokenizer_config.json").get("model_max_length")]
     limits.append(checkpoint.config.get("max_position_embeddings"))
     bounds = [int(limit) for limit in limits if limit is not None and 0 < limit < 1e12]
@@ -202,8 +190,8 @@ def _gguf_pooling_type(checkpoint: Checkpoint) -> Any:
 
 
 def is_embedder(checkpoint: Checkpoint) -> bool:
-    """Returns whether the checkpoint's files say how it embeds texts: sentence-transformers' modules have pooling, or a
-    GGUF file has a type of pooling."""
+    """Return whether the checkpoint's files say how it embeds: pooling in sentence-transformers' modules, or in
+    GGUF."""
     modules = checkpoint.read_json("modules.json")
     kinds = [str(module.get("type")) for module in modules or () if isinstance(module, dict)]
     return any(kind.endswith("Pooling") for kind in kinds) or _gguf_pooling_type(checkpoint) in GGUF_POOLING
@@ -215,13 +203,12 @@ class PairSettings:
 
     Attributes:
         prompt: None: query and document as they are, with the special tokens of a pair
-        activation: makes the score of the head's logit: the class of torch.nn, or the path of another one
+        activation: function from the head's logit to the score: a class of torch.nn, or the path of another function
         instructed: the prompt with an instruction; None: the checkpoint has no place for one
-        instruction: the checkpoint's own instruction, or with prompt None what stands before each query; None: there
-            is none
-        ids: the token whose logit is the head's, or two tokens, and the logit of the second is subtracted from that of
-            the first; empty: the checkpoint has a classification head
-        strips: whether white space around query, document and instruction is left out
+        instruction: the checkpoint's own instruction, or without `prompt` the text before each query; None: none
+        ids: ids of one or two tokens whose logits make the score (with two: the first minus the second); empty: the
+            checkpoint has a classification head
+        strips: remove white space around query, document and instruction
     """
 
     prompt: RerankPrompt | None = None
@@ -233,18 +220,18 @@ class PairSettings:
 
 
 def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSettings:
-    """Returns the settings in the files of sentence-transformers' CrossEncoder, or if there are none, settings that the
-    tokenizer suggests.
+    """Return the settings in the files of sentence-transformers' CrossEncoder, or settings that the tokenizer suggests.
 
-    A CrossEncoder joins the pair plainly, or writes it as messages of the roles query and document if its
-    `modality_config` has "message". An instruction, or the default prompt of its files, is a system message before
-    them, or stands before the plain query. A checkpoint without such files that has Qwen3's thinking tokens is taken
-    for Qwen3-Reranker turned into a classifier, which keeps its prompt. Any other classifier reads the pair as its
-    tokenizer writes it.
+    A CrossEncoder joins the pair plainly. If its `modality_config` has "message", it writes the pair as messages of the
+    roles query and document. An instruction, or the default prompt of its files, becomes a system message, or the text
+    before a plain query.
+
+    A checkpoint without these files but with Qwen3's thinking tokens is treated as Qwen3-Reranker turned into a
+    classifier, with Qwen3-Reranker's prompt. Any other classifier reads the pair as its tokenizer writes it.
     """
     settings, config = read_object(checkpoint, "config_sentence_transformers.json"), Settings.of(checkpoint.config)
     own_settings = config.settings("sentence_transformers")
-    older = config.text("sbert_ce_default_activation_function", None)  # until sentence-transformers 4
+    older = config.text("sbert_ce_default_activation_function", None)  # name until sentence-transformers 4
     path = str(settings.get("activation_fn") or own_settings.text("activation_fn", None) or older or "")
     activation = re.sub(r"^torch\.nn\.(modules\.\w+\.)?", "", path) or "Sigmoid"
     ids = logit_ids(checkpoint)
@@ -264,19 +251,21 @@ def pair_settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> PairSe
     prompt, with_spaces = (_pair_of_messages(tokenizer, chat, around=around) for around in ("{}", " {} "))
     try:
         instructed = _pair_of_messages(tokenizer, chat, ("system", "query", "document"))
-    except InputError:  # of a template without system messages
+    except InputError:  # the template has no system messages
         instructed = None
     if instructed is not None and "{instruction}" not in instructed.body:
         instructed = None
     if instruction is not None and instructed is None:
-        raise UnsupportedModelError(f"{checkpoint.name} has a default prompt, which its chat template has no place for")
+        raise UnsupportedModelError(
+            f"{checkpoint.name} has a default prompt, but its chat template has no place for it"
+        )
     return PairSettings(prompt, activation, instructed, instruction, ids, strips=prompt == with_spaces)
 
 
 def _pair_of_messages(
     tokenizer: Tokenizer, chat: ChatSettings, roles: Sequence[str] = ("query", "document"), around: str = "{}"
 ) -> RerankPrompt:
-    """Returns the prompt of a pair in the chat template. around: what stands around each field"""
+    """Return the prompt of a pair in the chat template. around: format of the text around each field"""
     texts = [around.format("{instruction}" if role == "system" else f"{{{role}}}") for role in roles]
     contents: list[Any] = [[{"type": "text", "text": text}] for text in texts] if chat.parts else list(texts)
     pair = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
@@ -284,10 +273,10 @@ def _pair_of_messages(
 
 
 def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Returns the ids of the tokens by whose logits a causal model scores pairs, as sentence-transformers' module
-    LogitScore says; none if the checkpoint has no such module.
+    """Return the ids of the tokens whose logits score pairs, as sentence-transformers' module LogitScore says.
 
-    Raises UnsupportedModelError for a CrossEncoder of other modules, CheckpointError for a file that cannot be read.
+    The result is empty if the checkpoint has no such module. Raise UnsupportedModelError for a CrossEncoder with other
+    modules, and CheckpointError for a file that cannot be read.
     """
     modules = [module for module in checkpoint.read_json("modules.json") or () if isinstance(module, dict)]
     kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
@@ -303,5 +292,7 @@ def logit_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     config = read_object(checkpoint, place, keys="1_LogitScore/config.json")
     ids = [config[key] for key in ("true_token_id", "false_token_id") if config.get(key) is not None]
     if config.get("true_token_id") is None or not all(type(id) is int and id >= 0 for id in ids):
-        raise CheckpointError(f"{checkpoint.name}: {place} does not say which tokens' logits are read: {config!r:.100}")
+        raise CheckpointError(
+            f"{checkpoint.name}: {place} does not name the tokens whose logits are read: {config!r:.100}"
+        )
     return tuple(ids)

@@ -1,6 +1,8 @@
-"""Reads and writes wire formats: the bodies of requests become items of tasks, and the tasks' answers become responses.
-Each body is a struct (see `body.py`), which makes an order for its task, and a response from its answers. This file
-lists the URLs of a batch's lines, with their bodies. Nothing here imports torch, or uses files or sockets."""
+"""Wire formats: bodies of requests become items of tasks, and the answers of tasks become responses.
+
+Each body is a struct (see `body.py`). It makes an order for its task, and a response from the answers. This file lists
+the URLs of batch lines with their bodies. Nothing here imports torch, or uses files or sockets.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from .responses import Responses
 
 __all__ = ["ENDPOINTS", "KINDS", "TASKS", "openai_error"]
 
-# {name of a kind of requests, which the job keeps with each line: its body}
+# {kind of request, stored with each line of a job: its body}
 KINDS: dict[str, type[Batchable]] = {
     "embeddings": Embeddings, "rerank": Rerank, "score": Scoring, "chat": Chat, "completion": Completion,
     "response": Responses, "decisions": Decisions, "systemone": SystemOne,
 }  # fmt: skip
-# {URL: the kind of request that it takes}
+# {URL: kind of request}
 ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/score": "score",

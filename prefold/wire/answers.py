@@ -1,7 +1,9 @@
-"""Finds function calls and reasoning in the text of an answer. An answer that must be a call is enforced by a grammar.
-If the model may choose, calls are found in its text: between <tool_call> and </tool_call>, as Qwen's and Hermes'
-templates write them, or as a JSON object that is the whole text, as Llama's do. Reasoning is between <think> and
-</think>."""
+"""Function calls and reasoning in the text of an answer.
+
+If an answer must be a call, a grammar enforces it. If the model may choose, calls are found in its text. They stand
+between <tool_call> and </tool_call> (templates of Qwen and Hermes), or the whole text is a JSON object (templates of
+Llama). Reasoning is the text between <think> and </think>.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,16 @@ Tools = list[Any]
 def read_tools(
     tools: Any, choice: Any, parallel: bool = True
 ) -> tuple[Tools | None, dict[str, Any] | None, dict[str, Any] | None]:
-    """Returns (the tools for the chat template, the rules by which calls are found, a grammar that enforces a call).
-    The rules are {"names": the functions' names, "forced": whether the answer is only a call, "most": how many calls
-    are returned, unless all are}. parallel: whether an answer may have several calls. A choice of allowed_tools leaves
-    the other tools out. Raises InputError for a wrong tool_choice."""
+    """Return (the tools for the chat template, the rules for finding calls, a grammar that enforces a call).
+
+    The rules are {"names": names of the functions, "forced": the answer is only a call, "most": maximum number of calls
+    returned (default: all)}. A choice of allowed_tools drops the other tools. Raise InputError for a wrong tool_choice.
+
+    Args:
+        tools: The tools of the request.
+        choice: The request's tool_choice.
+        parallel: Whether an answer may have several calls.
+    """
     tools, most = _filled(tools) or None, {} if parallel else {"most": 1}
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         tools, choice = _allowed(tools, choice)
@@ -51,15 +59,15 @@ def read_tools(
 
 
 def _allowed(tools: Any, choice: Mapping[str, Any]) -> tuple[Tools, Any]:
-    """Returns (the tools that a choice of allowed_tools names, its mode). Raises InputError."""
-    allowed = choice.get("allowed_tools", choice)  # of a chat, and of /v1/responses
+    """Return (the tools that a choice of allowed_tools names, its mode). Raise InputError for a wrong choice."""
+    allowed = choice.get("allowed_tools", choice)  # the form of chats, or of /v1/responses
     listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
     names = {_name_of(tool) for tool in listed} if isinstance(listed, list) else set()
     found = [tool for tool in tools if _name_of(tool) in names] if isinstance(tools, list) else []
     mode = allowed.get("mode", "auto") if found else None
     if mode not in ("auto", "required"):
         message = f"'tool_choice' is {choice!r:.100}"
-        remedy = 'give a "mode", auto or required, and "tools" of which at least one is in tools'
+        remedy = 'give a "mode", auto or required, and "tools" with at least one tool of the request'
         raise InputError(message, field="tool_choice", remedy=remedy, code="wrong_type")
     return found, mode
 
@@ -72,8 +80,7 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _filled(tools: Any) -> Any:
-    """Returns tools whose functions all have a description and parameters, null if they lack them, because chat
-    templates may read both."""
+    """Add missing descriptions and parameters of functions as null, because chat templates may read both."""
     if not isinstance(tools, list):
         return tools
     fields = ("name", "description", "parameters")
@@ -93,15 +100,15 @@ def _functions(tools: Any) -> Sequence[Mapping[str, Any]]:
         is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
         if not is_function or not isinstance(function.get("parameters"), Mapping | None):
             remedy = 'give {"type": "function", "function": {"name": ..., "parameters": {...}}}'
-            raise InputError(f"'tools[{i}]' is no function", field=f"tools[{i}]", remedy=remedy, code="wrong_type")
+            raise InputError(f"'tools[{i}]' is not a function", field=f"tools[{i}]", remedy=remedy, code="wrong_type")
     return functions
 
 
 def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the grammar of a call of one of these functions."""
+    """Return the grammar of a call of one of these functions."""
     calls, parameters = [], {}
     for i, function in enumerate(functions):
-        # The parameters of each function are a definition of their own, in which its references stay.
+        # Each function's parameters become a separate definition, so that references inside them still resolve.
         place = f"#/$defs/{i}"
         parameters[str(i)] = with_keywords(function.get("parameters") or {"type": "object"}, partial(_moved, place))
         properties = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
@@ -111,20 +118,21 @@ def grammar_of_calls(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _moved(root: str, keyword: str, text: str) -> str:
-    """Returns the text of a schema's keyword after the schema was moved to `root` of a larger one, which changes its
-    references."""
+    """Return the text of a schema's keyword after the schema moved to `root` of a larger one. References change."""
     return root + text[1:] if keyword == "$ref" and (text == "#" or text.startswith("#/")) else text
 
 
 def calls_in(text: str, rules: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """Returns (the text without its calls, [(name of a function, its arguments as JSON), ...]). Calls beyond `most` are
-    in neither."""
+    """Return (the text without its calls, [(name of a function, its arguments as JSON), ...]).
+
+    Calls beyond `most` are dropped.
+    """
     if rules["forced"] or text.lstrip()[:1] == "{":
         call = _call(text, rules["names"])
         return ("", [call]) if call is not None else (text, [])
     parts = [_call(part, rules["names"]) for part in _CALL.findall(text)]
     calls = [call for call in parts if call is not None]
-    if not calls or len(calls) < len(parts):  # if one of them is no valid call, all stay text
+    if not calls or len(calls) < len(parts):  # one invalid call leaves all of them as text
         return text, []
     return _CALL.sub("", text).rstrip(), calls[: rules.get("most")]
 
@@ -144,19 +152,19 @@ _THINK_OPEN, _THINK_CLOSE = THINK
 
 
 class ReasoningSplitter:
-    """A ReasoningSplitter splits a growing text into reasoning and answer, without white space around the reasoning.
+    """Splits a growing text into reasoning and answer, and strips white space around the reasoning.
 
-    A text holds reasoning where it begins with <think>, or its prompt ends with that.
+    A text has reasoning if it starts with <think>, or if its prompt ends with <think>.
     """
 
     def __init__(self, opened: bool):
-        """opened: whether the prompt ends with <think>."""
-        self._pending = ""  # text of which it is not certain yet where it belongs
-        self._is_open: bool | None = opened or None  # whether the text is inside reasoning; None: not certain yet
+        """opened: whether the prompt ends with <think>"""
+        self._pending = ""  # text that may still be reasoning or answer
+        self._is_open: bool | None = opened or None  # whether the text is inside reasoning; None: unknown yet
         self._has_thought = self._has_answer = False
 
     def add(self, text: str) -> tuple[str, str]:
-        """Returns the reasoning and the answer that are certain after `text` is appended."""
+        """Append `text`. Return (reasoning, answer) that are certain now and were not returned before."""
         pending, thought = self._pending + text, ""
         if self._is_open is None:
             head = pending.lstrip()
@@ -183,30 +191,34 @@ class ReasoningSplitter:
         return thought, pending
 
     def rest(self) -> tuple[str, str]:
-        """Returns the remaining reasoning and answer of a text that has ended."""
+        """Return the remaining (reasoning, answer) after the end of the text."""
         if not self._is_open:
             return "", self._pending
         return (self._pending if self._has_thought else self._pending.lstrip()).rstrip(), ""
 
 
 def split_reasoning(text: str, opened: bool) -> tuple[str, str]:
-    """Returns the reasoning and the answer of a whole text. opened: whether its prompt ends with <think>"""
+    """Return (reasoning, answer) of a whole text. opened: whether its prompt ends with <think>"""
     splitter = ReasoningSplitter(opened)
     begun, rest = splitter.add(text), splitter.rest()
     return begun[0] + rest[0], begun[1] + rest[1]
 
 
 class ChoiceText:
-    """A ChoiceText releases the text of a choice as it grows: its reasoning, and text that cannot be part of a call.
-    thinks: whether the prompt ends with <think>; None: there is no reasoning. calls: the rules by which calls are
-    found; None: there are none"""
+    """Releases the text of a choice as it grows: its reasoning, and text that cannot be part of a call."""
 
     def __init__(self, thinks: bool | None, calls: Mapping[str, Any] | None):
+        """Start an empty text.
+
+        Args:
+            thinks: Whether the prompt ends with <think>; None: there is no reasoning.
+            calls: The rules for finding calls; None: there are no calls.
+        """
         self._splitter, self._calls, self._text = None if thinks is None else ReasoningSplitter(thinks), calls, ""
-        self._num_thought = self._num_sent = 0  # letters of the reasoning and of the text that were released
+        self._num_thought = self._num_sent = 0  # released characters of reasoning and text
 
     def add(self, text: str) -> tuple[str, str]:
-        """Returns the reasoning and the text that are certain after `text` is appended."""
+        """Append `text`. Return (reasoning, text) that are certain now and were not released before."""
         thought = ""
         if self._splitter is not None:
             thought, text = self._splitter.add(text)
@@ -218,11 +230,11 @@ class ChoiceText:
         return thought, text
 
     def rest(self, message: Mapping[str, Any]) -> tuple[str, str]:
-        """Returns the reasoning and the text of the whole message, in a chat's form, that were not released yet."""
+        """Return (reasoning, text) of the whole chat message that were not released yet."""
         return message.get("reasoning", "")[self._num_thought :], (message["content"] or "")[self._num_sent :]
 
     def _settled(self, calls: Mapping[str, Any]) -> int:
-        """Returns how many letters of the text so far cannot be part of a call."""
+        """Return how many characters of the text so far cannot be part of a call."""
         text = self._text
         if calls["forced"] or text.lstrip()[:1] in ("{", ""):
             return 0
@@ -234,34 +246,32 @@ class ChoiceText:
 
 
 class Events:
-    """An Events makes the events of a response, each of them a dict.
+    """The events of a streamed response. Each event is a dict."""
 
-    is_named  whether an event is sent with its "type" as its name
-    mark      bytes that are sent after all events
-    """
-
-    is_named = True
-    mark = b""
+    is_named = True  # send the "type" of an event as its name
+    mark = b""  # bytes sent after the last event
 
     def begin(self, prompts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the events before any text. prompts: the notes of the prompts' Works"""
+        """Yield the events before any text. prompts: the notes of the prompts' Works"""
         raise NotImplementedError
 
     def piece(
         self, item: int, sample: int, text: str, tokens: list[dict[str, Any]], count: int
     ) -> Iterator[dict[str, Any]]:
-        """Yields events with more text of a sample, and its tokens. Text that may be a function call is held back until
-        the end. count: tokens of the sample so far"""
+        """Yield events with more text of a sample, and its tokens.
+
+        Text that may be a function call is held until the end. count: number of the sample's tokens so far
+        """
         raise NotImplementedError
 
     def end(self, item: int, answer: Generation) -> Iterator[dict[str, Any]]:
-        """Yields the events that end the samples of an item. answer: the item's"""
+        """Yield the events that end the samples of an item. answer: the item's"""
         raise NotImplementedError
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """Yields the events after all items have ended."""
+        """Yield the events after the end of all items."""
         yield from ()
 
     def failed(self, status: int, message: str, code: str, param: str | None) -> dict[str, Any]:
-        """Returns the event of an error that ends the response."""
+        """Return the event of an error that ends the response."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Reads and writes the bodies of Anthropic's messages: conversations, function calls, and answers in events."""
+"""Anthropic's messages: conversations, function calls, and streamed events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
-_OF_ANTHROPIC = re.compile(r"[a-z_]+_20\d{6}|tool_search_tool_(bm25|regex)")  # types of tools that Anthropic defines
+_OF_ANTHROPIC = re.compile(r"[a-z_]+_20\d{6}|tool_search_tool_(bm25|regex)")  # tool types that Anthropic defines
 
 
 def anthropic_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
-    """Returns (status, body) of an error in Anthropic's form."""
+    """Return (status, body) of an error in Anthropic's form."""
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -84,9 +84,7 @@ class AssistantMessage(Struct, tag_field="role", tag="assistant"):
 
 class Tool(Struct):
     name: str
-    type: Annotated[str, doc("custom, or a dated type of Anthropic's, which the prompt does not mention.")] | None = (
-        None
-    )
+    type: Annotated[str, doc("custom, or a dated type of Anthropic, which is left out of the prompt.")] | None = None
     description: str | None = None
     input_schema: Any = None
 
@@ -111,30 +109,30 @@ class Thinking(Struct):
 
 
 class CountTokens(RequestBody, kw_only=True):
-    """Counts the tokens of a conversation."""
+    """Count the tokens of a conversation."""
 
     model: Model = None
     messages: list[UserMessage | AssistantMessage]
-    max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)] = None
+    max_tokens: Annotated[Any, doc("Maximum number of tokens to generate.", "integer", minimum=1)] = None
     system: Annotated[str | list[TextBlock], doc("A system message.")] = ""
-    stop_sequences: Annotated[Any, doc("Texts that end the answer.", "array", items={"type": "string"})] = None
+    stop_sequences: Annotated[Any, doc("Stop strings.", "array", items={"type": "string"})] = None
     temperature: Annotated[Any, doc_of_option("temperature")] = None
     top_p: Annotated[Any, doc_of_option("top_p")] = None
     top_k: Annotated[Any, doc_of_option("top_k")] = None
-    stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
+    stream: Annotated[bool, doc("Stream the answer as server-sent events.")] = False
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | None = None
     metadata: Ignored = None
     service_tier: Ignored = None
-    thinking: Annotated[Thinking | None, doc("Changes nothing.")] = None
+    thinking: Annotated[Thinking | None, doc("Accepted and ignored.")] = None
     context_management: Ignored = None
     cache_control: Ignored = None
     output_config: OutputConfig | None = None
     output_format: Annotated[JsonSchema | None, doc("The older name of `output_config.format`.")] = None
 
     remedies: ClassVar = {
-        "messages": 'give a conversation: {"role": "user" or "assistant", "content": ...}, with text, image and'
-        " tool_result of the user, text and tool_use of the assistant",
+        "messages": 'give a conversation of {"role": "user" or "assistant", "content": ...}; the user has text, image'
+        " and tool_result, the assistant text and tool_use",
         "tools": 'give {"name": ..., "description": ..., "input_schema": {...}}',
         "tool_choice": 'give {"type": "auto", "any" or "none"}, or {"type": "tool", "name": ...} of one of the tools',
         "output_config": 'give {"format": {"type": "json_schema", "schema": {...}}, "effort": ...}',
@@ -143,7 +141,7 @@ class CountTokens(RequestBody, kw_only=True):
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order of a conversation. Raises InputError."""
+        """Return the order of a conversation. Raise InputError for a wrong one."""
         chat: Body = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
         chat["stop"] = self.stop_sequences
         chat["messages"] = [new for message in self.messages for new in _messages(message)]
@@ -177,9 +175,9 @@ class CountTokens(RequestBody, kw_only=True):
 
 
 class Message(CountTokens, kw_only=True):
-    """Continues a conversation."""
+    """Continue a conversation."""
 
-    max_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)]
+    max_tokens: Annotated[Any, doc("Maximum number of tokens to generate.", "integer", minimum=1)]
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -187,7 +185,7 @@ def _text(content: str | list[TextBlock]) -> str:
 
 
 def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
-    """Yields OpenAI's messages for one of Anthropic's, in which results of tools are messages of their own."""
+    """Yield OpenAI's messages for one of Anthropic's. Results of tools become separate messages."""
     role, content = "user" if isinstance(message, UserMessage) else "assistant", message.content
     if isinstance(content, str):
         yield {"role": role, "content": content}
@@ -214,15 +212,17 @@ def _messages(message: UserMessage | AssistantMessage) -> Iterator[Body]:
 
 
 def _address(source: Base64 | Url | File) -> str:
-    """Returns the address of an image: a data URL, a URL, or the id of an uploaded file."""
+    """Return the address of an image: a data URL, a URL, or the id of an uploaded file."""
     if isinstance(source, Base64):
         return f"data:{source.media_type};base64,{source.data}"
     return source.url if isinstance(source, Url) else source.file_id
 
 
 def _is_function(tool: Tool, number: int) -> bool:
-    """Returns whether the model is told of a tool: not of one that Anthropic defines. Raises InputError for a type that
-    is neither."""
+    """Return whether a tool is put into the prompt. Tools that Anthropic defines are not.
+
+    Raise InputError for any other type.
+    """
     if tool.type in (None, "custom"):
         return True
     if _OF_ANTHROPIC.fullmatch(tool.type):
@@ -240,7 +240,7 @@ def _tool(tool: Tool) -> Body:
 
 
 def message_body(meta: Body, answers: Sequence[Generation], *, model: str, id: str) -> Body:
-    """Returns the response to a request. answers: the answer to its only item"""
+    """Return the response to a request. answers: the answer to its only item"""
     (choice,), (answer,) = chat_body(meta, answers)["choices"], answers
     message = choice["message"]
     content: list[Body] = [{"type": "text", "text": message["content"]}] if message["content"] else []
@@ -268,7 +268,7 @@ def _usage(answer: Generation) -> Body:
 
 
 class MessageEvents(Events):
-    """A MessageEvents makes the events of a response; the "type" of an event is its name."""
+    """The events of a streamed response. The "type" of an event is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model, self._id = meta, model, id

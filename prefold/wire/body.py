@@ -1,5 +1,4 @@
-"""Bodies of requests as structs: the declaration of a field defines how it is parsed, and its description in
-OpenAPI."""
+"""Bodies of requests as structs. The declaration of a field defines its parsing and its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from ..spec.task import option_of
 from ..tasks.results import Answer
 
 T = TypeVar("T")
-# {what msgspec calls a type: what to give}, in the words of `options.checked`
+# {msgspec's name of a type: what to give}, in the words of `spec.fields.checked`
 _REMEDIES = {
     "bool": "true or false", "str": "a text", "int": "a whole number", "float": "a number", "array": "a list",
     "object": "an object",
@@ -32,12 +31,12 @@ _BOUNDS = {">=": ", {} or more", ">": ", more than {}", "<=": ", at most {}"}
 
 
 def doc(text: str, kind: str | None = None, **schema: Any) -> Meta:
-    """Returns the description of a field in OpenAPI, with the schema of its values if its type is Any."""
+    """Return the OpenAPI description of a field, with a schema of its values if its type is Any."""
     return Meta(description=text, extra_json_schema=({"type": kind} if kind else {}) | schema or None)
 
 
 def doc_of_option(name: str, **schema: Any) -> Meta:
-    """Returns the description of an option of generation. schema: for options that are not numbers"""
+    """Return the description of a generation option. schema: for options that are not numbers"""
     option = option_of("generate", name)
     least, most = option.metadata["least"], option.metadata["most"]
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
@@ -50,17 +49,17 @@ IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 IDS_OR_LISTS = {"anyOf": [IDS, {"type": "array", "items": IDS}]}
 OBJECTS = {"type": "array", "items": {"type": "object"}}
 TEXT_OR_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-Model = Annotated[Any, doc("One of the served names, or an adapter's; the model where it is left out.", "string")]
-Ignored = Annotated[Any, doc("Changes nothing.")]
+Model = Annotated[Any, doc("A served name, or the name of an adapter (default: the model).", "string")]
+Ignored = Annotated[Any, doc("Accepted and ignored.")]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16, description="Is repeated in the response."),
+    Meta(max_length=16, description="Repeated in the response."),
 ]
-METADATA_REMEDY = "give an object of at most 16 texts, of 512 letters each, with names of at most 64"
+METADATA_REMEDY = "give an object of at most 16 texts of up to 512 characters, with names of up to 64"
 
 
 class Word(StrEnum):
-    """A Word is an enumeration of words that are matched in any case."""
+    """An enumeration whose words match in any case."""
 
     @classmethod
     def _missing_(cls, value: object) -> Any:
@@ -68,17 +67,18 @@ class Word(StrEnum):
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A Body is the body of a request, whose fields are those of its class. A null stands for a field's default.
+    """The body of a request. Its fields are the fields of the class; null means a field's default.
 
-    A value of type Any is checked by its task, as in a record. `sent` writes a body for another server.
+    A value of type Any is checked by the task, as in a record. `sent` writes a body for another server.
 
-    unsupported   {refused field: its values that change nothing, which are accepted}
-    batch         {field that is refused in a line of a batch: (values that change nothing, the remedy)}
-    remedies      {field: the remedy if it is refused, missing or wrong}
-    missing       (message, remedy) of a missing required field
-    may_be_empty  whether a required field may be an empty text or list
-    is_listed     whether the error of an unknown field lists all fields
-    is_strict     whether texts are refused as numbers
+    Attributes:
+        unsupported: {refused field: values that change nothing and are accepted}
+        batch: {field refused in a line of a batch: (values that change nothing, the remedy)}
+        remedies: {field: remedy if the field is refused, missing or wrong}
+        missing: (message, remedy) of a missing required field
+        may_be_empty: a required field may be an empty text or list
+        is_listed: the error of an unknown field lists all fields
+        is_strict: a text is refused if a number is expected
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -91,13 +91,13 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True)
 
     @property
     def sent(self) -> dict[str, Any]:
-        """Return the body as an object of JSON, without the fields that have their defaults."""
+        """Return the body as a JSON object, without fields that have their defaults."""
         sent: dict[str, Any] = msgspec.to_builtins(self)
         return sent
 
     @classmethod
     def of(cls, body: Mapping[str, Any], *, in_batch: bool = False) -> Self:
-        """Returns the body that was sent as this object. Raises InputError, which names the field that is wrong."""
+        """Parse the JSON object of a request. Raise InputError, naming the wrong field."""
         fields, refused, remedies = cls.__struct_encode_fields__, cls.unsupported, cls.remedies
         if in_batch:
             refused = {**refused, **{name: values for name, (values, _) in cls.batch.items()}}
@@ -110,7 +110,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True)
                 del values[name]
             elif name in refused or name not in fields:
                 if missing and name not in refused and not near(name, missing):
-                    break  # what is missing says more than a field of another path
+                    break  # the missing field is the better error: the body is probably meant for another path
                 remedy = remedies.get(name, "leave it out")
                 if name in refused:
                     message = f"{cls.missing[0].partition(' ')[0].format(name)} is not supported"
@@ -133,7 +133,7 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True)
 
 @cache
 def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
-    """Returns (the required fields, {field: its type, if that is a Body})."""
+    """Return (the required fields, {field: its type, if the type is a Body})."""
     fields = msgspec.structs.fields(kind)
     kinds = {
         entry.name: [part for part in (entry.type, *get_args(entry.type)) if isinstance(part, type)] for entry in fields
@@ -144,134 +144,115 @@ def _parts(kind: type[Body]) -> tuple[list[str], dict[str, type[Body]]]:
 
 @dataclass
 class TaskOrder:
-    """A TaskOrder describes the work of a request for a task.
+    """The work of a request for a task, and how its response is made.
 
-    task       the task's name
-    items      its items
-    make       make(the task's answer to each item) -> the body of the response
-    options    of the task, for this request
-    fields     {name of a field of the task's items: its name in the request}, where they differ
-    share      whether prompts may share rows with other requests, now or later
-    echo       the Echo of prompts that are scored beside their continuations
-    readout    replaces the task's read-out; None: the task's
-    events     makes the events of a streamed response; None: it is sent whole
-
-    A server adds the `owner`, the size of the body in `num_bytes`, the `salt_prefix` outside of which no prefix is
-    shared, and whether the engine `computes` the order, or only its prompts are needed.
+    A server sets `owner`, `num_bytes`, `salt_prefix` and `computes`.
     """
 
-    task: str
-    items: Sequence[Any]
-    make: Callable[[list[Any]], Any] = list
-    options: Mapping[str, Any] = field(default_factory=dict)
+    task: str  # name of the task
+    items: Sequence[Any]  # items of the task
+    make: Callable[[list[Any]], Any] = list  # make(answers to the items) -> the body of the response
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the task for this request
+    # {field of an item: its name in the request}, if the names differ
     fields: Mapping[str, str] = field(default_factory=dict)
-    share: bool = True
-    echo: Any = None
-    readout: Readout | None = None
-    events: Any = None
+    share: bool = True  # prompts may share rows with earlier and later requests
+    echo: Any = None  # Echo of prompts that are scored beside their continuations
+    readout: Readout | None = None  # overrides the task's read-out; None: the task's
+    events: Any = None  # makes the events of a streamed response; None: not streamed
     owner: Owner = NO_OWNER
-    num_bytes: int = 0
-    salt_prefix: str = ""
-    computes: bool = True
+    num_bytes: int = 0  # size of the body
+    salt_prefix: str = ""  # requests share prefixes only within this prefix
+    computes: bool = True  # False: only the prompts are needed, the engine computes nothing
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Served holds what an order depends on besides its body.
+    """What an order depends on besides its body."""
 
-    llm           the served LLM
-    model, id     the model's name in the response, and a unique text for the response's id
-    fingerprint   the system_fingerprint of texts
-    max_logprobs  the most likely tokens that may be listed, at most
-    """
-
-    llm: Any
-    model: str = ""
-    id: str = ""
-    fingerprint: str = ""
-    max_logprobs: int = 0
+    llm: Any  # the served LLM
+    model: str = ""  # the model's name in the response
+    id: str = ""  # unique text for the response's id
+    fingerprint: str = ""  # system_fingerprint of generated texts
+    max_logprobs: int = 0  # maximum number of most likely tokens that may be listed
 
 
 class Settings(Body, kw_only=True):
-    """Settings are the fields of all requests to OpenAI's and vLLM's paths."""
+    """The fields that all requests to OpenAI's and vLLM's paths have."""
 
     model: Model = None
     truncate_prompt_tokens: (
-        Annotated[int, Meta(ge=-1, description="-1 cuts a prompt to what the model takes, k to k tokens.")] | None
+        Annotated[int, Meta(ge=-1, description="Cut a prompt to this many tokens (-1: to the model's limit).")] | None
     ) = None
-    cache_prompt: Annotated[bool, doc("false: the prompt shares nothing with earlier or later requests.")] = True
+    cache_prompt: Annotated[bool, doc("false: share no prefix with earlier or later requests.")] = True
     priority: Ignored = None
     request_id: Ignored = None
     user: Ignored = None
 
     batch: ClassVar = {
-        "truncate_prompt_tokens": ((), "leave it out, and give --truncate to cut what is too long"),
+        "truncate_prompt_tokens": ((), "leave it out, and give --truncate to cut long prompts"),
         "cache_prompt": ((True,), "leave it out"),
     }
     remedies: ClassVar = {
-        "truncate_prompt_tokens": "give a number of tokens, or -1 for what the model takes",
+        "truncate_prompt_tokens": "give a number of tokens, or -1 for the model's limit",
         "max_chunks_per_doc": "give max_tokens_per_doc", "rank_fields": "give the text of each document alone",
     }  # fmt: skip
     is_listed = False
 
     def options(self, task: str) -> dict[str, Any]:
-        """Returns the options of the task for `truncate_prompt_tokens`, which is vLLM's. Raises InputError."""
+        """Return the task's options for `truncate_prompt_tokens`, a parameter of vLLM. Raise InputError if it is 0."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return {}
         if limit == 0:
             name = "truncate_prompt_tokens"
             raise InputError(f"{name!r} is 0", field=name, remedy=self.remedies[name], code="wrong_type")
-        # A text goes on at its end, so that it is the beginning of its prompt that is left out.
+        # Generated text follows the end of the prompt, so cut the start.
         truncation = {"truncate": "left" if task == "generate" else True}
         return truncation if limit < 0 else truncation | {"max_length": limit}
 
 
 class Batchable(Settings, kw_only=True):
-    """A Batchable is the body of a request that may also be a line of a batch.
+    """The body of a request that may also be a line of a batch."""
 
-    task    the name of its task
-    fields  {name of a field of the task's items: its name in the request}, where they differ
-    prefix  the beginning of the response's id; None: it has neither id nor time
-    """
-
-    task: ClassVar[str]
-    fields: ClassVar[Mapping[str, str]] = {}
-    prefix: ClassVar[str | None] = None
+    task: ClassVar[str]  # name of the task
+    fields: ClassVar[Mapping[str, str]] = {}  # {field of an item: its name in the request}, if the names differ
+    prefix: ClassVar[str | None] = None  # start of the response's id; None: no id and no time
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns (items of the task, a meta for the response, which JSON can hold). defaults: {field of Sampling:
-        value} in place of OpenAI's. Raises InputError."""
+        """Return (items of the task, a JSON `meta` for the response). Raise InputError for wrong values.
+
+        defaults: {field of Sampling: value}, overrides OpenAI's defaults
+        """
         raise NotImplementedError
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Any]) -> dict[str, Any]:
-        """Returns the response without its id, time, model and usage."""
+        """Return the response without its id, time, model and usage."""
         raise NotImplementedError
 
     @classmethod
     def usage(cls, answers: Sequence[Any]) -> dict[str, Any]:
-        """Returns the numbers of tokens. answers: the task's answer to each item"""
+        """Return the numbers of tokens. answers: the task's answer to each item"""
         tokens = sum([answer.num_tokens for answer in answers])
         return {"prompt_tokens": tokens, "total_tokens": tokens}
 
     @classmethod
     def response(cls, meta: Mapping[str, Any], answers: Sequence[Answer], *, model: str, id: str) -> dict[str, Any]:
-        """Returns the response. model: its name there; id: follows the prefix of the response's id"""
+        """Return the response. model: its name in the response; id: follows the prefix in the response's id"""
         head = {} if cls.prefix is None else {"id": cls.prefix + id, "created": int(time.time())}
         return head | cls.body(meta, answers) | {"model": model, "usage": cls.usage(answers)}
 
     @classmethod
     def fields_of(cls, meta: Mapping[str, Any]) -> Mapping[str, str]:
-        """Returns {name of a field of the task's items: its name in the request}."""
+        """Return {field of an item: its name in the request}."""
         return {**cls.fields, **({"grammar": meta["format"]} if "format" in meta else {})}
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order of the request. Raises InputError."""
+        """Return the order of the request. Raise InputError for wrong values."""
         return self.ordered(served, *self.read({}))
 
     def ordered(self, served: ServedModel, items: Sequence[Any], meta: dict[str, Any], **values: Any) -> TaskOrder:
-        """Returns the order of these items. meta: as `read` returns it; values: fields of the order"""
+        """Return the order of these items. meta: as of `read`; values: fields of the order"""
         make = partial(self.response, meta, model=served.model, id=served.id)
         options, fields = self.options(self.task), self.fields_of(meta)
         return TaskOrder(self.task, items, make, options, fields, self.cache_prompt, **values)
@@ -280,13 +261,20 @@ class Batchable(Settings, kw_only=True):
 def converted(
     value: Any, kind: type[T], field: str = "", *, remedies: Mapping[str, str] | None = None, strict: bool = True
 ) -> T:
-    """Returns a value converted to a type. Raises InputError, which names the wrong field. field: the value's own
-    field; remedies: {field: remedy}; strict: whether texts are refused as numbers. Nulls in unknown fields are
-    ignored."""
+    """Convert a value to a type. Raise InputError, naming the wrong field. Nulls in unknown fields are ignored.
+
+    Args:
+        value: The value, as parsed from JSON.
+        kind: The type.
+        field: The name of the value itself, for errors.
+        remedies: {field: remedy}.
+        strict: Refuse a text if a number is expected.
+    """
     try:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        # "... - at `$.metadata`", and of a wrong key "... - at `key` in `$.metadata`"; of the whole value nothing
+        # The path ends the message: "... - at `$.metadata`", or "... - at `key` in `$.metadata`" for a wrong key.
+        # There is no path if the whole value is wrong.
         fault, mark, path = str(error).rpartition("`$")
         fault, path = (fault, path) if mark else (path, "")
         path, missing = path.rstrip("`").partition("[...]")[0], re.search("required field `(.*)`", fault)
@@ -310,14 +298,14 @@ def converted(
 
 
 def _at(value: Any, path: str) -> Any:
-    """Returns the part of a value at a path of msgspec, or None."""
+    """Return the part of a value at a path of msgspec, or None."""
     for step in re.findall(r"\w+", path):
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
     return value
 
 
 def _remedy(fault: str, kind: Any, name: str) -> str:
-    """Returns the remedy for a wrong field of a struct. fault: msgspec's message"""
+    """Return the remedy for a wrong field of a struct. fault: msgspec's message"""
     types = [entry.type for entry in msgspec.structs.fields(kind) if entry.name == name]
     for word in (part for entry_type in types for part in (entry_type, *get_args(entry_type))):
         if isinstance(word, type) and issubclass(word, Word):
@@ -330,8 +318,10 @@ def _remedy(fault: str, kind: Any, name: str) -> str:
 
 
 def renamed(field: str | None, names: Mapping[str, str]) -> str | None:
-    """Returns a request's name for a field of a task's items: "text[3]" is "inputs[3]" in a request to TEI, and any
-    part of a grammar is the parameter that sets it."""
+    """Return a request's name for a field of an item. For example, "text[3]" is "inputs[3]" in a request to TEI.
+
+    Any part of a grammar is called by the parameter that sets the grammar.
+    """
     name, bracket, index = (field or "").partition("[")
     if name.partition(".")[0] == "grammar":
         return names.get("grammar", name)

@@ -1,6 +1,7 @@
-"""/v1/chat/completions and /v1/completions: requests become items of the task "generate", answers become responses. The
-parameters are OpenAI's, and those that vLLM adds. An unsupported parameter is an error, unless its value changes
-nothing."""
+"""/v1/chat/completions and /v1/completions: requests become items of the task "generate", answers become responses.
+
+The parameters are OpenAI's and vLLM's. An unsupported parameter is an error, unless its value changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +36,30 @@ from .body import (
 )
 from .numbers import Prompts
 
-# OpenAI's defaults where they differ from those of Sampling. max_tokens None: until the model's context is full.
+# OpenAI's defaults that differ from Sampling's. max_tokens None: until the model's context is full.
 CHAT_DEFAULTS = {"temperature": 1.0, "max_tokens": None}
 COMPLETION_DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
-# {parameter: field of Sampling that takes its value}
+# {parameter: field of Sampling}
 _SAMPLING = http_names()
-# {option of generation that is no number: its schema}
+# {generation option that is not a number: its schema}
 _SCHEMAS: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1}, "stop": TEXT_OR_TEXTS, "stop_ids": IDS, "route": IDS,
     "logit_bias": {"type": "object"},
 }  # fmt: skip
-# {parameter of a grammar: the grammar's name in `grammar_from`}
+# {parameter for a grammar: its key in `grammar_from`}
 _GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark"}
 _STRUCTURED = {"json": "json_schema", "json_object": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}
-# OpenAI's and vLLM's values of reasoning_effort.
+# values of reasoning_effort in OpenAI's API and in vLLM
 Effort = Word("Effort", {name: name for name in ("none", "minimal", "low", "medium", "high", "xhigh", "max")})
 Tools = Annotated[Any, doc("Functions that the model may call.", **OBJECTS)]
-ToolChoice = Annotated[Any, doc("auto, none, required, or a function.", "string")]
+ToolChoice = Annotated[Any, doc("auto, none, required, or a function to call.", "string")]
 _LOGPROB = itemgetter("logprob")
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 Result = dict[str, Any]
 
 
 def openai_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Result]:
-    """Returns (status, body) of an error in OpenAI's form."""
+    """Return (status, body) of an error in OpenAI's form."""
     kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code or None}}
 
@@ -67,7 +68,7 @@ def openai_error(status: int, message: str, code: str, param: str | None) -> tup
 
 
 class StreamOptions(Body):
-    """StreamOptions say which chunks have the usage: a last one (`include_usage`), and with it every other one
+    """Which chunks have the usage: one last chunk (`include_usage`), and also every other one
     (`continuous_usage_stats`)."""
 
     include_usage: bool = False
@@ -76,12 +77,12 @@ class StreamOptions(Body):
 
 
 class Streamable(Batchable, kw_only=True):
-    """A Streamable is the body of a request whose response may be streamed."""
+    """The body of a request whose response may be streamed."""
 
-    stream: Annotated[bool, doc("Whether the answer is sent as server-sent events.")] = False
+    stream: Annotated[bool, doc("Stream the answer as server-sent events.")] = False
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
-    priority: Annotated[Any, doc("The larger, the longer its K/V is kept (--cache priority).", "integer")] = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only if their salts are equal.", "string")] = None
+    priority: Annotated[Any, doc("A larger number keeps the K/V longer (--cache priority).", "integer")] = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -99,14 +100,14 @@ class Streamable(Batchable, kw_only=True):
         return usage_of(answers)
 
     def check_stream_options(self) -> None:
-        """Raises InputError for options of a stream without "stream": true."""
+        """Raise InputError for options of a stream without "stream": true."""
         if self.stream_options is not None and not self.stream:
             message, remedy = "'stream_options' is given without 'stream'", 'give "stream": true'
             raise InputError(message, field="stream_options", remedy=remedy)
 
 
 def sampled(parameters: Iterable[str]) -> Any:
-    """Returns a class of bodies with these sampling parameters, which are declared as options."""
+    """Return a base class of bodies with these sampling parameters, declared like the options."""
     fields = [
         (name, Annotated[Any, doc_of_option(_SAMPLING[name], **_SCHEMAS.get(_SAMPLING[name], {}))], None)
         for name in parameters
@@ -115,16 +116,18 @@ def sampled(parameters: Iterable[str]) -> Any:
 
 
 class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
-    """A Generating is the body of a request for text."""
+    """The body of a request for generated text."""
 
-    prompt_logprobs: Annotated[Any, doc("So many likely tokens at each of the prompt.", "integer", minimum=0)] = None
+    prompt_logprobs: Annotated[
+        Any, doc("Number of most likely tokens to list for each prompt token.", "integer", minimum=0)
+    ] = None
     response_format: Annotated[Any, doc("OpenAI's: text, json_object or json_schema.", "object")] = None
     structured_outputs: Annotated[Any, doc("One of json, json_object, regex, choice, grammar.", "object")] = None
-    guided_json: Annotated[Any, doc("A JSON schema that the answer keeps.", "object")] = None
-    guided_regex: Annotated[Any, doc("A regular expression of the answer.", "string")] = None
-    guided_choice: Annotated[Any, doc("The answers.", "array", items={"type": "string"})] = None
-    guided_grammar: Annotated[Any, doc("A grammar in Lark's syntax.", "string")] = None
-    return_token_ids: Annotated[bool, doc("Whether the ids of the prompt's and the answer's tokens are given.")] = False
+    guided_json: Annotated[Any, doc("A JSON schema for the answer.", "object")] = None
+    guided_regex: Annotated[Any, doc("A regular expression for the answer.", "string")] = None
+    guided_choice: Annotated[Any, doc("The allowed answers.", "array", items={"type": "string"})] = None
+    guided_grammar: Annotated[Any, doc("A grammar for the answer, in Lark's syntax.", "string")] = None
+    return_token_ids: Annotated[bool, doc("Return the token ids of the prompt and of the answer.")] = False
     metadata: Ignored = None
     guided_decoding_backend: Ignored = None
 
@@ -165,7 +168,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
         return self.ordered(served, items, meta, echo=echo if is_scored else None, events=events)
 
     def sampling(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Returns the sampling options, and puts the name of the parameter with the grammar into `meta`."""
+        """Return the sampling options. The name of the parameter with the grammar goes into `meta`."""
         sampling = {field: value for name, field in _SAMPLING.items() if (value := getattr(self, name)) is not None}
         forms = {
             "response_format": _response_format(self.response_format),
@@ -173,7 +176,7 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
             **{name: None if (form := getattr(self, name)) is None else {kind: form} for name, kind in _GUIDED.items()},
         }
         grammars = [(name, grammar) for name, grammar in forms.items() if grammar is not None]
-        # Clients of older and newer versions of vLLM send one grammar under two names.
+        # Clients that support several versions of vLLM send one grammar under two names.
         for name, grammar in grammars[1:]:
             if grammar != grammars[0][1]:
                 message = f"{grammars[0][0]} and {name} are different grammars"
@@ -184,27 +187,31 @@ class Generating(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
 
     @property
     def item_fields(self) -> dict[str, Any]:
-        """Returns the fields of an item besides its prompt and its sampling."""
+        """Return the fields of an item besides its prompt and its sampling."""
         values = {"salt": self.cache_salt, "priority": self.priority, "with_ids": self.return_token_ids or None}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Chat(Generating):
-    """Continues a conversation."""
+    """Continue a conversation."""
 
     messages: Annotated[Any, doc("The conversation: role and content of each message.", **OBJECTS)]
     tools: Tools = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool, doc("false: at most one call of a function is answered.")] = True
-    logprobs: Annotated[Any, doc("Whether tokens have their log-probabilities.", "boolean")] = None
-    top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
-    documents: Annotated[Any, doc("What the chat template is told of documents.", **OBJECTS)] = None
+    parallel_tool_calls: Annotated[bool, doc("false: return at most one function call.")] = True
+    logprobs: Annotated[Any, doc("Return the log-probability of each token.", "boolean")] = None
+    top_logprobs: Annotated[Any, doc("Number of most likely tokens to list for each token.", "integer", minimum=0)] = (
+        None
+    )
+    documents: Annotated[Any, doc("Documents for the chat template.", **OBJECTS)] = None
     chat_template: Annotated[Any, doc("The name of a chat template, or its text.", "string")] = None
     chat_template_kwargs: Annotated[Any, doc("Variables of the chat template.", "object")] = None
-    add_generation_prompt: Annotated[Any, doc("Whether an answer begins behind the prompt.", "boolean")] = None
-    continue_final_message: Annotated[Any, doc("Whether the last message is continued.", "boolean")] = None
+    add_generation_prompt: Annotated[
+        Any, doc("End the prompt with the header of the assistant's message.", "boolean")
+    ] = None
+    continue_final_message: Annotated[Any, doc("Continue the last message.", "boolean")] = None
     reasoning_effort: Effort | None = None
-    include_reasoning: Annotated[bool, doc("false: the reasoning of a model that thinks is left out.")] = True
+    include_reasoning: Annotated[bool, doc("false: drop the reasoning of a model that thinks.")] = True
     verbosity: Ignored = None
 
     prefix = "chatcmpl-"
@@ -219,7 +226,7 @@ class Chat(Generating):
         )  # fmt: skip
         item |= {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_effort is not None:
-            # The task checks whether it is an object.
+            # The task raises if it is not an object.
             variables, effort = item.get("chat_template_kwargs", {}), self.reasoning_effort.value
             if isinstance(variables, Mapping):
                 item["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
@@ -227,7 +234,7 @@ class Chat(Generating):
         sampling = {**CHAT_DEFAULTS, **defaults, **self.sampling(meta)}
         if calls is not None:
             meta["calls"] = calls
-        # A response_format is for the message's text, which an answer that must be a call does not have.
+        # A response_format applies to the message's text. An answer that must be a call has no text.
         if grammar is not None:
             if meta.get("format", "response_format") != "response_format":
                 message = f"{meta['format']} and tool_choice exclude each other"
@@ -237,7 +244,7 @@ class Chat(Generating):
             sampling["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
             raise InputError("top_logprobs needs logprobs", field="top_logprobs", remedy='give "logprobs": true')
-        # An answer with a grammar has no reasoning: it follows the grammar from its beginning.
+        # An answer with a grammar has no reasoning: it follows the grammar from its first token.
         item["with_reasoning"] = "grammar" not in sampling
         return [item | {"sampling": sampling} | self.item_fields], meta
 
@@ -247,12 +254,14 @@ class Chat(Generating):
 
 
 class Completion(Generating, kw_only=True):
-    """Continues prompts."""
+    """Continue prompts."""
 
     prompt: Prompts
-    max_tokens: Annotated[Any, doc("0 with echo or prompt_logprobs only.", "integer", minimum=0)] = None
-    logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
-    echo: Annotated[bool, doc("Whether choices, and their log-probabilities, begin with the prompt.")] = False
+    max_tokens: Annotated[
+        Any, doc("Maximum number of tokens to generate; 0 only with echo or prompt_logprobs.", "integer", minimum=0)
+    ] = None
+    logprobs: Annotated[Any, doc("Number of most likely tokens to list for each token.", "integer", minimum=0)] = None
+    echo: Annotated[bool, doc("Put the prompt before each choice, also in the log-probabilities.")] = False
 
     prefix = "cmpl-"
     unsupported: ClassVar = Generating.unsupported | {"add_special_tokens": (True,)}
@@ -278,7 +287,7 @@ class Completion(Generating, kw_only=True):
 
     @classmethod
     def body(cls, meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
-        """Returns the response to a request with one prompt or several; the samples of a prompt follow each other."""
+        """Return the response to one or more prompts. The samples of a prompt follow each other."""
         choices: list[Result] = []
         for place, answer in enumerate(answers):
             for choice in answer.choices:
@@ -314,7 +323,7 @@ def _structured_outputs(value: Any) -> dict[str, Any] | None:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Returns the grammar of a response_format: OpenAI's, or huggingface_hub's, a json_object with a value."""
+    """Return the grammar of a response_format: OpenAI's, or huggingface_hub's, a json_object with a value."""
     if isinstance(value, dict) and value.get("type") == "json_object" and value.get("value") is not None:
         return {"json_schema": value["value"]}
     return format_grammar(value)
@@ -324,7 +333,7 @@ def _response_format(value: Any) -> dict[str, Any] | None:
 
 
 def chat_body(meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
-    """Returns the response to a chat request, without its id, time, model and usage."""
+    """Return the response to a chat request, without its id, time, model and usage."""
     choices, (answer,) = [], answers
     for index, choice in enumerate(answer.choices):
         logprobs = None if choice.logprobs is None else chat_logprobs(choice.logprobs)
@@ -354,7 +363,7 @@ def chat_body(meta: Mapping[str, Any], answers: Sequence[Generation]) -> Result:
 
 
 def reasoning_of(thought: str) -> dict[str, str]:
-    """Returns the fields of a message, or of a piece of it, with reasoning: under DeepSeek's name, and under vLLM's."""
+    """Return the reasoning fields of a message or delta, under DeepSeek's name and under vLLM's."""
     return {"reasoning_content": thought, "reasoning": thought}
 
 
@@ -363,7 +372,7 @@ def _fingerprint(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def usage_of(answers: Sequence[Generation]) -> Result:
-    """Returns the usage of a response: tokens of prompts, and of outputs."""
+    """Return the usage of a response."""
     prompt = sum([answer.num_tokens for answer in answers])
     generated_tokens = sum([answer.num_generated for answer in answers])
     details = {"cached_tokens": sum([answer.cached_tokens for answer in answers])}
@@ -390,13 +399,13 @@ def _chat_token(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def chat_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the log-probabilities of tokens in the form of a chat response."""
+    """Return the log-probabilities of tokens in the form of a chat response."""
     content = [_chat_token(e) | {"top_logprobs": [_chat_token(t) for t in e["top"]]} for e in entries]
     return {"content": content, "refusal": None}
 
 
 def _token_name(entry: Mapping[str, Any]) -> str:
-    """Return a token's text, or as OpenAI writes it the bytes of a token that is a part of a letter."""
+    """Return a token's text. For a token that is a part of a character, return its bytes as OpenAI writes them."""
     data = bytes(entry.get("bytes", ()))
     try:
         data.decode()
@@ -406,9 +415,9 @@ def _token_name(entry: Mapping[str, Any]) -> str:
 
 
 def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """Returns the log-probabilities of tokens in the form of a completion. start: the offset of the first token"""
+    """Return the log-probabilities of tokens in the form of a completion. start: text offset of the first token"""
     lengths = (len(entry.get("token", "")) for entry in entries)
-    # OpenAI always lists the chosen token among the most likely ones. The most likely of tokens with one text counts.
+    # OpenAI always lists the chosen token among the most likely ones. If tokens have equal texts, the likeliest counts.
     every = ([*entry["top"], entry] for entry in entries)
     top = [
         None if listed[-1]["logprob"] is None else {_token_name(t): t["logprob"] for t in sorted(listed, key=_LOGPROB)}
@@ -424,13 +433,14 @@ def completion_logprobs(entries: list[dict[str, Any]], start: int = 0) -> dict[s
 
 @dataclass(frozen=True)
 class Echo:
-    """An Echo says which parts of its prompts a request wants in the response.
+    """The parts of its prompts that a request wants in the response.
 
-    text        whether each choice begins with the prompt
-    logprobs    how many of the most likely tokens a choice's log-probabilities list for each token of the prompt; None:
-                there are no log-probabilities
-    num_listed  how many of the most likely tokens `prompt_logprobs` lists for each token of the prompt; None: none
-    is_all      whether nothing is generated
+    Attributes:
+        text: each choice starts with the prompt
+        logprobs: number of most likely tokens in a choice's log-probabilities, for each prompt token; None: no
+            log-probabilities of the prompt
+        num_listed: number of most likely tokens in `prompt_logprobs`, for each prompt token; None: no `prompt_logprobs`
+        is_all: nothing is generated
     """
 
     text: bool
@@ -440,15 +450,17 @@ class Echo:
 
     @property
     def top(self) -> int | None:
-        """Returns how many of the most likely tokens are computed for each token; None: the prompts are not scored."""
+        """Return how many of the most likely tokens to compute for each token; None: the prompts are not scored."""
         counts = [count for count in (self.logprobs, self.num_listed) if count is not None]
         return max([1, *counts]) if counts or self.is_all else None
 
 
 def read_echo(body: Any, *, most: int) -> Echo | None:
-    """Returns the Echo of a Chat or a Completion; None if the response has nothing of its prompts. If nothing is to be
-    generated, max_tokens becomes 1, and that token is dropped. most: the likely tokens that may be listed. Raises
-    InputError."""
+    """Return the Echo of a Chat or a Completion, or None if the response has nothing of its prompts.
+
+    If nothing is to be generated, set max_tokens to 1; the response drops that token. Raise InputError. most: maximum
+    number of most likely tokens that may be listed
+    """
     text = getattr(body, "echo", False)
     counts = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.logprobs if text else None}
     num_listed, logprobs = (
@@ -460,7 +472,7 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
     if is_all:
         body.max_tokens = 1
         if body.n not in (None, 1):
-            message = "'n' is given where nothing is generated"
+            message = "'n' is given, but nothing is generated"
             raise InputError(message, field="n", remedy="leave it out, or give max_tokens above 0")
     for name in ("stream", "truncate_prompt_tokens"):
         if getattr(body, name):
@@ -471,8 +483,10 @@ def read_echo(body: Any, *, most: int) -> Echo | None:
 
 
 def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Result | None]:
-    """Returns the log-probabilities of a prompt's tokens in vLLM's form: for each token those of itself and of the most
-    likely ones, by id; null for the first."""
+    """Return the log-probabilities of a prompt's tokens in vLLM's form.
+
+    Each entry maps token ids to values, for the token itself and the most likely tokens. The first entry is null.
+    """
 
     def likely(entry: Mapping[str, Any]) -> Result:
         ranked = [*enumerate(entry["top"][:count], 1), (entry["rank"], entry)]
@@ -488,29 +502,25 @@ def prompt_logprobs(entries: Sequence[Mapping[str, Any]], count: int) -> list[Re
 
 
 class _Choice:
-    """A _Choice counts what was sent of a choice. prompt: the note of its prompt; calls: the rules by which calls are
-    found"""
+    """The state of a streamed choice: what was sent so far."""
 
     def __init__(self, prompt: Result, calls: Mapping[str, Any] | None):
+        """prompt: the note of its prompt; calls: the rules for finding calls"""
         self.prompt, self.text = prompt, ChoiceText(prompt.get("thinks"), calls)
-        self.ids: list[int] = []  # of its tokens so far
-        self.num_ids: int | None = None  # how many of them were sent
-        self.num_logprobs = self.num_letters = 0  # tokens whose log-probabilities were sent, and their letters
+        self.ids: list[int] = []  # token ids so far
+        self.num_ids: int | None = None  # number of ids that were sent
+        self.num_logprobs = self.num_letters = 0  # tokens whose log-probabilities were sent, and their characters
 
 
 class Chunks(Events):
-    """A Chunks makes the chunks of a streamed response.
-
-    kind     Chat or Completion
-    options  which chunks have the usage
-    samples  choices of each prompt
-    """
+    """The chunks of a streamed response."""
 
     is_named, mark = False, b"data: [DONE]\n\n"
 
     def __init__(
         self, kind: type[Generating], meta: Result, options: StreamOptions, *, model: str, id: str, samples: int
     ):
+        """kind: Chat or Completion; options: which chunks have the usage; samples: choices of each prompt"""
         self._kind, self._meta, self._options = kind, meta, options
         self._samples, self._chat = samples, issubclass(kind, Chat)
         name = "chat.completion.chunk" if self._chat else "text_completion"
@@ -540,7 +550,7 @@ class Chunks(Events):
             yield self._with_ids(self._chunk(index, reasoning_of(thought)), choice)
         if text:
             chunk = self._chunk(index, {"content": text} if self._chat else text)
-            # If text was held back, it is not known which tokens are in it.
+            # If text was held back, its tokens are unknown.
             if tokens and "logprob" in tokens[0] and "calls" not in self._meta and "thinks" not in choice.prompt:
                 chunk["choices"][0]["logprobs"] = self._logprobs(choice, tokens)
             yield self._with_ids(chunk, choice)
@@ -548,7 +558,7 @@ class Chunks(Events):
     def end(self, item: int, answer: Generation) -> Iterator[Result]:
         self._answers[item] = answer
         self._counts[item] = {0: answer.num_generated}
-        # The log-probabilities of all tokens but the last ones were sent with their text.
+        # The log-probabilities of earlier tokens were sent with their text.
         bare = answer
         if answer.choices[0].logprobs is not None:
             bare = replace(answer, choices=tuple([replace(choice, logprobs=None) for choice in answer.choices]))
@@ -565,7 +575,7 @@ class Chunks(Events):
             if tokens := (answer.choices[sample].logprobs or [])[choice.num_logprobs :]:
                 entry["logprobs"] = self._logprobs(choice, tokens)
             if "tool_calls" in message:
-                # OpenAI's packages see the end of a call's arguments in a later chunk with the finish_reason.
+                # OpenAI's clients need the finish_reason in a later chunk to see that a call's arguments are complete.
                 entry["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(message["tool_calls"])]
                 yield chunk
                 chunk = self._with_ids(self._chunk(index, {}), choice)
@@ -581,8 +591,11 @@ class Chunks(Events):
         return openai_error(status, message, code, param)[1]
 
     def _with_ids(self, chunk: Result, choice: _Choice) -> Result:
-        """Returns a chunk, with the ids of a choice's tokens that have not been sent, if the request wants them. The
-        ids of a chat's prompt are in the first chunk of all, those of a completion's in its first chunk."""
+        """Add the token ids of a choice that were not sent yet, if the request wants ids.
+
+        A chat sends the prompt's ids in its very first chunk. A completion sends them in the first chunk of each
+        choice.
+        """
         if "ids" in choice.prompt:
             if not self._chat and choice.num_ids is None:
                 chunk["choices"][0]["prompt_token_ids"] = choice.prompt["ids"]
@@ -591,7 +604,7 @@ class Chunks(Events):
         return chunk
 
     def _logprobs(self, choice: _Choice, tokens: list[Result]) -> Result:
-        """Returns the log-probabilities of the tokens after those that were sent."""
+        """Return the log-probabilities of tokens that follow the tokens sent so far."""
         letters = choice.num_letters
         choice.num_logprobs += len(tokens)
         choice.num_letters += sum(len(token.get("token", "")) for token in tokens)

@@ -38,17 +38,17 @@ class Deciding(Batchable, kw_only=True):
 
 
 class SystemOne(Deciding):
-    """Answers typed questions about a state, each with its probabilities."""
+    """Answer typed questions about a state, each with its probabilities."""
 
     state: Annotated[Any, doc("A text, or a JSON value.")]
     questions: Annotated[Any, doc("{name: {type, instructions, criteria}}; type: noul, choice or score.", "object")]
     instructions: Annotated[Any, doc("A text for all questions: the system message.", "string")] = None
-    images: Annotated[Any, doc("URLs or data URLs, which stand before the state, as in vLLM.", "array")] = None
+    images: Annotated[Any, doc("URLs or data URLs. They are put before the state, as in vLLM.", "array")] = None
     assets: Annotated[
-        Any, doc("{name: {type: image, format, data_base64}}: wherever a name occurs stands its image.", "object")
+        Any, doc("{name: {type: image, format, data_base64}}. An image replaces every use of its name.", "object")
     ] = None
     chat_template_kwargs: Annotated[Any, doc("Further variables for the chat template.", "object")] = None
-    cache_salt: Annotated[Any, doc("Requests share a prefix only where this is equal.", "string")] = None
+    cache_salt: Annotated[Any, doc("Requests share a prefix only if their salts are equal.", "string")] = None
 
     fields: ClassVar = {"salt": "cache_salt"}
     unsupported: ClassVar = {"audio": ([],), "videos": ([],)}
@@ -72,12 +72,12 @@ class SystemOne(Deciding):
         (decision,) = answers
         of = _all(decision)
         diagnostics = {name: known for name, answer in of.items() if (known := _diagnostics(answer))}
-        more = {"diagnostics": diagnostics} if diagnostics else {}  # where vLLM has them
+        more = {"diagnostics": diagnostics} if diagnostics else {}  # as in vLLM
         return {"answers": {name: _system_one(answer) for name, answer in of.items()}, **more}
 
 
 class Decisions(Deciding):
-    """Answers questions about an input, in their order, as OpenAI's API does."""
+    """Answer questions about an input, in their order, as OpenAI's API does."""
 
     input: Annotated[Any, doc("A text, or messages and calls.", anyOf=[{"type": "string"}, OBJECTS])]
     questions: Annotated[Any, doc("1 to 400 questions of the types predicate, choice and score.", **OBJECTS)]
@@ -99,7 +99,7 @@ class Decisions(Deciding):
         for i, one in enumerate(self.questions):
             name = one.get("name")
             names.append(name)
-            # Two questions may have one name, and a question need not have one.
+            # Names are optional here, and two questions may have the same name.
             key = name if isinstance(name, str) and name and name not in questions else f"questions[{i}]"
             parts = {part: value for part, value in one.items() if part != "name"}
             if isinstance(parts.get("instructions"), list):
@@ -124,21 +124,21 @@ def _check_count(count: int) -> None:
 
 
 def _all(decision: Decision) -> dict[str, DecisionAnswer]:
-    """Return the answers to all questions. Raise the InputError of a question that could not be answered."""
+    """Return the answers to all questions. Raise the InputError of the first question that failed."""
     for error in decision.errors.values():
         raise error
     return decision.answers
 
 
 def _diagnostics(answer: DecisionAnswer) -> Result:
-    """Return what is known of an answer beside System One's fields."""
+    """Return the fields of an answer that System One's API does not have."""
     labels = {"label_mass": answer.label_mass, "argmax_is_label": answer.argmax_is_label}
     known = {} if answer.label_mass is None else labels
     return known if answer.review is None else known | {"review": answer.review}
 
 
 def _system_one(answer: DecisionAnswer) -> Result:
-    """Return an answer as System One has it."""
+    """Return an answer in System One's form."""
     if answer.type == "noul":
         return {"type": "noul", "noul": answer.probabilities["true"]}
     own = {"legend": answer.legend} if answer.type == "score" else {}
@@ -147,7 +147,7 @@ def _system_one(answer: DecisionAnswer) -> Result:
 
 
 def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:
-    """Return an answer as OpenAI has it, without its name. labels: of the levels of a score"""
+    """Return an answer in OpenAI's form, without its name. labels: the labels of a score's levels"""
     if answer.type == "noul":
         return {"type": "predicate", "probability": answer.probabilities["true"]}
     if answer.type == "choice":
@@ -159,7 +159,7 @@ def _openai(answer: DecisionAnswer, labels: Sequence[str] | None) -> Result:
 
 
 def _listed(images: object) -> list[object]:
-    """Return the values of `images`: URLs, or images as chat messages have them."""
+    """Return the values of `images`: URLs, or images in the form of chat messages."""
     if images in (None, [], {}):
         return []
     if not isinstance(images, list):
@@ -171,7 +171,7 @@ def _listed(images: object) -> list[object]:
             value = image
         if value is None:
             remedy = 'give a URL or a data URL: "data:image/png;base64,..."'
-            raise InputError(f"images[{i}] is no image", field=f"images[{i}]", remedy=remedy, code="wrong_type")
+            raise InputError(f"images[{i}] is not an image", field=f"images[{i}]", remedy=remedy, code="wrong_type")
         values.append(value)
     return values
 
@@ -188,26 +188,26 @@ def _assets(assets: object) -> dict[str, object]:
         own = asset if isinstance(asset, Mapping) else {}
         if own.get("type", "image") != "image" or not isinstance(own.get("data_base64"), str):
             field = f"assets[{name!r:.100}]"
-            raise InputError(f"{field} is no image", field=field, remedy=remedy, code="wrong_type")
+            raise InputError(f"{field} is not an image", field=field, remedy=remedy, code="wrong_type")
         images[name] = f"data:image/{own.get('format', 'png')};base64,{own['data_base64']}"
     return images
 
 
 def state_of(items: object) -> tuple[object, dict[str, object]]:
-    """Return (the state of OpenAI's `input`, {name: image} of the images in it).
+    """Return (the state made from OpenAI's `input`, {name: image} of the images in it).
 
-    One message of a user stays as it is. Otherwise each item is a paragraph that begins with its role. Raise InputError
-    for items of other kinds.
+    A single user message stays as it is. Otherwise each item becomes a paragraph that starts with its role. Raise
+    InputError for items of other kinds.
     """
     pictures = _Pictures(items)
     return pictures.state(items), pictures.found
 
 
 class _Pictures:
-    """Writes items and parts as texts, in which a name stands for each image."""
+    """Renders items and parts as texts. A name replaces each image."""
 
     def __init__(self, beside: object):
-        """beside: holds all texts that names stand in"""
+        """beside: everything that the names will be part of, so that they are chosen unique"""
         self.found: dict[str, object] = {}  # {name: image}
         self._beside = beside
         self._names: ImageNames | None = None
@@ -220,7 +220,7 @@ class _Pictures:
         return name
 
     def state(self, items: object) -> object:
-        """Return the state of OpenAI's `input`: a text, or the text of messages, calls and their outputs."""
+        """Return the state made from OpenAI's `input`: its text, or one text of all messages, calls and outputs."""
         if not isinstance(items, list):
             return items
         if not items:
@@ -232,7 +232,7 @@ class _Pictures:
         return "\n\n".join(f"{role}: {text}" for role, text in written)
 
     def _item(self, item: object, field: str, names: dict[object, object]) -> tuple[str, str]:
-        """Return (the role, the text) of an item."""
+        """Return (role, text) of an item."""
         if not isinstance(item, Mapping):
             remedy = 'give {"role": "user", "content": "..."}'
             raise InputError(f"{field!r} is not an object", field=field, remedy=remedy, code="wrong_type")
@@ -249,14 +249,12 @@ class _Pictures:
                 message = f"{field!r} is the output of a call that is not in the input"
                 raise InputError(message, field=f"{field}.call_id", remedy=remedy)
             return f"{names[item['call_id']]} returns", self.joined(item.get("output"), f"{field}.output")
-        message = (
-            f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no role that is known"
-        )
+        message = f"{field!r} is of the type {kind!r:.80}" if kind != "message" else f"{field!r} has no known role"
         remedy = "give messages of user, developer, system or assistant, and calls with their outputs"
         raise InputError(message, field=field, remedy=remedy, code="unsupported")
 
     def joined(self, content: object, field: str) -> str:
-        """Return the text of a text or of parts: texts, and JSON written as JSON."""
+        """Return a text, or the joined text of parts. JSON parts are written as JSON."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
@@ -287,7 +285,7 @@ class _Pictures:
         return "".join(texts)
 
     def _image(self, part: object, field: str) -> object:
-        """Return the image of a part; None for a part of another kind."""
+        """Return the image of a part, or None for any other part."""
         image = image_in(part, field)
         if isinstance(image, Mapping) and "url" not in image:
             image = image.get("file_id")

@@ -1,5 +1,7 @@
-"""Requests for embeddings and scores: OpenAI's embeddings, /rerank and /v1/score of Cohere and vLLM, and vLLM's
-/classify and /pooling. They become items of tasks, and answers become responses."""
+"""Requests for embeddings and scores become items of tasks, and the answers become responses.
+
+The APIs are OpenAI's embeddings, /rerank and /v1/score of Cohere and vLLM, and vLLM's /classify and /pooling.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from .body import (
 )
 
 Result = dict[str, Any]
-SEARCH_UNIT = 100  # documents of a query that Cohere counts as one unit
+SEARCH_UNIT = 100  # Cohere counts this many documents of a query as one unit
 Encoding = Word("Encoding", {"float": "float", "base64": "base64"})
 _TEXTS_OR_IDS: Any = [*TEXT_OR_TEXTS["anyOf"], *IDS_OR_LISTS["anyOf"]]
 Prompts = Annotated[Any, doc("A text, texts, token ids, or lists of token ids.", anyOf=_TEXTS_OR_IDS)]
-DIMENSIONS = doc("The vectors' first so many numbers, scaled to length 1.", "integer", minimum=1)
+DIMENSIONS = doc("Keep only this many values of each vector, scaled to length 1.", "integer", minimum=1)
 
 
 class Embeddings(Batchable):
-    """Returns the vectors of texts."""
+    """Embed texts."""
 
     input: Prompts
     dimensions: Annotated[Any, DIMENSIONS] = None
@@ -59,7 +61,7 @@ class Embeddings(Batchable):
 
 
 def in_base64(vectors: Any) -> list[str]:
-    """Returns vectors as base64 texts of their float32 numbers."""
+    """Return vectors as base64 of their float32 values."""
     return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
 
 
@@ -67,7 +69,7 @@ def in_base64(vectors: Any) -> list[str]:
 
 
 Texts = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
-Instruction = Annotated[Any, doc("What the reranker is told to look for.", "string")]
+Instruction = Annotated[Any, doc("The instruction to the reranker.", "string")]
 Template = Annotated[Any, doc("The prompt, with {query} and {document} in any order.", "string")]
 
 
@@ -87,13 +89,15 @@ class Pairs(Batchable, kw_only=True):
 
 
 class Rerank(Pairs):
-    """Scores documents by how well they answer a query, the best first."""
+    """Score documents by how well they answer a query, the best first."""
 
-    query: Annotated[Any, doc("What the documents are to answer.", "string")]
-    documents: Annotated[Any, doc("Texts, or objects with a text.", "array", items={"type": ["string", "object"]})]
-    top_n: Annotated[Any, doc("How many of the best documents are answered.", "integer", minimum=1)] = None
-    return_documents: Annotated[bool, doc("Whether each result holds its document.")] = True
-    max_tokens_per_doc: Annotated[Any, doc("How many tokens are read of each document.", "integer", minimum=1)] = None
+    query: Annotated[Any, doc("The query.", "string")]
+    documents: Annotated[Any, doc('Texts, or objects {"text": ...}.', "array", items={"type": ["string", "object"]})]
+    top_n: Annotated[Any, doc("Maximum number of documents to return, the best ones.", "integer", minimum=1)] = None
+    return_documents: Annotated[bool, doc("Return the document of each result.")] = True
+    max_tokens_per_doc: Annotated[Any, doc("Read at most this many tokens of each document.", "integer", minimum=1)] = (
+        None
+    )
 
     prefix = "rerank-"
     missing = ("{!r} is missing", "give {}")
@@ -116,7 +120,7 @@ class Rerank(Pairs):
 
 
 class Scoring(Pairs):
-    """Scores pairs of texts: of `text_1` and `text_2`, for which there are other names."""
+    """Score pairs of texts: `text_1` with `text_2`. The other fields are aliases of these two."""
 
     text_1: Texts = None
     text_2: Texts = None
@@ -130,8 +134,8 @@ class Scoring(Pairs):
     fields: ClassVar = {"query": "text_1", "document": "text_2", "documents": "text_2"}
 
     def read(self, defaults: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns an item of one text and one or many others, or an item for each pair, and what the response needs.
-        Raises InputError."""
+        """Return one item for one text with one or many others, or an item for each pair. Raise InputError for wrong
+        texts."""
         sides = []
         for name, aliases in (("text_1", ("queries", "data_1")), ("text_2", ("documents", "items", "data_2"))):
             texts = next((value for alias in (name, *aliases) if (value := getattr(self, alias)) is not None), None)
@@ -146,8 +150,8 @@ class Scoring(Pairs):
         if len(first) == 1:
             return [{"query": first[0], "documents": second, **fixed}], {}
         if len(first) != len(second):
-            message = f"'text_1' holds {len(first)} texts and 'text_2' {len(second)}, which are not pairs"
-            remedy = "give one text, or as many as in text_2"
+            message = f"'text_1' has {len(first)} texts and 'text_2' {len(second)}, which do not form pairs"
+            remedy = "give one text, or the same number as in text_2"
             raise InputError(message, field="text_1", remedy=remedy, code="wrong_type")
         return [{"query": a, "document": b, **fixed} for a, b in zip(first, second, strict=True)], {}
 
@@ -163,13 +167,14 @@ class Scoring(Pairs):
 
 
 class Classify(Settings):
-    """Returns the labels of a classification head, with their scores."""
+    """Classify texts with the classification head: return a label and the scores of all labels."""
 
     input: Prompts
-    use_activation: Annotated[bool | None, doc("false: logits, or vectors that are not scaled.")] = None
+    use_activation: Annotated[bool | None, doc("false: return logits, or vectors that are not normalised.")] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for the labels of texts. Raises UnsupportedModelError for a model that has none."""
+        """Return the order of a label for each text. Raise UnsupportedModelError for a model without a classification
+        head."""
         return labels_of(self._labels(served, f"classify-{served.id}"), served)
 
     def _labels(self, served: ServedModel, id: str) -> TaskOrder:
@@ -192,8 +197,16 @@ class Classify(Settings):
         options: Mapping[str, Any],
         **more: Any,
     ) -> TaskOrder:
-        """Returns the order of an item for each text. entry: entry(answer to an item) -> its part of the response; id:
-        of the response; more: further fields of each item"""
+        """Return the order of an item for each text.
+
+        Args:
+            served: What the order depends on besides the body.
+            id: The id of the response.
+            task: The name of the task.
+            entry: entry(answer to an item) -> its part of the response.
+            options: Options of the task.
+            more: Further fields of each item.
+        """
 
         def make(answers: Sequence[Answer]) -> Result:
             head = {"id": id, "object": "list", "created": int(time.time()), "model": served.model}
@@ -206,15 +219,15 @@ class Classify(Settings):
 
 
 class Pooling(Classify, kw_only=True):
-    """Returns vectors, or what a classification head gives."""
+    """Return embeddings, or the values of the classification head if the model has one."""
 
-    task: Annotated[Any, doc("embed, or classify where the model has a classification head.", "string")] = None
+    task: Annotated[Any, doc("embed, or classify if the model has a classification head.", "string")] = None
     dimensions: Annotated[Any, DIMENSIONS] = None
     encoding_format: Encoding = Encoding.float
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for vectors, or for the values of a classification head if the model has one. Raises
-        InputError."""
+        """Return the order of vectors, or of the values of the model's classification head. Raise InputError for wrong
+        fields."""
         task, id = "embed" if served.llm.config.num_labels is None else "classify", f"pool-{served.id}"
         if self.task is not None and str(self.task).lower() != task:
             message, remedy = f"'task' is {self.task!r:.100}", f"give one of {task}"
@@ -227,7 +240,7 @@ class Pooling(Classify, kw_only=True):
 
             return self._ordered(served, id, task, entry, options, dimensions=self.dimensions)
         if self.dimensions is not None:
-            message, remedy = "'dimensions' is for embeddings, and the model classifies", "leave it out"
+            message, remedy = "'dimensions' is for embeddings, but the model classifies", "leave it out"
             raise InputError(message, field="dimensions", remedy=remedy, code="unsupported")
         return self._labels(served, id)
 
@@ -236,9 +249,9 @@ class Pooling(Classify, kw_only=True):
 
 
 def labels_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Returns an order for labels. Raises UnsupportedModelError for a model without a classification head."""
+    """Return the order unchanged. Raise UnsupportedModelError for a model without a classification head."""
     if served.llm.config.num_labels is None:
-        message = "the model has no classification head, and so no labels; serve one ...ForSequenceClassification"
+        message = "the model has no classification head; serve a model ...ForSequenceClassification"
         raise UnsupportedModelError(message)
     return order
 
@@ -253,7 +266,7 @@ _FORMS: dict[str, Any] = {
     "ubinary": _ubinary,
     "binary": lambda vectors: (_ubinary(vectors).astype(np.int16) - 128).astype(np.int8),
 }
-# What texts are, and the name of the checkpoint's prompt that is put before such, where it has one.
+# {input_type: name of the checkpoint's prompt for texts of this type, if it has one}
 _INPUTS = {
     "search_query": "query", "search_document": "document", "classification": "classification",
     "clustering": "clustering",
@@ -263,12 +276,12 @@ Truncate = Word("Truncate", {name: name for name in ("NONE", "START", "END")})
 
 
 class CohereEmbed(Body, kw_only=True):
-    """Returns the vectors of texts."""
+    """Embed texts."""
 
     model: Model = None
     texts: list[str]
     input_type: InputType = InputType.search_document
-    embedding_types: Annotated[list[str] | None, doc(f"The forms of the vectors: {', '.join(_FORMS)}.")] = None
+    embedding_types: Annotated[list[str] | None, doc(f"Formats of the vectors: {', '.join(_FORMS)}.")] = None
     output_dimension: Annotated[Any, DIMENSIONS] = None
     truncate: Truncate = Truncate.END
     priority: Ignored = None
@@ -276,9 +289,15 @@ class CohereEmbed(Body, kw_only=True):
     remedies: ClassVar = {"texts": "give a list of texts", "embedding_types": f"give some of {', '.join(_FORMS)}"}
 
     def order(self, served: ServedModel, default: Sequence[str] | None = None) -> TaskOrder:
-        """Returns the order for a vector of each text, in one form or several. default: embedding_types of a body
-        without them; None: the vectors are a bare list, as in /v1/embed. Raises InputError for unknown forms, and for
-        int8 and uint8, whose scale belongs to models that were trained for them."""
+        """Return the order of a vector for each text, in one or more formats.
+
+        Raise InputError for unknown formats. int8 and uint8 are unknown here, because their scale is only defined by
+        models trained for them.
+
+        Args:
+            served: What the order depends on besides the body.
+            default: embedding_types of a body without them; None: return a bare list of vectors, as /v1/embed does.
+        """
         types = default if self.embedding_types is None else self.embedding_types
         for kind in types or ():
             if kind not in _FORMS:
@@ -305,5 +324,5 @@ class CohereEmbed(Body, kw_only=True):
 
 
 def cohere_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
-    """Returns (status, body) of an error in Cohere's form."""
+    """Return (status, body) of an error in Cohere's form."""
     return status, {"message": message}

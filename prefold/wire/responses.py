@@ -1,5 +1,8 @@
-"""OpenAI's /v1/responses: a request becomes an item of the task "generate" by way of a chat request, and the answer
-becomes a response with output items, whole or in events."""
+"""OpenAI's /v1/responses.
+
+A request is converted to a chat request, and that to an item of the task "generate". The answer becomes a response with
+output items, whole or in events.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from .completions import Chat, Effort, Streamable, ToolChoice, Tools, chat_body,
 
 Body = dict[str, Any]
 
-# A response has one answer, and `max_output_tokens` in place of max_tokens.
+# A response has one answer, and `max_output_tokens` instead of max_tokens.
 _SAMPLING = [name for name in http_names(SamplerOptions) if name not in ("n", "max_tokens", "max_completion_tokens")]
-# Parameters that a chat request has too; those of vLLM beside OpenAI's.
+# parameters that a chat request also has (OpenAI's and vLLM's)
 _SAME = [*_SAMPLING, "cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls"]
-# {name of a field in a chat request: its name here}
+# {field of a chat request: its name here}
 _NAMES = {
     "reasoning_effort": "reasoning.effort", "response_format": "text.format", "messages": "input",
     "max_completion_tokens": "max_output_tokens",
 }  # fmt: skip
-# Parameters that the response repeats.
+# parameters that the response repeats
 _SAID = (
     "instructions", "max_output_tokens", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls", "text",
     "top_logprobs", "reasoning",
@@ -45,17 +48,19 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class Responses(sampled(_SAMPLING), kw_only=True):  # type: ignore[misc]
-    """Continues a conversation of items."""
+    """Continue a conversation of items."""
 
     input: Annotated[Any, doc("A text, or items.", anyOf=[{"type": "string"}, OBJECTS])]
-    instructions: Annotated[str | None, doc("What stands before the input, as a system message.")] = None
-    max_output_tokens: Annotated[Any, doc("The most tokens of the answer.", "integer", minimum=1)] = None
+    instructions: Annotated[str | None, doc("A system message before the input.")] = None
+    max_output_tokens: Annotated[Any, doc("Maximum number of tokens to generate.", "integer", minimum=1)] = None
     tools: Tools = None
     tool_choice: ToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, doc("false: at most one call of a function is answered.")] = None
+    parallel_tool_calls: Annotated[bool | None, doc("false: return at most one function call.")] = None
     text: Annotated[Any, doc('{"format": text, json_object or json_schema}.', "object")] = None
     include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = ()
-    top_logprobs: Annotated[Any, doc("How many most likely tokens are listed.", "integer", minimum=0)] = None
+    top_logprobs: Annotated[Any, doc("Number of most likely tokens to list for each token.", "integer", minimum=0)] = (
+        None
+    )
     metadata: Metadata | None = None
     reasoning: Annotated[Any, doc('{"effort": ...}: a variable of the chat template.', "object")] = None
     client_metadata: Ignored = None
@@ -158,7 +163,7 @@ class Function(Struct, tag="function"):
     parameters: Any = None
 
 
-# Types of tools that are no functions: of OpenAI's server, or of free text. The model is not told of them.
+# Tool types that are not functions: tools of OpenAI's server, or of free text. They are left out of the prompt.
 _NO_FUNCTIONS = {
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "custom", "file_search", "image_generation",
     "local_shell", "mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search",
@@ -180,8 +185,10 @@ _TOOL_CHOICE = (
 
 
 def _messages(value: Any) -> Iterator[Body]:
-    """Yields the messages of a chat request. Consecutive function calls belong to one message, and so does the
-    reasoning before them, or before a text."""
+    """Yield the messages of a chat request.
+
+    Consecutive function calls become one message. The reasoning before them, or before a text, joins that message.
+    """
     calls: list[Body] = []
     thought: Body = {}
     if isinstance(value, str):
@@ -214,7 +221,7 @@ def _messages(value: Any) -> Iterator[Body]:
 
 
 def _parts(content: str | list[Part], field: str) -> Any:
-    """Returns the content of a message in the form of a chat request: its text, or its parts if it has images."""
+    """Return a message's content in the form of a chat request: a text, or parts if there are images."""
     if isinstance(content, str) or not any(part.type == "input_image" for part in content):
         return _text(content, field)
     parts: list[Body] = []
@@ -230,18 +237,18 @@ def _parts(content: str | list[Part], field: str) -> Any:
 
 
 def _text(content: str | list[Part], field: str) -> str:
-    """Returns the text of a content, which is a text or a list of texts."""
+    """Return the text of a content, which is a text or a list of texts."""
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):
         if part.type == "input_image" or part.text is None:
             remedy = 'give {"type": "input_text", "text": ...}'
-            raise InputError(f"'{field}[{i}]' is no text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
+            raise InputError(f"'{field}[{i}]' is not a text", field=f"{field}[{i}]", remedy=remedy, code="unsupported")
     return "\n".join(part.text or "" for part in content)
 
 
 def _tools(tools: Any) -> Iterator[Body]:
-    """Yields the functions among the tools, in the form of a chat request. Raises InputError."""
+    """Yield the functions among the tools, in the form of a chat request. Raise InputError for wrong tools."""
     for i, tool in enumerate(converted(tools, list[Any], "tools", remedies=_REMEDIES)):
         if not (isinstance(tool, dict) and tool.get("type") in _NO_FUNCTIONS):
             yield _tool(converted(tool, Function, f"tools[{i}]", remedies=_REMEDIES))
@@ -253,7 +260,7 @@ def _tool(tool: Function) -> Body:
 
 
 def _format(format: Format | None) -> Body | None:
-    """Returns a format in the form of a chat request. Raises InputError."""
+    """Return a format in the form of a chat request. Raise InputError for a json_schema without a schema."""
     if format is None or format.type != "json_schema":
         return None if format is None else {"type": format.type}
     if format.schema is None:
@@ -267,7 +274,7 @@ def _format(format: Format | None) -> Body | None:
 
 
 def responses_body(meta: Body, answers: Sequence[Generation]) -> Body:
-    """Returns the response, without the model. `meta["id"]` makes its id, and those of its output items."""
+    """Return the response, without the model. `meta["id"]` is the base of its id and of the ids of its output items."""
     (choice,) = chat_body(meta, answers)["choices"]
     message, id = choice["message"], meta["id"]
     calls = message.get("tool_calls", [])
@@ -301,7 +308,7 @@ def responses_body(meta: Body, answers: Sequence[Generation]) -> Body:
 
 
 def _head(meta: Body) -> Body:
-    """Returns the fields that a response has from the beginning."""
+    """Return the fields that a response has from its first event on."""
     repeated = meta["asked"]
     return {
         "id": f"resp_{meta['id']}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -334,13 +341,13 @@ def _reasoning(id: str, status: str, content: list[Body]) -> Body:
 
 
 class ResponseEvents(Events):
-    """A ResponseEvents makes the events of a response; the "type" of an event is its name."""
+    """The events of a streamed response. The "type" of an event is its name."""
 
     def __init__(self, meta: Body, *, model: str, id: str):
         self._meta, self._model = meta | {"id": id}, model
         self._text, self._has_text, self._number = ChoiceText(None, None), False, 0
         self._num_logprobs = 0  # tokens whose log-probabilities were sent
-        self._holds_text = False  # whether text may be held back: then it is not known which tokens are in it
+        self._holds_text = False  # text may be held back, so its tokens are unknown
         self._place = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
         self._thinking: Body = self._place | {"item_id": f"rs_{id}"}
         self._thought, self._is_thinking = "", False
@@ -387,7 +394,7 @@ class ResponseEvents(Events):
         return self._event("error", message=message, code=code, param=param)
 
     def _think(self, thought: str) -> Iterator[Body]:
-        """Yields events with more of the reasoning."""
+        """Yield events with more reasoning."""
         if not thought:
             return
         if not self._thought:
@@ -399,7 +406,7 @@ class ResponseEvents(Events):
         yield self._event("response.reasoning_text.delta", **self._thinking, delta=thought)
 
     def _end_thinking(self, status: str = "completed") -> Iterator[Body]:
-        """Yields the events that end the reasoning, if it has not ended."""
+        """Yield the events that end the reasoning, if it has not ended."""
         if self._is_thinking:
             self._is_thinking, part = False, _thought(self._thought)
             yield self._event("response.reasoning_text.done", **self._thinking, text=self._thought)

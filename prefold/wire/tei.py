@@ -1,4 +1,4 @@
-"""Reads and writes the bodies of Hugging Face's Text Embeddings Inference (TEI)."""
+"""The bodies of Hugging Face's Text Embeddings Inference (TEI)."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ..tasks.results import Classification, Embedding, Ranking
 from .body import IDS_OR_LISTS, TEXT_OR_TEXTS, Body, Model, ServedModel, TaskOrder, Word, doc
 from .numbers import labels_of
 
-# What TEI answers with: {status, or code, of a refusal: (status, error_type)}
+# {status or code of an error: (TEI's status, TEI's error_type)}
 _TYPES: dict[int | str, tuple[int, str]] = {
     429: (429, "Overloaded"), 500: (424, "Backend"), 503: (503, "Unhealthy"), 400: (422, "Validation"),
     "empty": (400, "Empty"), "invalid_json": (400, "Validation"), "unsupported_model": (424, "Backend"),
 }  # fmt: skip
-# What huggingface_hub calls the functions that make scores of logits.
+# {huggingface_hub's name: function from logits to scores}
 _FUNCTIONS = {"sigmoid": sigmoid, "softmax": softmax, "none": np.asarray}
 Direction = Word("Direction", {"Left": "Left", "Right": "Right"})
 Function = Word("Function", {name: name for name in _FUNCTIONS})
 Inputs = Annotated[Any, doc("A text, or texts.", **TEXT_OR_TEXTS)]
-PromptName = Annotated[Any, doc("The checkpoint's prompt that is put before the texts.", "string")]
+PromptName = Annotated[Any, doc("Name of the checkpoint's prompt that is put before the texts.", "string")]
 
 
 def tei_error(status: int, message: str, code: str, param: str | None) -> tuple[int, Any]:
-    """Returns (status, body) of an error in TEI's form."""
+    """Return (status, body) of an error in TEI's form."""
     status, kind = _TYPES.get(code) or _TYPES.get(status, (status, "Validation"))
     return status, {"error": message, "error_type": kind}
 
 
 class Truncation(Body, kw_only=True):
-    """Truncation says whether a text that is too long is cut."""
+    """The options for cutting a text that is too long."""
 
-    truncate: Annotated[bool, doc("Cut what is too long; else it is an error.")] = False
+    truncate: Annotated[bool, doc("Cut a text that is too long (false: an error).")] = False
     truncation_direction: Direction = Direction.Right
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the task's options for truncation, and for the checkpoint's prompt that the body names."""
+        """Return the task's options for truncation, and for the checkpoint's prompt that the body names."""
         name = getattr(self, "prompt_name", None)
         truncation = {"truncate": self.truncation_direction.lower()} if self.truncate else {}
         return truncation if name is None else truncation | {"prompt_name": name}
@@ -53,21 +53,22 @@ class Prompted(Truncation):
 
 
 class TeiBody(Truncation, kw_only=True):
-    """A TeiBody is the body of a request whose texts may be cut."""
+    """The body of a request whose texts may be cut."""
 
     model: Model = None
 
 
 class TeiEmbed(TeiBody, kw_only=True):
-    """Returns the vectors of texts."""
+    """Embed texts."""
 
     inputs: Inputs
-    normalize: Annotated[bool, doc("Whether vectors are scaled to length 1.")] = True
+    normalize: Annotated[bool, doc("Scale vectors to length 1.")] = True
     prompt_name: PromptName = None
-    dimensions: Annotated[Any, doc("The vectors' first so many numbers.", "integer", minimum=1)] = None
+    dimensions: Annotated[Any, doc("Keep only this many values of each vector.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for a vector of each input. Raises UnsupportedModelError."""
+        """Return the order of a vector for each input. Raise UnsupportedModelError for a model with a classification
+        head."""
         options = {"normalize": self.normalize, **self.options}
         items = [{"text": self.inputs, "dimensions": self.dimensions}]
         order = TaskOrder("embed", items, lambda answers: answers[0].vectors, options, {"text": "inputs"})
@@ -75,26 +76,28 @@ class TeiEmbed(TeiBody, kw_only=True):
 
 
 class TeiEmbedAll(TeiBody, kw_only=True):
-    """Returns the vectors of all tokens of texts."""
+    """Embed every token of texts."""
 
     inputs: Inputs
     prompt_name: PromptName = None
 
 
 class TeiRerank(TeiBody, kw_only=True):
-    """Scores texts by how well they answer a query, the best first."""
+    """Score texts by how well they answer a query, the best first."""
 
-    query: Annotated[Any, doc("What the texts are to answer.", "string")]
-    texts: Annotated[Any, doc("The texts.", "array", items={"type": "string"})]
-    raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
-    return_text: Annotated[bool, doc("Whether each result holds its text.")] = False
-    top_n: Annotated[Any, doc("How many of the best texts are answered.", "integer", minimum=1)] = None
+    query: Annotated[Any, doc("The query.", "string")]
+    texts: Annotated[Any, doc("The texts to score.", "array", items={"type": "string"})]
+    raw_scores: Annotated[bool, doc("Return raw logits instead of probabilities.")] = False
+    return_text: Annotated[bool, doc("Return the text of each result.")] = False
+    top_n: Annotated[Any, doc("Maximum number of texts to return, the best ones.", "integer", minimum=1)] = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for a score of each text, the best first. Raises UnsupportedModelError for a model that
-        embeds texts, as TEI does."""
+        """Return the order of a score for each text, the best first.
+
+        As in TEI, raise UnsupportedModelError for a model that embeds texts.
+        """
         if isinstance(served.llm.task("rerank"), CosineTask):
-            raise UnsupportedModelError("the model embeds texts and is no reranker; use /similarity, or /v1/rerank")
+            raise UnsupportedModelError("the model embeds texts and is not a reranker; use /similarity, or /v1/rerank")
         options: dict[str, Any] = {"raw_scores": self.raw_scores}
         if self.truncate:
             options["truncate"] = "left" if self.truncation_direction == "Left" else True
@@ -113,17 +116,17 @@ class Parameters(Body):
 
 
 class TeiPredict(TeiBody, kw_only=True):
-    """Returns the labels of texts, with their scores."""
+    """Classify texts: return each label with its score."""
 
-    inputs: Annotated[Any, doc("A text, a pair of texts, or a list of lists of one text or two.", **TEXT_OR_TEXTS)]
-    raw_scores: Annotated[bool, doc("Scores before they are made probabilities.")] = False
+    inputs: Annotated[Any, doc("A text, a pair of texts, or a list of [text] and [text, text].", **TEXT_OR_TEXTS)]
+    raw_scores: Annotated[bool, doc("Return raw logits instead of probabilities.")] = False
     parameters: Parameters | None = None
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for the scores of the labels of the classification head. Raises InputError,
-        UnsupportedModelError.
+        """Return the order of the scores of all labels.
 
-        With "parameters", as huggingface_hub sends it, a text is answered as a list of one.
+        With "parameters", which huggingface_hub sends, a single text is answered as a list of one. Raise InputError for
+        wrong inputs, and UnsupportedModelError for a model without a classification head.
         """
         inputs, parameters = self.inputs, self.parameters or Parameters()
         is_list = isinstance(inputs, list) and all(isinstance(item, list) for item in inputs)
@@ -163,7 +166,7 @@ class Sentences(Body):
 
 
 class TeiSimilarity(Body):
-    """Returns the cosines of one text and others."""
+    """Compare one text with others: return the cosines of their vectors."""
 
     inputs: Sentences
     model: Model = None
@@ -175,8 +178,10 @@ class TeiSimilarity(Body):
     }
 
     def order(self, served: ServedModel) -> TaskOrder:
-        """Returns the order for the cosine of the angle between a sentence and each of several. Raises
-        UnsupportedModelError."""
+        """Return the order of the cosine between a sentence and each of several sentences.
+
+        Raise UnsupportedModelError for a model with a classification head.
+        """
 
         def make(answers: Sequence[Embedding]) -> Any:
             vectors = np.stack([answer.embedding for answer in answers])
@@ -188,7 +193,7 @@ class TeiSimilarity(Body):
 
 
 class TeiTokenize(Body):
-    """Returns the tokens of texts, with their places."""
+    """Tokenize texts: return the tokens with their positions."""
 
     inputs: Annotated[str | list[Any], doc("A text, or texts.")]
     model: Model = None
@@ -197,7 +202,7 @@ class TeiTokenize(Body):
 
 
 class TeiDecode(Body):
-    """Returns the text of token ids."""
+    """Decode token ids to text."""
 
     ids: Annotated[Any, doc("Token ids, or lists of them.", **IDS_OR_LISTS)]
     model: Model = None
@@ -205,7 +210,7 @@ class TeiDecode(Body):
 
 
 def vectors_of(order: TaskOrder, served: ServedModel) -> TaskOrder:
-    """Returns an order for vectors. Raises UnsupportedModelError for a model with a classification head."""
+    """Return the order unchanged. Raise UnsupportedModelError for a model with a classification head."""
     if served.llm.config.num_labels is not None:
-        raise UnsupportedModelError("the model has a classification head and is no embedding model; use /predict")
+        raise UnsupportedModelError("the model has a classification head and does not embed; use /predict")
     return order

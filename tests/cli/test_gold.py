@@ -112,7 +112,9 @@ def test_a_true_answer_that_is_no_option_is_an_error_of_its_record(run):
     said = run("in.csv", *GOLD, "--id", "id", "--keep", "body", "-o", "out.csv", status=3)
     bad = [row for row in table("out.csv") if row["error"]]
     assert [(row["record"], row["id"], row["body"]) for row in bad] == [("2", "r2", "abc 2 text")]
-    assert "'label' is 'glad', which is no option of the question 'tone'; give one of calm, angry" in bad[0]["error"]
+    assert (
+        "'label' is 'glad', which is not an option of the question 'tone'; give one of calm, angry" in bad[0]["error"]
+    )
     assert figures(said)["tone"][0] == COUNT - 4 and "1 record failed" in said
     Path("in.jsonl").write_text('{"body": "a", "g": {"tune": "calm"}}\n{"body": "b", "g": "calm"}\n{"body": "c"}\n')
     run("in.jsonl", "--gold", "g", "-o", "out.jsonl", status=3)
@@ -214,9 +216,9 @@ def test_doubtful_rows_go_to_a_person_and_back(run):
         writer.writerows(rows)
     labelled = Path("some.review.csv").read_bytes()
     again = run("in.csv", "-o", "some.csv", "--id", "id", *GOLD, "--review-below", below)
-    assert "stays what it is" in again and Path("some.review.csv").read_bytes() == labelled
+    assert "was not replaced" in again and Path("some.review.csv").read_bytes() == labelled
     other = run("in.csv", "-o", "other.csv", "--review-below", below, "--review", "some.review.csv", status=1)
-    assert "exists, and may hold labels" in other and not Path("other.csv").exists()
+    assert "exists, and may contain labels" in other and not Path("other.csv").exists()
     said = run("in.csv", "--gold-file", "some.review.csv", "--id", "id", "-o", "back.csv")
     assert figures(said)["tone"][0] == len(rows)
     assert figures(said)["tone"][1] == pytest.approx(sum(r["tone"] == "angry" for r in rows) / len(rows), abs=6e-4)

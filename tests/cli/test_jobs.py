@@ -583,4 +583,4 @@ def test_a_json_file_over_several_lines_is_said_to_be_one(prefold, tmp_path):
     (tmp_path / "in.json").write_text(json.dumps({"text": "a"}, indent=1))
     done = prefold("embed", "in.json")
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
-    assert "in.json has JSON objects over several lines, not one a line; convert it: jq -c . in.json" in done.stderr
+    assert "in.json has JSON objects over several lines, not one per line; convert it: jq -c . in.json" in done.stderr

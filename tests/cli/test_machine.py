@@ -97,7 +97,7 @@ def test_places_that_cannot_be_written_are_refused_before_anything_is_read(prefo
         with monkeypatch.context() as patch:
             patch.setattr(os, "access", lambda path, mode: False)  # a read-only file system, for those who may all
             done = prefold("embed", "in.jsonl", "--prompt", "text", option, "x.jsonl")
-            assert done.exit_code == 1 and "nothing can be written to the folder" in done.stderr
+            assert done.exit_code == 1 and "is not writable" in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -40,7 +40,7 @@ def test_a_pipe_is_read_as_standard_input_is(prefold, pipe):
 
 def test_what_cannot_be_read_from_a_pipe(prefold, pipe):
     done = prefold("embed", pipe("one", '{"text": "a"}\n'), pipe("two", '{"text": "a"}\n'))
-    assert done.exit_code == 1 and "the pipe one goes with no other input" in done.stderr
+    assert done.exit_code == 1 and "the pipe one cannot be combined with other inputs" in done.stderr
     done = prefold("embed", pipe("in.parquet", "x"), "--format", "parquet")
     assert done.exit_code == 1 and "cannot be read from in.parquet" in done.stderr
 

@@ -53,7 +53,7 @@ def test_generation_within_the_context(folder):
 @pytest.mark.parametrize("options", [{}, {"max_length": 100}])
 def test_what_is_longer_is_refused(folder, options):
     llm = LLM(str(folder), dtype="float32", device="cpu", context_length=TRAINED)
-    with pytest.raises(InputError, match="17 tokens; the model takes 16"):
+    with pytest.raises(InputError, match="17 tokens; the model's limit is 16"):
         llm.embed([[*STEM, 1, 2, 3, 4, 5]], **options)
     assert np.isfinite(llm.embed([[*STEM, 1, 2, 3, 4]], **options)).all()
 

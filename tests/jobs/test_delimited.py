@@ -40,7 +40,7 @@ def ids(rows):
     [
         (
             None,
-            "begins in line 101 has a quote that is never closed; the 200 lines behind it are read as rows",
+            "begins in line 101 has a quote that is never closed; the 200 lines after it are read as separate rows",
         ),
         (150, "the row that begins in line 101 has a quote that is closed in the middle of line 151"),
     ],

@@ -76,7 +76,7 @@ def test_names_patterns_and_folders(tmp_path, monkeypatch):
     (tmp_path / "c.csv").write_text("text\nx\n")
     with pytest.raises(JobError, match="files of one format"):
         open_sources([a, str(tmp_path / "c.csv")])
-    with pytest.raises(JobError, match="standard input goes with no other"):
+    with pytest.raises(JobError, match="standard input cannot be combined"):
         open_sources([a, "-"])
 
 

@@ -180,7 +180,7 @@ def test_refused_outputs(tmp_path):
         with pytest.raises(JobError, match=r"\.jsonl, \.csv, \.tsv or \.parquet"):
             open_output(OutputOptions(tmp_path / name), JOB)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(JobError, match="compressed inside"):
+    with pytest.raises(JobError, match="its own compression"):
         open_output(OutputOptions(tmp_path / "a.parquet.gz"), JOB)
 
 

@@ -338,7 +338,7 @@ def test_flipped_bits_in_a_journal_never_give_a_record_a_second_line(tmp_path_fa
     try:
         assert damaged_journal(tmp_path_factory.mktemp("job"), flip, keep) == list(range(1, 31))
     except JobError as error:
-        assert re.search("damaged|not a journal|no journal says", str(error))
+        assert re.search("damaged|not a journal|no journal shows", str(error))
 
 
 @pytest.mark.parametrize(

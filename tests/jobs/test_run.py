@@ -604,7 +604,7 @@ def test_a_large_input_that_was_edited_between_the_blocks_of_its_digest(tmp_path
     run_job(grown_job(source, out), Progress())
     source.write_bytes(source.read_bytes().replace(b"common", b"Common", 1))
     assert source.stat().st_size == before.st_size
-    with pytest.raises(JobError, match="--grown cannot go on with it"):
+    with pytest.raises(JobError, match="--grown cannot continue"):
         grown_job(source, out)
     with pytest.raises(JobError, match=r"input\.modified: "):
         open_output(OutputOptions(out), {"task": "embed", "input": open_source(str(source)).identity})
@@ -665,10 +665,10 @@ def test_a_large_input_that_was_only_touched_is_told_so(tmp_path, large, count):
         write_records(Path(name), 5)
     before, old = open_sources(names).identity, os.stat(names[0])
     os.utime(names[0], ns=(0, 1_700_000_000_123_456_000))
-    with pytest.raises(JobError, match="was modified since the job was run") as refused:
+    with pytest.raises(JobError, match="was modified after the last run") as refused:
         check_grown(open_sources(names), before)
-    assert "does not begin" not in str(refused.value)
-    remedy = shlex.split(re.search(r"\((touch .*)\), else", str(refused.value))[1])
+    assert "does not start" not in str(refused.value)
+    remedy = shlex.split(re.search(r"\((touch .*)\); else", str(refused.value))[1])
     assert remedy[-1] == names[0]
     os.utime(names[0], (old.st_atime, datetime.fromisoformat(remedy[2]).timestamp()))
     check_grown(open_sources(names), before)
@@ -682,7 +682,7 @@ def test_an_input_that_is_another_has_not_grown(tmp_path):
     kept = out.read_bytes(), (tmp_path / "out.jsonl.journal").read_bytes()
     for changed in (whole[:-20], whole.replace(b"common", b"Common", 1) + whole[-60:]):
         source.write_bytes(changed)
-        with pytest.raises(JobError, match="--grown cannot go on with it"):
+        with pytest.raises(JobError, match="--grown cannot continue"):
             grown_job(source, out)
     for made in ("torn.jsonl", "torn.csv"):
         source.write_bytes(whole.rstrip())
@@ -717,7 +717,7 @@ def test_a_folder_that_has_got_another_file_has_grown(tmp_path):
     assert run() == (15, 30)
     for change in (lambda: (folder / "a.jsonl").write_text(lines[0]), lambda: (folder / "d.jsonl").unlink()):
         change()
-        with pytest.raises(JobError, match="--grown cannot go on with it"):
+        with pytest.raises(JobError, match="--grown cannot continue"):
             run()
         (folder / "a.jsonl").unlink(missing_ok=True)
 

@@ -72,7 +72,7 @@ def test_generate_prompts_messages_and_tools():
         assert chat.error_line(1, None, InputError("x", field=field))["error"]["field"] == "q"
     assert chat.error_line(1, None, InputError("x", field="messages[0]"))["error"]["field"] == "q[0]"
     assert chat.error_line(1, None, InputError("x", field="tools"))["error"]["field"] == "t"
-    with pytest.raises(JobError, match="a line has its own 'text'"):
+    with pytest.raises(JobError, match="lines already have a field 'text'"):
         TableAdapter("generate", Columns(prompt=t("q"), keep={"text": "q"}))
     assert default_columns("generate", ["id", "question"], {})["prompt"].column == "question"
     assert default_columns("generate", ["chat"], {"messages": "chat"}) == {}

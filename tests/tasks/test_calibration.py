@@ -153,16 +153,16 @@ def test_true_answers_are_options(question, places):
     (read,), _ = read_questions({"q": question})
     assert {value: read.place_of(value, "c") for value in places} == places
     for wrong in ("other", 9, [1], None, 0.25):
-        with pytest.raises(InputError, match=r"'c' is .*no option of the question 'q'; give one of"):
+        with pytest.raises(InputError, match=r"'c' is .*not an option of the question 'q'; give one of"):
             read.place_of(wrong, "c")
 
 
 def test_a_level_has_no_number_if_texts_are_numbers():
     (read,), _ = read_questions({"q": {"type": "score", "criteria": ["1", "2", "3"]}})
-    with pytest.raises(InputError, match=r"is 0, which is no option.*one of 1, 2, 3"):
+    with pytest.raises(InputError, match=r"is 0, which is not an option.*one of 1, 2, 3"):
         read.place_of(0, "c")
     (read,), _ = read_questions({"q": {"type": "score", "criteria": ["same", "same", "other"]}})
-    with pytest.raises(InputError, match=r"is 'same', which is no option"):
+    with pytest.raises(InputError, match=r"is 'same', which is not an option"):
         read.place_of("same", "c")
 
 

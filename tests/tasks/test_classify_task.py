@@ -247,7 +247,7 @@ def test_options_that_a_head_does_not_take():
         "calibrate": True,
         "template": "y",
     }.items():
-        with pytest.raises(InputError, match="by its own head") as caught:
+        with pytest.raises(InputError, match="with its own head") as caught:
             head(**{option: value})
         assert caught.value.field == option
 

@@ -141,7 +141,7 @@ def test_a_score_is_followed_by_text(tmp_path):
 @pytest.mark.parametrize(("name", "change", "error", "says"), [
     ("modules.json", [{"type": "Transformer", "path": ""}, {"type": "x.Dense", "path": "1_Dense"}],
      UnsupportedModelError, "the modules Transformer, Dense of sentence-transformers' CrossEncoder"),
-    ("1_LogitScore/config.json", {"false_token_id": 3}, CheckpointError, "does not say which tokens"),
+    ("1_LogitScore/config.json", {"false_token_id": 3}, CheckpointError, "does not name the tokens"),
     ("1_LogitScore/config.json", {"true_token_id": 3, "module_input_name": "other"},
      UnsupportedModelError, "module_input_name is 'other'"),
     ("1_LogitScore/config.json", {"true_token_id": 999}, InputError, "outside the model's vocabulary"),

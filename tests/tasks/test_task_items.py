@@ -96,7 +96,7 @@ def test_without_a_vocabulary_size_only_impossible_ids_are_refused():
 def test_requests_are_checked():
     few = Inputs(TOK, 3, 10)
     assert few.request(np.array([1, 2, 3], np.int32), "f").tokens.tolist() == [1, 2, 3]
-    with pytest.raises(InputError, match="4 tokens; the model takes 3") as caught:
+    with pytest.raises(InputError, match="4 tokens; the model's limit is 3") as caught:
         few.request(np.array([1, 2, 3, 4], np.int32), "f")
     assert caught.value.code == "too_long"
     with pytest.raises(InputError, match="no tokens"):

@@ -74,12 +74,12 @@ def test_an_interrupted_run_goes_on(example, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="other options"):
         example.main([*SMALL, "--seed=3", f"--out={out}"])
     assert example.main([*SMALL, f"--out={out}"]) == whole
-    assert "going on after step 4" in capsys.readouterr().out
+    assert "continuing after step 4" in capsys.readouterr().out
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(SystemExit):
         example.main([*SMALL, f"--out={out}"])  # what is there is not overwritten
-    assert "holds a trained model" in capsys.readouterr().err
+    assert "already has a trained model" in capsys.readouterr().err
     llm = LLM(str(out), dtype="float32", device="cpu")
     queries = example.Queries.make(example.Task(9, 3), 2, 2, 8, np.random.default_rng(0))
     assert len(llm.generate(queries.prompts, max_tokens=1, exit_threshold=0.5)) == len(queries.prompts)
@@ -171,7 +171,7 @@ def test_a_router_is_trained_on(router_example, trained, tmp_path, monkeypatch, 
     with pytest.raises(KeyboardInterrupt):
         router_example.main([*given, f"--out={out}"])
     assert router_example.main([*given, f"--out={out}"]) == whole
-    assert "going on after step 4" in capsys.readouterr().out
+    assert "continuing after step 4" in capsys.readouterr().out
     first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", out))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     base = load_file(trained / "model.safetensors")

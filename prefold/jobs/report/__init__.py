@@ -1,4 +1,4 @@
-"""Shows a job to a person: the icicle of its trie, the report page, and progress on a terminal or in a log."""
+"""How a job is shown to a person: the icicle of its trie, the report page, and progress on a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ function showTip(event, lines, code) {
 }
 const hideTip = () => { tip.style.display = "none"; };
 
-// ---- icicle: [parent, start, length, prompts, rows, ending, rest, text], of a server also [..., sequences running, owner]
+// ---- icicle: [parent, start, length, prompts, rows, ending, rest, text]; a server adds [..., running sequences, owner]
 let nodes = [];
 function lookAt(list) {
   nodes = list.map(([parent, start, length, prompts, rows, ending, rest, text, running, owner], id) =>
@@ -39,7 +39,7 @@ function lookAt(list) {
   }
 }
 let shown = null;                                   // the node that fills the picture
-// The depth that nearly all drawn prompts stay within, so that one long prompt does not flatten the rest.
+// The depth that nearly all drawn prompts fit into, so that one long prompt does not flatten the picture.
 function depthShown(root) {
   const ends = [];
   let total = 0;
@@ -62,8 +62,8 @@ function niceStep(span, ticks) {
   const raw = span / ticks, power = 10 ** Math.floor(Math.log10(raw));
   return Math.max(1, [1, 2, 5, 10].find(m => m * power >= raw) * power);
 }
-// Blocks are painted on a canvas, since there are thousands, and only what is written on them are elements.
-let blocks = [];                                    // what is drawn: { x, y, w, h, node or rest }
+// There are thousands of blocks, so they are painted on a canvas. Only their labels are elements.
+let blocks = [];                                    // drawn blocks: { x, y, w, h, node or rest }
 function draw(root) {
   shown = root;
   const box = $("icicle"), width = box.clientWidth, height = box.clientHeight, scale = devicePixelRatio || 1;
@@ -178,7 +178,7 @@ function crumbs(root) {
   $("crumbs").replaceChildren(...(way.length > 1 ? parts : []));
 }
 
-// ---- steps: [start, seconds, steps, rows, path rows, sequences running], of each bin
+// ---- steps: for each bin [start, seconds, steps, rows, path rows, running sequences]
 function svg(tag, attributes, text) {
   const e = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const name in attributes) e.setAttribute(name, attributes[name]);

@@ -1,7 +1,7 @@
-"""Keeps the shape of a job's stream, and makes a tree of it that is small enough to draw.
+"""The shape of a job's stream, and a tree made from it that is small enough to draw.
 
-`StreamShape` sees the windows as they are run and keeps eight bytes a prompt, and a few thousand sampled prompts for
-their text. `icicle` makes the nodes of the trie from the root down, and folds those that would be too narrow to see.
+`StreamShape` records the windows as they run: eight bytes per prompt, and a few thousand sampled prompts for their
+text. `icicle` makes the nodes of the trie from the root down, and folds nodes that would be too narrow to see.
 `trie_picture` draws the trie on a terminal: a column stands for some prompts, a line for some tokens of depth.
 """
 
@@ -21,41 +21,30 @@ _SAMPLE_TOKENS = 2048
 
 @dataclass(slots=True)
 class Rest:
-    """A Rest holds the sums of the branches below a node that are not drawn one by one.
-
-    depth: the position at which their prompts end, on average.
-    """
+    """The sums of a node's branches that are not drawn separately."""
 
     branches: int
     prompts: int
     rows: int
-    depth: float
+    depth: float  # mean position of the ends of their prompts
 
 
 @dataclass(slots=True)
 class DrawnNode:
-    """A DrawnNode is a run of rows that the same prompts share.
+    """A run of rows that the same prompts share."""
 
-    start   position of its first row
-    length  how many rows it has
-    prompts how many prompts go through it
-    first   the first of these prompts, in stream order
-    rows    how many rows its subtree has, its own included
-    ending  how many prompts end with its last row
-    """
-
-    start: int
-    length: int
-    prompts: int
-    first: int
-    rows: int
-    ending: int = 0
+    start: int  # position of its first row
+    length: int  # number of rows
+    prompts: int  # number of prompts that pass through it
+    first: int  # number of the first of these prompts, in stream order
+    rows: int  # rows of its subtree, including its own
+    ending: int = 0  # number of prompts that end with its last row
     kids: list[DrawnNode] = field(default_factory=list)
     rest: Rest | None = None
 
 
 class StreamShape:
-    """A StreamShape holds the lengths and shared prefixes of the prompts of consecutive windows of streams."""
+    """The lengths and shared prefixes of the prompts of consecutive windows."""
 
     def __init__(self, *, samples: int = _SAMPLES) -> None:
         self._lengths: list[np.ndarray] = []
@@ -68,9 +57,9 @@ class StreamShape:
         self.num_rows = 0
 
     def add(self, tokens: np.ndarray, offsets: np.ndarray, *, common: int = 0) -> None:
-        """Adds a window's prompts, which are in lexicographic order.
+        """Add a window's prompts, in lexicographic order.
 
-        common: how many leading tokens the first shares with the last prompt of the window before.
+        common: leading tokens that the first prompt shares with the last prompt of the previous window
         """
         from ...trie import common_prefix_lengths
 
@@ -95,7 +84,7 @@ class StreamShape:
         self.num_rows += int((lengths - shared).sum())
 
     def see(self, window: Any) -> None:
-        """Adds a window's prompts, in the order in which rows are shared. Repeated reads of a prompt count once."""
+        """Add a window's prompts, in the order in which rows are shared. Repeated reads of a prompt count once."""
         from ...trie import lexsort_sequences
 
         prompts = window.without_twins()
@@ -104,20 +93,20 @@ class StreamShape:
         self.add(prompts.tokens, prompts.offsets, common=prompts.common)
 
     def watch(self, windows: Any) -> Iterator[Any]:
-        """Yields the windows, and adds each before it is yielded."""
+        """Add each window, then yield it."""
         for window in windows:
             self.see(window)
             yield window
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (lengths, shared), each int32 [prompts], in stream order; shared[0] is 0."""
+        """Return (lengths, shared), each int32 [prompts], in stream order; shared[0] is 0."""
         if not self._lengths:
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         self._lengths, self._shared = [np.concatenate(self._lengths)], [np.concatenate(self._shared)]
         return self._lengths[0], self._shared[0]
 
     def tokens_of(self, node: DrawnNode, limit: int = 96) -> np.ndarray | None:
-        """Returns the first tokens of a node; None when no sampled prompt goes through it."""
+        """Return the first tokens of a node, or None if no sampled prompt passes through it."""
         number = -(-node.first // self._stride) * self._stride
         if number >= node.first + node.prompts:
             return None
@@ -126,11 +115,11 @@ class StreamShape:
 
 
 def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> DrawnNode:
-    """Returns the trie of a stream as a tree of at most max_nodes nodes, whose root has no rows of its own.
+    """Return the trie of a stream as a tree of at most max_nodes nodes. The root has no rows.
 
-    Branches are taken by how many prompts they have, the most first. Branches beyond max_nodes, and in a large stream
-    those of few prompts, are folded into the `rest` of their parent. Each prompt and each row is in exactly one node
-    or rest.
+    Branches with the most prompts are expanded first. Branches beyond max_nodes are folded into the `rest` of their
+    parent, and in a large stream also branches with few prompts. Each prompt and each row is in exactly one node or
+    rest.
     """
     lengths, shared = shape.arrays()
     tree = _Tree(lengths, shared)
@@ -153,9 +142,10 @@ def icicle(shape: StreamShape, *, max_nodes: int = 2000) -> DrawnNode:
 
 
 def _branches(tree: _Tree, node: DrawnNode, least: int) -> list[tuple[int, int, int, DrawnNode]]:
-    """Returns (-prompts, first, stop, node) of each branch below a node.
+    """Return (-prompts, first, stop, node) of each branch below a node.
 
-    Prompts that end with the node are counted in it; branches of fewer than `least` prompts are folded into its rest.
+    Prompts that end with the node are counted in `node.ending`. Branches of fewer than `least` prompts are folded into
+    `node.rest`.
     """
     out = []
     for first, stop in tree.below(node):
@@ -176,7 +166,7 @@ class _Tree:
         self.ends = np.concatenate(([0], np.cumsum(lengths.astype(np.int64))))
 
     def below(self, node: DrawnNode) -> list[tuple[int, int]]:
-        """Returns the groups of prompts whose paths part at the end of a node, as (first, stop)."""
+        """Return the groups of prompts that diverge at the end of a node, as (first, stop)."""
         at = node.start + node.length
         inner = self.shared[node.first + 1 : node.first + node.prompts]
         cuts = np.flatnonzero(inner <= at) + node.first + 1
@@ -199,7 +189,7 @@ class _Tree:
 
 
 def walk(root: DrawnNode) -> Iterator[tuple[DrawnNode, int]]:
-    """Yields every node, depth-first, with the place of its parent in this order (-1 for the root)."""
+    """Yield every node, depth-first, with the index of its parent in this order (-1 for the root)."""
     stack, place = [(root, -1)], 0
     while stack:
         node, parent = stack.pop()
@@ -209,9 +199,9 @@ def walk(root: DrawnNode) -> Iterator[tuple[DrawnNode, int]]:
 
 
 def to_data(shape: StreamShape, root: DrawnNode, decode: Callable[[np.ndarray], str] | None) -> list[list[Any]]:
-    """Returns the tree as plain data: for each node [parent, start, length, prompts, rows, ending, rest, text].
+    """Return the tree as plain data: for each node [parent, start, length, prompts, rows, ending, rest, text].
 
-    rest is [branches, prompts, rows, mean depth at their end], or 0 where there is none; text is 0 where none is known.
+    rest is [branches, prompts, rows, mean depth of their ends], or 0 if there is no rest. text is 0 if it is unknown.
     """
     out: list[list[Any]] = []
     for node, parent in walk(root):
@@ -229,19 +219,19 @@ def _text(shape: StreamShape, node: DrawnNode, decode: Callable[[np.ndarray], st
     return text[:240] + ("…" if len(text) > 240 or len(tokens) < node.length else "")
 
 
-_SHADES = "░▒▓█"  # rows that are computed for one prompt, for a few, for many, for most prompts
+_SHADES = "░▒▓█"  # rows computed for one prompt, for a few, for many, for most prompts
 
 
 def trie_picture(shape: StreamShape, *, width: int = 64, height: int = 12) -> list[str]:
-    """Returns lines of block characters: the more prompts share a token, the darker; blank where prompts have ended.
+    """Return lines of block characters. A token shared by more prompts is darker. Blank: the prompts have ended.
 
-    Where there is room, a thin line separates neighbouring branches.
+    If there is enough space, a thin line separates neighbouring branches.
     """
     lengths, shared = (a.astype(np.int64) for a in shape.arrays())
     count = len(lengths)
     if not count:
         return []
-    width_each = max(1, width // count)  # columns of a prompt
+    width_each = max(1, width // count)  # columns per prompt
     columns = np.arange(min(width, width_each * count)) * count // min(width, width_each * count)
     deepest = int(np.quantile(lengths, 0.97))
     height = min(height, deepest)

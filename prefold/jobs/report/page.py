@@ -22,15 +22,16 @@ TEXT_TOKENS = 32
 
 
 class TreeShape:
-    """A TreeShape holds the paths of a radix tree, depth-first: one for each leaf, and one for each sequence that runs.
+    """The paths of a radix tree, depth-first: one for each leaf and for each running sequence.
 
-    owners    for each path, the owner of the namespace of its root
-    is_whole  whether it holds all paths that it was made of
-    num_rows  rows of all paths, each row once
+    Attributes:
+        owners: for each path, the owner of its root's namespace
+        is_whole: all paths of the tree are here
+        num_rows: rows of all paths, each row counted once
     """
 
     def __init__(self, paths: Sequence[TreePath], owner_of: Callable[[Hashable], str], *, most: int):
-        """Takes at most `most` of the paths. owner_of: returns the owner of a namespace"""
+        """Keep at most `most` of the paths. owner_of: returns the owner of a namespace"""
         self.is_whole, paths = len(paths) <= most, paths[:most]
         self._ends = [path.end for path in paths]
         self._running = [path.is_running for path in paths]
@@ -40,11 +41,11 @@ class TreeShape:
         self.num_rows = int((self._lengths - self._shared).sum())
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (lengths, shared) of the paths, each int32 [paths]; see `StreamShape.arrays`."""
+        """Return (lengths, shared) of the paths, each int32 [paths]; see `StreamShape.arrays`."""
         return self._lengths, self._shared
 
     def tokens_of(self, node: DrawnNode, limit: int = TEXT_TOKENS) -> np.ndarray:
-        """Returns the first tokens of a node."""
+        """Return the first tokens of a node."""
         return self._between(node.first, node.start, node.start + min(limit, node.length))
 
     def _between(self, path: int, start: int, stop: int) -> np.ndarray:
@@ -57,8 +58,11 @@ class TreeShape:
         return np.concatenate(pieces[::-1]) if pieces else np.empty(0, np.int32)
 
     def data(self, decode: Callable[[np.ndarray], str] | None, *, max_nodes: int = 2000) -> dict[str, Any]:
-        """Returns the data of a drawing: {"nodes": as `to_data`, each with the sequences below it and its owner;
-        "parting": [owner, end of the text that is shared, its tokens, branches, paths] of where most paths part}."""
+        """Return the data of a drawing: its nodes, and the places where most paths diverge.
+
+        "nodes" is as of `to_data`; each node also has the running sequences below it and its owner. "parting" is a list
+        of [owner, end of the shared text, its tokens, branches, paths].
+        """
         if not self.owners:
             return {"nodes": [], "parting": []}
         root = icicle(self, max_nodes=max_nodes)  # type: ignore[arg-type]
@@ -81,9 +85,9 @@ _MAX_BINS = 320
 
 
 class StepLog:
-    """A StepLog holds the steps of a run over time; adjacent steps are added up when there are very many.
+    """The steps of a run over time. Adjacent steps are merged if there are very many.
 
-    Each entry: start (s), seconds computed, number of steps, rows, path rows, sequences running.
+    An entry has: start (s), seconds computed, number of steps, rows, path rows, running sequences.
     """
 
     def __init__(self, limit: int = _MAX_STEPS) -> None:
@@ -99,12 +103,12 @@ class StepLog:
             self._values = array("d", merged(self.bins(), self._limit // 2).ravel())
 
     def bins(self) -> np.ndarray:
-        """Returns the entries, float64 [entries, 6]."""
+        """Return the entries, float64 [entries, 6]."""
         return np.array(self._values).reshape(-1, 6)
 
 
 def merged(entries: np.ndarray, most: int) -> np.ndarray:
-    """Returns the entries, with neighbours added up until there are at most `most`."""
+    """Return the entries, with neighbours merged until there are at most `most`."""
     size = -(-len(entries) // max(1, most))
     if size <= 1:
         return entries
@@ -116,13 +120,13 @@ def merged(entries: np.ndarray, most: int) -> np.ndarray:
 
 @dataclass
 class Report:
-    """A Report holds the content of the page. tokens, rows: of the whole run; seconds: of the model's part."""
+    """The content of the page."""
 
     title: str
     when: str
-    tokens: int
-    rows: int
-    seconds: float
+    tokens: int  # tokens of the whole run
+    rows: int  # rows of the whole run
+    seconds: float  # time in the model
     cards: list[tuple[str, str]]
     settings: list[tuple[str, str]]
     machine: list[tuple[str, str]] = field(default_factory=lambda: machine())
@@ -134,7 +138,7 @@ class Report:
     decode: Callable[[np.ndarray], str] | None = None
 
     def data(self) -> dict[str, Any]:
-        """Returns the page's data, as values that JSON has."""
+        """Return the page's data, as JSON values."""
         steps = merged(self.steps.bins(), _MAX_BINS) if self.steps is not None else np.empty((0, 6))
         nodes = None
         if self.shape is not None and self.shape.num_requests:
@@ -178,23 +182,23 @@ class Report:
 
 
 def with_drawing(page: str) -> str:
-    """Returns a page with the drawing's style and functions in place of their names."""
+    """Return a page with the drawing's style and functions inserted at their placeholders."""
     for name, file in (("/*STYLE*/", "drawing.css"), ("/*DRAWING*/", "drawing.js")):
         page = page.replace(name, resources.files(__package__).joinpath(file).read_text(encoding="utf-8"))
     return page
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Writes the page, which appears under its name only when it is whole. Raises JobError."""
+    """Write the page. It appears under its name only when it is complete. Raise JobError if it cannot be written."""
     page = with_drawing(resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
-    # "</script>" inside the data would end the script element, so "<" is escaped.
+    # "</script>" inside the data would end the script element, so escape "<".
     data = json.dumps(report.data(), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     with writing(f"the report {path}"), replacing(path) as temporary:
         temporary.write_text(page.replace("/*DATA*/", data), encoding="utf-8", errors="replace")
 
 
 def machine() -> list[tuple[str, str]]:
-    """Returns a description of the machine as (name, value) pairs, with versions of the packages that are loaded."""
+    """Return a description of the machine as (name, value) pairs, with versions of the loaded packages."""
     import sys
 
     out = [("processor", _processor()), ("cores", str(usable_cores()))]

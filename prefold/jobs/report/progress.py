@@ -1,4 +1,4 @@
-"""Shows how far a job is, on standard error: a live line on a terminal, plain lines in a log."""
+"""The progress of a job on standard error: a live line on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -13,56 +13,44 @@ from typing import Any, TextIO
 
 @dataclass(slots=True)
 class Counts:
-    """A Counts holds the counts that progress shows.
+    """The counts that progress shows."""
 
-    phase             "reading", "loading the model", "computing", "writing the output", ...
-    records_read      records read; read_all: whether these are all
-    records_done      records with their line, those of earlier runs included; errors: error lines among them
-    tokens            tokens spooled; tokens_done: tokens of the requests whose results are there, generated ones
-                      included
-    requests          requests spooled; requests_done: those whose results are there
-    rows              rows computed
-    tokens_generated  tokens generated
-    kept              prompts whose answers were kept by an earlier job; kept_tokens: their tokens
-    """
-
-    phase: str = "reading"
+    phase: str = "reading"  # "reading", "loading the model", "computing", "writing the output", ...
     records_read: int = 0
-    read_all: bool = False
-    records_done: int = 0
+    read_all: bool = False  # `records_read` is the whole input
+    records_done: int = 0  # records that have their line, also from earlier runs
     resumed: int = 0
-    errors: int = 0
-    tokens: int = 0
-    tokens_done: int = 0
-    requests: int = 0
-    requests_done: int = 0
-    rows: int = 0
+    errors: int = 0  # error lines among `records_done`
+    tokens: int = 0  # tokens spooled
+    tokens_done: int = 0  # tokens of requests with results, including generated tokens
+    requests: int = 0  # requests spooled
+    requests_done: int = 0  # requests with results
+    rows: int = 0  # rows computed
     tokens_generated: int = 0
-    kept: int = 0
-    kept_tokens: int = 0
+    kept: int = 0  # prompts answered from kept answers
+    kept_tokens: int = 0  # tokens of these prompts
 
     @property
     def saved(self) -> float | None:
-        """Returns the share of the tokens done that was not computed; None while rows outnumber the tokens done."""
+        """Return the share of the done tokens that was not computed, or None while there are more rows than done
+        tokens."""
         return 1 - self.rows / self.tokens_done if self.tokens_done > self.rows > 0 else None
 
     @property
     def share_done(self) -> float:
-        """Returns the share of the records read that is done, in [0, 1].
+        """Return the share of the work read so far that is done, in [0, 1].
 
-        It is counted in tokens; where text is generated in requests, as it is not known how long the texts become.
+        The unit is tokens. If text is generated it is requests, because the lengths of the texts are unknown.
         """
         done, all_ = (self.requests_done, self.requests) if self.tokens_generated else (self.tokens_done, self.tokens)
         return min(1.0, done / all_) if all_ else 0.0
 
 
 class Progress:
-    """A Progress takes the counts of a job and shows nothing. One thread calls `tick` a few times a second.
-
-    clock: returns the time in seconds
-    """
+    """Receives the counts of a job, and shows nothing. One thread calls `tick` a few times a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: returns the time in seconds"""
         self._clock = clock
         self.started = clock()
         self._computing: float | None = None
@@ -70,12 +58,12 @@ class Progress:
     def tick(self, counts: Counts) -> None: ...
 
     def note(self, text: str) -> None:
-        """Prints a text between the lines of progress."""
+        """Print a text between the lines of progress."""
 
     def close(self, counts: Counts) -> None: ...
 
     def text(self, counts: Counts) -> str:
-        """Returns a line of records, rows, rate, share saved and time left, without those that are not known yet."""
+        """Return a line of records, rows, rate, share saved and time left. Unknown values are left out."""
         if counts.phase == "computing" and self._computing is None:
             self._computing = self._clock()
         total = f"/{format_count(counts.records_read)}" if counts.read_all else ""
@@ -107,7 +95,7 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """A PlainProgress prints a line every 5 seconds at first, and less often later, up to a minute apart."""
+    """Prints a line every 5 seconds at first, later less often, at most a minute apart."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic):
         super().__init__(clock)
@@ -116,7 +104,7 @@ class PlainProgress(Progress):
         self._last = ""
 
     def note(self, text: str) -> None:
-        with suppress(OSError):  # a log that is full is no reason to end a job
+        with suppress(OSError):  # a full log must not end the job
             print(f"prefold: {text}", file=self._stream, flush=True)
 
     def tick(self, counts: Counts) -> None:
@@ -131,17 +119,17 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A LiveProgress shows a progress bar on a terminal, drawn by tqdm."""
+    """Shows a progress bar on a terminal, drawn by tqdm."""
 
     def __init__(self, stream: TextIO):
         super().__init__()
         from tqdm import tqdm
 
         class Bar(tqdm):
-            monitor_interval = 0  # no thread beside the one that calls `tick`
+            monitor_interval = 0  # tqdm must not start a thread of its own
 
-        Bar.set_lock(threading.RLock())  # by default tqdm asks the system for one that processes share
-        # Some terminals say that they have no lines: `nrows` says that there is one.
+        Bar.set_lock(threading.RLock())  # tqdm's default is a lock shared between processes
+        # Some terminals report zero lines, so set `nrows`.
         form = "{bar:24} {desc}"
         self._bar: Any = Bar(bar_format=form, file=stream, leave=False, dynamic_ncols=True, nrows=100)
 
@@ -161,7 +149,7 @@ class LiveProgress(Progress):
 
 
 def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Progress:
-    """Returns the progress for `stream`, by default standard error. show: False for one that shows nothing."""
+    """Return the progress for `stream` (default: standard error). show: False: show nothing"""
     stream = stream or sys.stderr
     if show is False:
         return Progress()
@@ -169,7 +157,7 @@ def open_progress(show: bool | None = None, stream: TextIO | None = None) -> Pro
 
 
 def format_count(number: float) -> str:
-    """Returns a number as text: in full below a million (12,345), else in millions or more (1.23M, 4.56G)."""
+    """Return a number as text: in full below a million (12,345), else in millions or more (1.23M, 4.56G)."""
     for limit, unit in ((1e9, "G"), (1e6, "M")):
         if number >= limit:
             return f"{number / limit:.2f}{unit}"
@@ -177,7 +165,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Returns a number of bytes as text: 12.3 KiB, 4.56 MiB, ..."""
+    """Return a number of bytes as text: 12.3 KiB, 4.56 MiB, ..."""
     for unit in ("bytes", "KiB", "MiB"):
         if number < 1024:
             return f"{number:,.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"

@@ -70,9 +70,9 @@ def test_a_jev_head_beside_the_weights(tmp_path, softcap):
     assert llm.decide("x", QUESTIONS)["tone"].label_mass is None
     with pytest.raises(InputError, match="at most 8"):
         llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdefghi")}})
-    with pytest.raises(InputError, match="reads text alone"):
+    with pytest.raises(InputError, match="reads text"):
         llm.decide([[{"type": "image_url", "image_url": "x"}]], QUESTIONS)
-    with pytest.raises(InputError, match="vLLM's prompt is not made for"):
+    with pytest.raises(InputError, match="does not work with vLLM's prompt"):
         llm.decide("x", QUESTIONS, prompt_style="vllm")
     llm.close()
     del judge["adapter_subfolder"]
@@ -187,9 +187,9 @@ def test_a_kev_head(tmp_path, merged):
     prompts = {tuple(request.tokens.tolist()) for request in work.requests}
     unique = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
     assert llm.stats.rows_computed - before.rows_computed == len(unique)
-    with pytest.raises(InputError, match="reads text alone"):
+    with pytest.raises(InputError, match="reads text only"):
         llm.decide("x", QUESTIONS, images=["a.png"])
-    with pytest.raises(InputError, match="first is for the default prompt"):
+    with pytest.raises(InputError, match="first works with the default prompt"):
         llm.decide("x", QUESTIONS, first="question")
     llm.close()
 
@@ -349,7 +349,7 @@ def test_a_head_of_decision_2(tmp_path, family):
             expected = (scores / {"noul": 2.0, "choice": 1.5, "score": 0.7}[kind]).softmax(0).tolist()
             of = list(found[name].values())
             assert (of[::-1] if name == "refund" else of) == pytest.approx(expected, abs=1e-4), (state, name)
-    with pytest.raises(InputError, match="the model takes 700"):
+    with pytest.raises(InputError, match="the model's limit is 700"):
         llm.decide("long " * 300, QUESTIONS)
     with pytest.raises(InputError, match="at most 5"):
         llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdef")}})

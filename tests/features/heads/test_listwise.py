@@ -211,7 +211,7 @@ def test_what_is_too_long_is_named_or_cut(llm, oracle):
 
 def test_what_a_list_does_not_take(llm, folder, tmp_path):
     for options in ({"template": "{query} {document}"}, {"words": ("yes", "no ")}, {"add_special_tokens": True}):
-        with pytest.raises(InputError, match="a prompt of its own"):
+        with pytest.raises(InputError, match="its own prompt"):
             llm.rerank(QUERY, DOCUMENTS, **options)
     task = llm.task("rerank")
     id = task.inputs.tokenizer.token_id(MARKS[0])

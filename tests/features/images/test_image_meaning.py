@@ -122,7 +122,7 @@ def test_the_example_trains_and_saves(example, tmp_path, capsys):
     assert_same_logits(example, tmp_path)
     with pytest.raises(SystemExit):
         example.main(small)
-    assert "holds a trained model" in capsys.readouterr().err
+    assert "already has a trained model" in capsys.readouterr().err
 
 
 def questions(example, seed: int, count: int):
