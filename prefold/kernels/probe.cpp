@@ -36,7 +36,9 @@ struct Cpu {
   }
 
   // AVX2, FMA, F16C, BMI, LZCNT and MOVBE.
-  bool v3() const { return has(kept, {1, 2}) && has(basic, {12, 22, 28, 29}) && has(b, {3, 5, 8}) && has(extended, {5}); }
+  bool v3() const {
+    return has(kept, {1, 2}) && has(basic, {12, 22, 28, 29}) && has(b, {3, 5, 8}) && has(extended, {5});
+  }
   // Four parts of AVX-512 beside its foundation.
   bool v4() const { return v3() && has(kept, {5, 6, 7}) && has(b, {16, 17, 28, 30, 31}); }
   bool vnni() const { return has(c, {11}); }

@@ -36,7 +36,9 @@ struct GeluTanh : Sigmoidal<GeluTanh> {
 // That of gpt-oss: gates of at most 7, and 1 + u, where u is within 7. NaN stays NaN.
 struct Clamped : Sigmoidal<Clamped> {
   static constexpr float kLimit = 7.0f;
-  static PREFOLD_INLINE Floats gate(const Floats& g) { return Floats(0.0f) - larger(Floats(-kLimit), Floats(0.0f) - g); }
+  static PREFOLD_INLINE Floats gate(const Floats& g) {
+    return Floats(0.0f) - larger(Floats(-kLimit), Floats(0.0f) - g);
+  }
   static PREFOLD_INLINE Floats up(const Floats& u) { return Floats(1.0f) + larger(Floats(-kLimit), gate(u)); }
   static PREFOLD_INLINE Floats exponent(const Floats& g) { return g * Floats(-1.702f * 1.44269504f); }
 };
@@ -44,7 +46,9 @@ struct Clamped : Sigmoidal<Clamped> {
 // NaN stays NaN.
 struct Relu : Plain {
   template <bool kExact>
-  static PREFOLD_INLINE Floats of(const Floats& g) { return larger(Floats(0.0f), g); }
+  static PREFOLD_INLINE Floats of(const Floats& g) {
+    return larger(Floats(0.0f), g);
+  }
 };
 
 struct Relu2 : Plain {
@@ -63,7 +67,8 @@ struct Gelu : Plain {
     const Floats least = larger(Floats(-14.0f), Floats(0.0f) - larger(g, Floats(0.0f) - g)), t = Floats(0.0f) - least;
     const Floats s = Floats(1.0f) / fused(t, Floats(3.00000012e-01f), Floats(1.0f));
     Floats q(3.56748067e-02f);
-    for (const float c : {-1.57203168e-01f, 2.06353590e-01f, -5.36837019e-02f, 1.28561646e-01f, 9.99134928e-02f, 1.20753959e-01f, 1.19629301e-01f}) {
+    for (const float c : {-1.57203168e-01f, 2.06353590e-01f, -5.36837019e-02f, 1.28561646e-01f, 9.99134928e-02f,
+                          1.20753959e-01f, 1.19629301e-01f}) {
       q = fused(q, s, Floats(c));
     }
     q = q * s * exp2<kExact>(t * t * Floats(-0.721347520f));  // -log2(e) / 2
@@ -88,7 +93,8 @@ struct Xielu {
     const Floats below = Floats(0.0f) - larger(Floats(-eps), Floats(0.0f) - x);
     const Floats curve = Floats(n) * (exp2<true>(below * Floats(1.44269504f)) - Floats(1.0f) - x);
     const Floats square = Floats(p) * x * x;
-    const Floats part = Floats::map([](Part<float> x, Part<float> a, Part<float> b) { return x > 0 ? a : b; }, x, square, curve);
+    const Floats part =
+        Floats::map([](Part<float> x, Part<float> a, Part<float> b) { return x > 0 ? a : b; }, x, square, curve);
     return fused(Floats(beta), x, part);
   }
 };

@@ -14,7 +14,7 @@ namespace prefold {
 #ifdef PREFOLD_TILES
 
 constexpr int kTileBlockRows = 2 * kTile;
-constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
+constexpr int kTileGroupRows = 192;  // that stay in the second-level cache, which two threads may share
 // Where the matrix is decoded, more rows share that: as many as leave a slab's part of them in this cache.
 constexpr int64_t kMostDecodedRows = 1024, kDecodedBytes = 1280 << 10;
 
@@ -68,8 +68,7 @@ PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, 
 // Rows [first, stop), at most GROUP, times panel p. With fewer than sixteen rows,
 // these are all of the product's.
 template <int GROUP = kTileGroupRows>
-void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
-                             const Store& store) {
+void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop, const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
   const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
   const int64_t whole = product.steps / kTile * kTile;

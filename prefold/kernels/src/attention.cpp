@@ -23,10 +23,11 @@ struct Tasks {
 
   void run(const Tile& tile) const {
     const int vectors = (tile.heads * tile.stride + kLanes - 1) / kLanes;
-    static constexpr void (Tasks::*kRun[])(const Tile&) const = {&Tasks::run_lists<1>, &Tasks::run_lists<2>,
-                                                                 &Tasks::run_lists<3>, &Tasks::run_lists<4>};
-    static constexpr void (Tasks::*kRunPlaced[])(const Tile&) const = {&Tasks::run_placed<1>, &Tasks::run_placed<2>,
-                                                                       &Tasks::run_placed<3>, &Tasks::run_placed<4>};
+    using Function = void (Tasks::*)(const Tile&) const;
+    static constexpr Function kRun[] = {&Tasks::run_lists<1>, &Tasks::run_lists<2>, &Tasks::run_lists<3>,
+                                        &Tasks::run_lists<4>};
+    static constexpr Function kRunPlaced[] = {&Tasks::run_placed<1>, &Tasks::run_placed<2>, &Tasks::run_placed<3>,
+                                              &Tasks::run_placed<4>};
     if (call.placed_offsets) {
       has_lists(call, tile.number) ? (this->*kRunPlaced[vectors - 1])(tile) : run_own_placed<1>(tile, nullptr);
     } else if (has_lists(call, tile.number)) {
@@ -75,13 +76,12 @@ struct Tasks {
   }
 
   bool has_own(const Tile& tile) const {
-    return call.own_offsets &&
-           call.own_offsets[tile.first_query] != call.own_offsets[tile.first_query + tile.queries];
+    return call.own_offsets && call.own_offsets[tile.first_query] != call.own_offsets[tile.first_query + tile.queries];
   }
 
   void go_on(const Tile& tile, const TileSums* sums) const {
-    static constexpr void (Tasks::*kRun[])(const Tile&, const TileSums*) const = {
-        &Tasks::run_own<1>, &Tasks::run_own<2>, &Tasks::run_own<3>, &Tasks::run_own<4>};
+    using Function = void (Tasks::*)(const Tile&, const TileSums*) const;
+    static constexpr Function kRun[] = {&Tasks::run_own<1>, &Tasks::run_own<2>, &Tasks::run_own<3>, &Tasks::run_own<4>};
     (this->*kRun[tile.heads - 1])(tile, sums);
   }
 
@@ -103,7 +103,8 @@ int useful_threads(const TileCall& call) {
   if (call.own_offsets) {
     for (int64_t i = 0; i < call.own_offsets[call.queries]; ++i) keys += call.own[i].count;
   }
-  return static_cast<int>(std::min<int64_t>(call.threads, 1 + keys * call.heads * (call.dim + call.value_dim) / kProductsPerThread));
+  return static_cast<int>(
+      std::min<int64_t>(call.threads, 1 + keys * call.heads * (call.dim + call.value_dim) / kProductsPerThread));
 }
 
 Tile tile_of(const TileCall& call, int64_t number) {

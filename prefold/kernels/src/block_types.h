@@ -10,7 +10,7 @@
 
 namespace prefold {
 
-constexpr int kRun = 32;    // numbers along k whose planes lie together
+constexpr int kRun = 32;  // numbers along k whose planes lie together
 // Bytes that are fetched ahead: decoding takes so long that the processor does not see the stream coming by itself.
 constexpr int kAhead = 8192;
 
@@ -27,11 +27,11 @@ enum Scales { kScale, kScaleMin, kScalesMins, kScales, kPower };
 template <int TYPE>
 struct Blocks;
 
-#define PREFOLD_BLOCKS(type, unit, group, bits, zero, scales, bytes)                             \
-  template <>                                                                                    \
-  struct Blocks<type> {                                                                          \
+#define PREFOLD_BLOCKS(type, unit, group, bits, zero, scales, bytes)                               \
+  template <>                                                                                      \
+  struct Blocks<type> {                                                                            \
     static constexpr int kUnit = unit, kGroup = group, kBits = bits, kZero = zero, kBytes = bytes; \
-    static constexpr Scales kKind = scales;                                                      \
+    static constexpr Scales kKind = scales;                                                        \
   };
 PREFOLD_BLOCKS(kQ4_0, 32, 32, 4, 8, kScale, 18)
 PREFOLD_BLOCKS(kQ4_1, 32, 32, 4, 0, kScaleMin, 20)
@@ -48,9 +48,14 @@ template <class B>
 constexpr int kGroups = B::kUnit / B::kGroup;
 // Of a unit, in bytes: its float16 numbers, the bytes of its groups, and a run of its numbers.
 template <class B>
-constexpr int kHalves = (B::kKind == kPower ? 0 : B::kKind == kScale || B::kKind == kScales ? 1 : 2) * kPanel * 2;
+constexpr int kHalves = (B::kKind == kPower                          ? 0
+                         : B::kKind == kScale || B::kKind == kScales ? 1
+                                                                     : 2) *
+                        kPanel * 2;
 template <class B>
-constexpr int kBytesOfGroup = B::kKind == kScalesMins ? 2 : B::kKind == kScales || B::kKind == kPower ? 1 : 0;
+constexpr int kBytesOfGroup = B::kKind == kScalesMins                     ? 2
+                              : B::kKind == kScales || B::kKind == kPower ? 1
+                                                                          : 0;
 template <class B>
 constexpr int kGroupBytes = kBytesOfGroup<B> * kGroups<B> * kPanel;
 template <class B>
@@ -68,7 +73,9 @@ constexpr int kTurn = 2 * 32 / (B::kBits == 8 ? 8 : 4);
 
 // Of number i of a lane in its turn: the first bit in its word.
 template <class B>
-constexpr int low_place(int i) { return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4; }
+constexpr int low_place(int i) {
+  return B::kBits == 8 ? 8 * i : i % 4 * 8 + i / 4 * 4;
+}
 
 // The float16 numbers in the lower halves of words, as floats.
 PREFOLD_INLINE Floats of_float16(const Words& halves) {
@@ -101,7 +108,8 @@ PREFOLD_INLINE Words load_words(const uint8_t* at) {
     else return (Part<uint32_t>)_mm512_cvtepu8_epi32((__m128i)x);
 #elif defined(__AVX2__)
     if constexpr (sizeof(N) == 2) return (Part<uint32_t>)_mm256_cvtepu16_epi32((__m128i)x);
-    else if constexpr (std::is_signed_v<N>) return (Part<uint32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
+    else if constexpr (std::is_signed_v<N>)
+      return (Part<uint32_t>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
     else return (Part<uint32_t>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((__m128i*)(at + p * 8)));
 #else
     return (Part<uint32_t>)__builtin_convertvector(x, Part<int32_t>);
@@ -129,7 +137,8 @@ PREFOLD_INLINE Floats to_floats(const Words& x) {
 // Shifted to the left, or where BY is negative to the right.
 template <int BY>
 PREFOLD_INLINE Words shift(const Words& x) {
-  return Words::map([](Part<uint32_t> part) { return BY < 0 ? part >> (BY < 0 ? -BY : 0) : part << (BY < 0 ? 0 : BY); }, x);
+  return Words::map([](Part<uint32_t> part) { return BY < 0 ? part >> (BY < 0 ? -BY : 0) : part << (BY < 0 ? 0 : BY); },
+                    x);
 }
 
 // (x & mask) | y
@@ -158,7 +167,8 @@ PREFOLD_INLINE Floats doubled(const Floats& x) {
 // The even lanes of two vectors, or the odd ones.
 PREFOLD_INLINE Part<float> every_other(Part<float> a, Part<float> b, int odd) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256 mixed = odd ? _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd) : _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+  const __m256 mixed =
+      odd ? _mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd) : _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
   return (Part<float>)_mm256_permute4x64_epi64((__m256i)mixed, 0xd8);
 #else
   return pick(a, b, 2 * lane_numbers(0) + odd);
@@ -183,12 +193,15 @@ constexpr int kWholeBits = B::kKind == kPower ? 5 : B::kBits;
 // Two times the numbers of E2M1 plus 16, a byte each, by the lower four bits of a byte; its others are zeros.
 PREFOLD_INLINE Words whole_e2m1(const Words& codes) {
 #if defined(__AVX512BW__)
-  const __m512i sums = _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
-  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm512_shuffle_epi8(sums, (__m512i)part); }, codes);
+  const __m512i sums =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
+  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm512_shuffle_epi8(sums, (__m512i)part); },
+                    codes);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   const __m256i sums =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4));
-  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm256_shuffle_epi8(sums, (__m256i)part); }, codes);
+  return Words::map([=](Part<uint32_t> part) { return (Part<uint32_t>)_mm256_shuffle_epi8(sums, (__m256i)part); },
+                    codes);
 #else
   return Words::map([](Part<uint32_t> code) {
     const Part<uint32_t> size = code & 0x07070707u, low = size & (size >> 2 & 0x01010101u) * 3u;  // low: from 4 on
@@ -248,9 +261,8 @@ PREFOLD_INLINE Floats number(const Words& low, const Words& high) {
   if constexpr (B::kKind == kPower) return e2m1(index);
 #ifdef __AVX512F__
   if constexpr (kHighBits == 0) {
-    return Floats::make([&](int p) {
-      return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>());
-    });
+    return Floats::make(
+        [&](int p) { return (Part<float>)_mm512_permutexvar_ps((__m512i)index.part[p], table<0, B::kZero>()); });
   }
   const Words upper = shift<4 - I>(high);
   return Floats::make([&](int p) {  // the lower bits of one, and one bit of the other
@@ -275,16 +287,19 @@ template <class B>
 PREFOLD_INLINE ScaleAndLeast scale_and_least(const uint8_t* unit, int64_t group, int column) {
   const uint8_t* at = unit + kHalves<B> + group * kPanel + column;
   if constexpr (B::kKind == kPower) {
-    return {Floats::map([](Part<uint32_t> e) {  // the least two are below the normal numbers
+    return {Floats::map(
+                [](Part<uint32_t> e) {  // the least two are below the normal numbers
       return (Part<float>)(e < 2u ? (Part<uint32_t>{} + 0x00200000u) << e : (e - 1u) << 23);
-    }, load_words<uint8_t>(at)), zeros()};
+    }, load_words<uint8_t>(at)),
+            zeros()};
   }
   const Floats d = load_float16(unit + column * 2);
   if constexpr (B::kKind == kScale) return {d, zeros()};
   if constexpr (B::kKind == kScales) return {d * to_floats(load_words<int8_t>(at)), zeros()};
   const Floats m = load_float16(unit + (kPanel + column) * 2);
   if constexpr (B::kKind == kScaleMin) return {d, m};
-  return {d * to_floats(load_words<uint8_t>(at)), zeros() - m * to_floats(load_words<uint8_t>(at + kGroups<B> * kPanel))};
+  return {d * to_floats(load_words<uint8_t>(at)),
+          zeros() - m * to_floats(load_words<uint8_t>(at + kGroups<B> * kPanel))};
 }
 
 // Where the numbers along k from k on are: the unit, which of its runs has them, and that run.
@@ -300,7 +315,7 @@ PREFOLD_INLINE RunPlace run_of(const uint8_t* panel, int64_t k) {
   const uint8_t* unit = panel + k / B::kUnit * kUnitBytes<B>;
   const int64_t number = k % B::kUnit / kRun;
   const uint8_t* run = unit + kHalves<B> + kGroupBytes<B> + number * kRunBytes<B>;
-  constexpr int kRunLines = (kRunBytes<B> + (kHalves<B> + kGroupBytes<B>) * kRun / B::kUnit + 63) / 64;
+  constexpr int kRunLines = (kRunBytes<B> + kRun * (kHalves<B> + kGroupBytes<B>) / B::kUnit + 63) / 64;
   for (int i = 0; i < kRunLines; ++i) __builtin_prefetch(run + kAhead + i * 64, 0, 2);
   return {unit, number, run};
 }

@@ -112,7 +112,7 @@ void put_run(const uint8_t* numbers, int column, uint8_t* run) {
       memcpy(run + (turn * 2 * kPanel + lane) * 4, &word, 4);
     }
     uint32_t high = 0;
-    constexpr int kHigh = B::kBits % 4;  // bits of a number beside its four or eight
+    constexpr int kHigh = B::kBits % 4;            // bits of a number beside its four or eight
     for (int i = 0; kHigh && i < kRun / 8; ++i) {  // four numbers of the lane at a time
       uint64_t bits;
       memcpy(&bits, numbers + 8 * i, 8);
@@ -232,7 +232,7 @@ PREFOLD_INLINE Words high_bits(const uint8_t* run, int lane) {
 template <int TYPE, bool PAIRS>
 void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   using B = Blocks<TYPE>;
-  constexpr int kInRun = kRun / B::kGroup;  // scales
+  constexpr int kInRun = kRun / B::kGroup;                               // scales
   constexpr int kPairs = kTurn<B> / 2, kUsed = kPairs * (B::kBits % 4);  // in a turn; bits of the plane of higher bits
   for (int64_t k = first; k < first + count; k += kRun) {
     const auto [unit, number, run] = run_of<B>(panel, k);
@@ -249,7 +249,8 @@ void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* w
         left.scale = doubled<0>(scale), right.scale = doubled<kLanes / 2>(scale);
         left.least = doubled<0>(minimum), right.least = doubled<kLanes / 2>(minimum);
 #pragma GCC unroll 1
-        for (int t = 0; t < B::kGroup / kTurn<B>; ++t, turn += 2 * kPanel * 4, to += kPairs * (PAIRS ? 1 : 2) * kPanel) {
+        for (int t = 0; t < B::kGroup / kTurn<B>;
+             ++t, turn += 2 * kPanel * 4, to += kPairs * (PAIRS ? 1 : 2) * kPanel) {
           decode_turn<B, PAIRS>(turn, left, right, to, std::make_integer_sequence<int, kPairs>());
           if constexpr (kUsed > 0) left.high = shift<-kUsed>(left.high), right.high = shift<-kUsed>(right.high);
         }
@@ -305,7 +306,8 @@ void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* u
         store(header, scale);
         if constexpr (kHasMinima<B>) store(header + kPanel, minimum);
       }
-      put_whole_run<B>(run, column, units, kWholeBytes<B>, kWholeHeader<B>, std::make_integer_sequence<int, kRun / 4>());
+      put_whole_run<B>(run, column, units, kWholeBytes<B>, kWholeHeader<B>,
+                       std::make_integer_sequence<int, kRun / 4>());
     }
   }
 }
@@ -377,7 +379,12 @@ struct Form {
 template <int TYPE>
 constexpr Form form() {
   using B = Blocks<TYPE>;
-  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>,
+  return {TYPE,
+          B::kUnit,
+          kUnitBytes<B>,
+          put_unit<TYPE>,
+          decode_runs<TYPE, false>,
+          decode_runs<TYPE, true>,
           int8_form_of<TYPE>()};
 }
 
@@ -386,10 +393,12 @@ constexpr Form form_of_16_bits() {
   return {TYPE, kRun, kRun * kPanel * 2, put_pairs, decode_16_bits<TYPE, false>, decode_16_bits<TYPE, true>};
 }
 
+// clang-format off
 constexpr Form kForms[] = {form<kQ4_0>(), form<kQ4_1>(), form<kQ5_0>(), form<kQ5_1>(), form<kQ8_0>(),
                            form<kQ4_K>(), form<kQ5_K>(), form<kQ6_K>(), form<kMXFP4>(), form_of_16_bits<kF16>(),
                            form_of_16_bits<kBF16>(),
-                           {kF32, kRun, kRun * kPanel * 4, put_floats, decode_floats<false>, decode_floats<true>}};
+                           {kF32, kRun, 4 * kRun * kPanel, put_floats, decode_floats<false>, decode_floats<true>}};
+// clang-format on
 
 const Form* form_of(int64_t type) {
   for (const Form& form : kForms) {

@@ -21,7 +21,7 @@ void decode(const BlockPanel& panel, int64_t first, int64_t count, bool pairs, u
 // How a panel's numbers are multiplied with rows of int8: in units, which are the numbers of a group: 32 scales, as
 // many minima where there are any, and words of four numbers along k, [group / 4][32].
 struct Int8Form {
-  int group, shift;    // what a number stands for is less by 1 << shift, where there are no minima
+  int group, shift;  // what a number stands for is less by 1 << shift, where there are no minima
   bool minima;
   int64_t unit_bytes;
   void (*decode)(const uint8_t* panel, int64_t first, int64_t count, uint8_t* units);  // null: they lie so in the panel

@@ -106,8 +106,9 @@ struct Workspace {
   float *weights, *tops, *candidates;
 
   explicit Workspace(int64_t columns)
-      : columns(columns), blocks((columns + kBlock - 1) / kBlock),
-        memory(new (std::nothrow) float[2 * blocks * kBlock + blocks]) {
+      : columns(columns),
+        blocks((columns + kBlock - 1) / kBlock),
+        memory(new(std::nothrow) float[2 * blocks * kBlock + blocks]) {
     weights = memory.get(), candidates = weights + blocks * kBlock, tops = candidates + blocks * kBlock;
   }
 
@@ -267,9 +268,8 @@ int64_t draw_filtered(const float* x, float inverse, uint64_t key, const Filters
   const float least = least_weight(best, filters, work, total);
   for (int64_t b = 0; b < work.blocks; ++b) {
     if (work.tops[b] < least) continue;
-    const auto near_at = [&](int64_t at, int64_t) __attribute__((always_inline)) {
-      return nearness(best, load(work.weights + at), at);
-    };
+    const auto near_at = [&](int64_t at, int64_t)
+                             __attribute__((always_inline)) { return nearness(best, load(work.weights + at), at); };
     const int64_t first = b * kBlock, some = std::min<int64_t>(kBlock, work.columns - first);
     consider_block(best, first, some, near_at, [&](int64_t token) { return work.weights[token] >= least; });
   }

@@ -114,8 +114,8 @@ void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, i
 }
 
 template <class E, class W>
-void add_layer_norm(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width, float eps,
-                    int threads) {
+void add_layer_norm(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width,
+                    float eps, int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first * width; i < stop * width; i += width) {
       add_layer_norm_row(x + i, delta ? delta + i : nullptr, weight, bias, out + i, width, eps);
@@ -178,21 +178,21 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {     \
     rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                        \
   }
-#define PREFOLD_EXPORT_LAYER_NORM(name, E, W)                                                                   \
-  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const W* weight, const W* bias, E* out,   \
-                                                int64_t rows, int64_t width, float eps, int32_t threads) {      \
-    add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                     \
+#define PREFOLD_EXPORT_LAYER_NORM(name, E, W)                                                                 \
+  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const W* weight, const W* bias, E* out, \
+                                                int64_t rows, int64_t width, float eps, int32_t threads) {    \
+    add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                   \
   }
-#define PREFOLD_EXPORT_NORM_HEADS(name, E)                                                                      \
-  extern "C" void prefold_norm_heads_##name(E* x, const float* weight, const float* bias, int64_t rows,         \
-                                            int64_t heads, int64_t dim, int64_t row, int64_t head,              \
-                                            int64_t apart, float eps, int32_t threads) {                        \
-    norm_heads(x, weight, bias, rows, heads, dim, row, head, apart, eps, threads);                              \
+#define PREFOLD_EXPORT_NORM_HEADS(name, E)                                                                             \
+  extern "C" void prefold_norm_heads_##name(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, \
+                                            int64_t dim, int64_t row, int64_t head, int64_t apart, float eps,          \
+                                            int32_t threads) {                                                         \
+    norm_heads(x, weight, bias, rows, heads, dim, row, head, apart, eps, threads);                                     \
   }
-#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                           \
-  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width,           \
-                                          int64_t row, int32_t threads) {                                  \
-    gate_mul<Activation>(gate_up, out, rows, width, row, threads);                                         \
+#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                              \
+  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, \
+                                          int32_t threads) {                                                  \
+    gate_mul<Activation>(gate_up, out, rows, width, row, threads);                                            \
   }
 
 PREFOLD_EXPORT_NORMED(float32, float, float)

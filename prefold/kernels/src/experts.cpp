@@ -173,11 +173,11 @@ void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads
   }
   parallel_shares(static_cast<int64_t>(pieces.size()), workers, [&](int64_t i) { body(pieces[i]); },
                   [&](const Body<>& run) {
-                    run();
+    run();
 #ifdef PREFOLD_TILES
-                    if (in_tiles) _tile_release();
+    if (in_tiles) _tile_release();
 #endif
-                  });
+  });
 }
 
 template <class Format>
@@ -211,7 +211,8 @@ class Experts {
     });
     const Sorted sorted(experts_of_.data(), pairs_, call_.experts);
     static thread_local Workspace workspace;
-    auto* inner = static_cast<Element*>(workspace.reserve((pairs_ * (inner_row_ + call_.hidden) + 32) * sizeof(Element)));
+    auto* inner =
+        static_cast<Element*>(workspace.reserve((pairs_ * (inner_row_ + call_.hidden) + 32) * sizeof(Element)));
     Element* results = inner + (pairs_ * inner_row_ + 31) / 32 * 32;
     multiply_gate_up<Activation>(sorted, inner);
     multiply_down(sorted, inner, results);
@@ -317,8 +318,8 @@ class Experts {
     const int64_t steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const auto row_of = [&](int64_t i) { return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row; };
-      multiply_piece(piece, call_.hidden, stack, false, row_of, [&](int64_t row, int64_t column, int64_t count,
-                                                                    const float* tile) {
+      multiply_piece(piece, call_.hidden, stack, false, row_of,
+                     [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         if (call_.is_plain) return put_plain<Activation>(piece.expert, row, column, count, tile, inner);
         Floats of_gate = zeros(), of_up = zeros();
         if (call_.gate_up_bias) {
@@ -356,8 +357,8 @@ class Experts {
     const int64_t steps = call_.width * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const auto row_of = [&](int64_t i) { return inner + (piece.first + i) * inner_row_; };
-      multiply_piece(piece, call_.width, stack, true, row_of, [&](int64_t row, int64_t column, int64_t count,
-                                                                  const float* tile) {
+      multiply_piece(piece, call_.width, stack, true, row_of,
+                     [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
           Element* to = results + sorted.pair[row + r] * call_.hidden + column;
@@ -412,10 +413,8 @@ int32_t experts(const ExpertsCall& call) {
 }
 
 }  // namespace
-#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation)               \
-  extern "C" int32_t prefold_experts_##name(const ExpertsCall* call) { \
-    return experts<Format, Activation>(*call);                         \
-  }
+#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation) \
+  extern "C" int32_t prefold_experts_##name(const ExpertsCall* call) { return experts<Format, Activation>(*call); }
 
 PREFOLD_EXPORT_EXPERTS(silu_float32, FloatWords, Silu)
 PREFOLD_EXPORT_EXPERTS(silu_bfloat16, Bf16Words, Silu)

@@ -106,16 +106,19 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
 #pragma GCC unroll 2
           for (int pair = 0; pair < kSums / 2; ++pair) {
             const int at = first + pair * kPartLanes;
-            const Part<float> scale = scales[kG].scale.part[at / kPartLanes], least = scales[kG].least.part[at / kPartLanes];
+            const Part<float> scale = scales[kG].scale.part[at / kPartLanes],
+                              least = scales[kG].least.part[at / kPartLanes];
 #pragma GCC unroll 8
             for (int i = 0; i < LINES; ++i) {
               const auto half = [&](int odd) {
-                return (Part<int32_t>)every_other((Part<float>)acc[i][2 * pair], (Part<float>)acc[i][2 * pair + 1], odd);
+                return (Part<int32_t>)every_other((Part<float>)acc[i][2 * pair], (Part<float>)acc[i][2 * pair + 1],
+                                                  odd);
               };
               const RowGroup& of = groups[kG * pass.groups_row + i];
               float* to = sums + i * kPanel + column + at;
               Part<int32_t> whole = half(0) + half(1);
-              if constexpr (!kHasMinima<B> && kShift<kWholeBits<B>> >= 0) whole += of.zero * (1 << kShift<kWholeBits<B>>);
+              if constexpr (!kHasMinima<B> && kShift<kWholeBits<B>> >= 0)
+                whole += of.zero * (1 << kShift<kWholeBits<B>>);
               Part<float> sum;
               memcpy(&sum, to, sizeof sum);
               sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);
@@ -158,7 +161,8 @@ bool are_few(int64_t rows, int64_t digits) {
   return (rows * digits + kMostLines - 1) / kMostLines <= most;
 }
 
-void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits, float* sums) {
+void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits,
+                       float* sums) {
   const int64_t lines = rows * digits, passes = (lines + kMostLines - 1) / kMostLines;
   std::fill(sums, sums + lines * kPanel, 0.0f);
   for (int64_t i = 0; i < passes; ++i) {

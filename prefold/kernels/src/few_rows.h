@@ -49,7 +49,8 @@ constexpr int64_t kDigits = sizeof(E) == sizeof(float) ? 3 : 2;
 bool are_few(int64_t rows, int64_t digits);
 // sums [rows, kPanel] = the rows times a panel of a type that `add_few` has. x: the rows in groups of 32, with sixteens if
 // the panel's groups are that small; sums has memory for kFewSums
-void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits, float* sums);
+void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits,
+                       float* sums);
 
 #endif
 

@@ -55,9 +55,7 @@ struct InFloat32 {
     store(out + dim, second);
   }
   // The same of one of the two, which leaves the other's as they are.
-  static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) {
-    store(out + half * dim, x);
-  }
+  static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) { store(out + half * dim, x); }
   // Sixteen dimensions of one of the two.
   static PREFOLD_INLINE Floats load_half(const K* pair, int64_t dim, int half) { return load(pair + half * dim); }
   // A number of a pair of Stored.

@@ -46,7 +46,7 @@ PREFOLD_INLINE void put_bytes(int8_t* to, const Words& words) {
 }
 
 // What the largest number of a group becomes, with so many digits of base 255.
-constexpr float kBase = 255, kLargest[] = {0, 127, 127 * kBase + 127, 64 * kBase * kBase};
+constexpr float kBase = 255, kLargest[] = {0, 127, 127 * kBase + 127, 64 * (kBase * kBase)};
 
 // Added to a number below 2^22, it leaves the nearest whole one in the lowest bits, of equally near ones the even one.
 constexpr float kWhole = 0x1.8p23f;
@@ -54,8 +54,8 @@ constexpr float kWhole = 0x1.8p23f;
 // `count` numbers of a row, and zeros behind them, up to `group`, a multiple of 32, as rows of digits, `line` bytes apart, the
 // highest first. out [DIGITS]; sixteens [groups of sixteen, `stride` apart][DIGITS]: null where none are wanted
 template <int DIGITS, class E>
-void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, int64_t line, RowGroup* out, RowGroup* sixteens,
-                    int64_t stride) {
+void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, int64_t line, RowGroup* out,
+                    RowGroup* sixteens, int64_t stride) {
   Floats most = zeros();
   Words unsafe(0);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -181,8 +181,8 @@ PREFOLD_INLINE void add_group(const int32_t* whole, const uint8_t* unit, const R
     float* to = tile + r * kPanel;
     const int32_t* from = whole + r * kPanel;
     const Part<float> a = plus_group(load_part<float>(to), load_part<int32_t>(from) + zero, left, groups[r].scale);
-    const Part<float> b =
-        plus_group(load_part<float>(to + kPartLanes), load_part<int32_t>(from + kPartLanes) + zero, right, groups[r].scale);
+    const Part<float> b = plus_group(load_part<float>(to + kPartLanes), load_part<int32_t>(from + kPartLanes) + zero,
+                                     right, groups[r].scale);
     memcpy(to, &a, sizeof a);
     memcpy(to + kPartLanes, &b, sizeof b);
   }
@@ -268,8 +268,8 @@ Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t gr
     for (int64_t r = first; r < stop; ++r) {
       for (int64_t g = 0; g < count; ++g) {
         const int64_t at = g * group, size = std::min(group, padded - at), line = r * digits;
-        one(x + r * x_row + at, std::min(size, k - at), size, numbers + line * stride + at, stride, groups + g * lines + line,
-            halves ? halves + at / kLanes * lines + line : nullptr, lines);
+        one(x + r * x_row + at, std::min(size, k - at), size, numbers + line * stride + at, stride,
+            groups + g * lines + line, halves ? halves + at / kLanes * lines + line : nullptr, lines);
       }
     }
   });
@@ -343,10 +343,10 @@ extern "C" int32_t prefold_has_int8() {
 #endif
 }
 
-#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                           \
+#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                              \
   extern "C" int32_t prefold_pack_int8_##name(const E* weight, int64_t row, int64_t outputs, int64_t k, int64_t group, \
-                                              uint8_t* out, int32_t threads) {                                      \
-    return pack_int8(weight, row, outputs, k, group, out, threads);                                                 \
+                                              uint8_t* out, int32_t threads) {                                         \
+    return pack_int8(weight, row, outputs, k, group, out, threads);                                                    \
   }
 PREFOLD_EXPORT_PACK_INT8(float32, float)
 PREFOLD_EXPORT_PACK_INT8(bfloat16, Bf16)

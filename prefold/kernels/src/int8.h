@@ -96,9 +96,10 @@ constexpr int64_t kMostUnitBytes = std::max(kPanel * (32 + 8), 2 * kPanel * (16 
 
 // Rows [first, stop), at most kGroupRows, times panel p.
 inline void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p, int64_t first, int64_t stop,
-                            const Store& store) {
+                                   const Store& store) {
   const Int8Form& form = *int8_form(product.blocks[p].type);
-  const int64_t rows = stop - first, k = product.steps * 4, columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
+  const int64_t rows = stop - first, k = product.steps * 4,
+                columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
 #ifdef PREFOLD_INT8_TILES
   const bool in_tiles = rows >= kTile && form.group % 64 == 0 && !form.minima && may_use_tiles();
   const int64_t most_rows = in_tiles ? 2 * kTile : kBlockRows;

@@ -63,8 +63,8 @@ struct PlacedRun {
 // Queries, the place of their results, and the keys that each tile of queries reads. Tile t reads the runs
 // [run_offsets[t], run_offsets[t + 1]) and the masked pairs [mask_offsets[t], mask_offsets[t + 1]).
 struct TileCall {
-  const void* q;    // [queries, heads, dim]
-  void* out;        // [queries, heads, value_dim], contiguous
+  const void* q;  // [queries, heads, dim]
+  void* out;      // [queries, heads, value_dim], contiguous
   int64_t q_row, q_head;
   int64_t queries, heads, kv_heads, dim, value_dim, tiles;
   const int64_t *run_offsets, *mask_offsets;  // [tiles + 1]
@@ -78,10 +78,10 @@ struct TileCall {
   // from -1 on is a gap.
   const int64_t* placed_offsets;  // [tiles + 1]
   const PlacedRun* placed;
-  const float* sinks;          // [heads], a score without a value in the softmax of each head; null: none
-  float scale;                 // factor of the scores
+  const float* sinks;  // [heads], a score without a value in the softmax of each head; null: none
+  float scale;         // factor of the scores
   int32_t threads;
-  float cap;                   // scores s become cap * tanh(s / cap); 0: they stay
+  float cap;  // scores s become cap * tanh(s / cap); 0: they stay
 };
 
 // Attention over rows as they lie: `path` carried rows, then `rows` new ones.
@@ -142,8 +142,7 @@ extern "C" void prefold_free_row_lists(TileLists* lists);
 // window); group: query heads per KV head; placed: as for prefold_plan_rows.
 extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* count, const int64_t* position,
                                          const int64_t* first, const int64_t* last, int64_t runs, int64_t queries,
-                                         const int64_t* query_positions, int64_t window, int64_t group,
-                                         int32_t placed);
+                                         const int64_t* query_positions, int64_t window, int64_t group, int32_t placed);
 // sizes [5]: the numbers of tiles, runs, masked pairs, placed runs and own runs.
 extern "C" void prefold_slot_list_sizes(const SlotLists* lists, int64_t* sizes);
 // run_offsets, mask_offsets, placed_offsets, tile_starts [tiles + 1]; own_offsets [queries + 1]; the rest as counted.
@@ -163,10 +162,12 @@ extern "C" int32_t prefold_stores_bf16_pairs();
 constexpr int32_t kPanel = 32;  // columns of a panel of a packed matrix
 
 // The number formats of matrices that stay as their file has them, with the numbers of ggml.h.
+// clang-format off
 enum BlockType : int32_t {
   kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ5_0 = 6, kQ5_1 = 7, kQ8_0 = 8, kQ4_K = 12, kQ5_K = 13, kQ6_K = 14,
   kBF16 = 30, kMXFP4 = 39,
 };
+// clang-format on
 // Added to a BlockType whose numbers are integers: multiply them with rows of int8 (int8.h).
 constexpr int32_t kInInt8 = 256;
 // Added to a type: the matrix is multiplied in the same way with few rows as with many.
@@ -279,8 +280,8 @@ extern "C" AddLayerNorm<Bf16, float> prefold_add_layer_norm_bfloat16_float32;
 // Norm `heads` heads of each row of x, `dim` numbers each and `head` apart, in place: LayerNorm with a bias, else the RMS
 // norm. The weights, and biases, of heads are `apart` from each other; 0: all heads have the same.
 template <class E>
-using NormHeads = void(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, int64_t dim, int64_t row,
-                       int64_t head, int64_t apart, float eps, int32_t threads);
+using NormHeads = void(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, int64_t dim,
+                       int64_t row, int64_t head, int64_t apart, float eps, int32_t threads);
 extern "C" NormHeads<float> prefold_norm_heads_float32;
 extern "C" NormHeads<Bf16> prefold_norm_heads_bfloat16;
 
@@ -308,12 +309,12 @@ constexpr int32_t kRankLine = 64;  // bytes of a `Line`
 // once for each exchange.
 struct RanksView {
   char* memory;
-  int64_t first, part;   // the place of the first part; bytes of a part, a multiple of 64
+  int64_t first, part;  // the place of the first part; bytes of a part, a multiple of 64
   int64_t rank, size;
   const int32_t* pipes;  // descriptors; one of them is hung up when a rank ends
   int64_t num_pipes;
-  double patience;       // seconds to wait for another rank
-  uint64_t met;          // exchanges so far
+  double patience;  // seconds to wait for another rank
+  uint64_t met;     // exchanges so far
 };
 
 // x [count] = the sum of every rank's x, on every rank.
@@ -365,29 +366,30 @@ enum RouterScore : int32_t { kSoftmax = 0, kSigmoid = 1, kSparseMixer = 2 };
 // A mixture of experts. Each row goes through the `chosen` experts with its largest logits. Their results are weighted
 // by the softmax of the logits: of the chosen experts if `normalised`, else of all.
 struct ExpertsCall {
-  const void* x;             // [rows, hidden]
-  const void* logits;        // float32 [rows, experts]
+  const void* x;       // [rows, hidden]
+  const void* logits;  // float32 [rows, experts]
   // The matrices of all experts, one behind the other; gate_up has columns as for GatedLinear, or is up alone. Each
   // is packed, or in blocks: the other is null.
   const void *gate_up, *down;
   const BlockPanel *gate_up_blocks, *down_blocks;
-  const void *gate_up_bias;  // [experts, 2 * bias_width], gate before up (or of up alone), of the dtype of x; null: none
-  const void* down_bias;     // [experts, hidden], of the dtype of x; null: none
-  const float* correction;   // [experts], added to the scores that choose experts; null: none
-  const float* scales;       // [experts], factors of the weights; null: none
-  void* out;                 // [rows, hidden]
+  const void*
+      gate_up_bias;         // [experts, 2 * bias_width], gate before up (or of up alone), of the dtype of x; null: none
+  const void* down_bias;    // [experts, hidden], of the dtype of x; null: none
+  const float* correction;  // [experts], added to the scores that choose experts; null: none
+  const float* scales;      // [experts], factors of the weights; null: none
+  void* out;                // [rows, hidden]
   int64_t rows, x_row, experts, chosen, hidden;
-  int64_t width;             // of an expert, a multiple of sixteen
+  int64_t width;  // of an expert, a multiple of sixteen
   int64_t bias_width;
   // Of experts. A row goes through experts of the best groups: those whose `group_best` largest scores have the largest
   // sum.
   int64_t groups, chosen_groups, group_best;
-  float scale;                    // of the weights
-  float least_sum;                // the weights are divided by this if their sum is smaller
-  float tolerance;                // of kSparseMixer: how far from the largest logit one may be, as a part of it
-  int32_t score;                  // kSoftmax, kSigmoid or kSparseMixer
-  int32_t corrects_logits;        // the correction is added to logits, not to scores
-  int32_t is_plain;               // experts have no gate: activation(up)
+  float scale;              // of the weights
+  float least_sum;          // the weights are divided by this if their sum is smaller
+  float tolerance;          // of kSparseMixer: how far from the largest logit one may be, as a part of it
+  int32_t score;            // kSoftmax, kSigmoid or kSparseMixer
+  int32_t corrects_logits;  // the correction is added to logits, not to scores
+  int32_t is_plain;         // experts have no gate: activation(up)
   int32_t normalised, threads;
 };
 extern "C" int32_t prefold_experts_silu_float32(const ExpertsCall* call);
@@ -401,8 +403,9 @@ extern "C" int32_t prefold_experts_relu2_bfloat16(const ExpertsCall* call);
 
 // The matrices of kAttendLatent, packed head by head, `*_words` words apart.
 struct LatentCall {
-  const void* expand;   // [dim + value_dim outputs, rank]: a head's keys without their tails, then its values
-  const void* absorb;   // [rank + tail outputs, dim + tail]: a head's key matrix, transposed, and the identity for the tail
+  const void* expand;  // [dim + value_dim outputs, rank]: a head's keys without their tails, then its values
+  const void*
+      absorb;  // [rank + tail outputs, dim + tail]: a head's key matrix, transposed, and the identity for the tail
   const void* restore;  // [value_dim outputs, rank]: a head's value matrix
   int64_t expand_words, absorb_words, restore_words;
   int64_t rank, tail, dim, value_dim;
@@ -411,14 +414,14 @@ struct LatentCall {
 // The rows that a causal convolution reads. A place below first_row is a column of a state; a place from first_row on
 // is a row of x. A stored state replaces a state that only its own rows read, if any row does.
 struct ConvCall {
-  const void* x;         // the rows, of stride x_row
-  const int64_t* row_of; // [rows]: the row of x that each row is; null: row i is row i of x
-  void* states;          // [states, kept, channels]
-  const float* taps;     // [kept + 1, channels]; the last is of the row itself
-  const float* bias;     // [channels]; null: none
-  const int64_t* above;  // [kept, rows]: the places above each row, the nearest first
-  const int64_t* below;  // [num_ends, kept]: the places that make up each state to store, the oldest first
-  const int64_t* to;     // [num_ends]: the states to store
+  const void* x;          // the rows, of stride x_row
+  const int64_t* row_of;  // [rows]: the row of x that each row is; null: row i is row i of x
+  void* states;           // [states, kept, channels]
+  const float* taps;      // [kept + 1, channels]; the last is of the row itself
+  const float* bias;      // [channels]; null: none
+  const int64_t* above;   // [kept, rows]: the places above each row, the nearest first
+  const int64_t* below;   // [num_ends, kept]: the places that make up each state to store, the oldest first
+  const int64_t* to;      // [num_ends]: the states to store
   int64_t rows, x_row, channels, kept, first_row, num_ends;
 };
 
@@ -449,10 +452,10 @@ struct RunLists {
 struct DeltaCall {
   ConvCall conv;
   RunLists runs;
-  void* out;            // [picked, heads * value_dim]
-  const int64_t* pick;  // [picked], the rows to compute, each once; null: all
-  float* states;        // [num_states, heads, key_dim, value_dim]
-  float* between;       // [num_between, ...]: likewise, for states that only later runs start from
+  void* out;                            // [picked, heads * value_dim]
+  const int64_t* pick;                  // [picked], the rows to compute, each once; null: all
+  float* states;                        // [num_states, heads, key_dim, value_dim]
+  float* between;                       // [num_between, ...]: likewise, for states that only later runs start from
   const float *rates, *dt_bias, *norm;  // [heads]: -exp(a_log); [heads]; [value_dim]
   int64_t picked, heads, key_heads, key_dim, value_dim;
   float eps, beta_scale;  // beta_scale: of the sigmoids of b
@@ -468,7 +471,7 @@ extern "C" int32_t prefold_delta_net_bfloat16(const DeltaCall* call);
 struct MambaCall {
   ConvCall conv;
   RunLists runs;
-  void* out;            // out, pick, states and between as in DeltaCall
+  void* out;  // out, pick, states and between as in DeltaCall
   const int64_t* pick;
   float *states, *between;
   const float *rates, *dt_bias, *skips, *norm;  // [heads] each; norm [heads * value_dim], or null: there is no norm
@@ -531,28 +534,30 @@ extern "C" int32_t prefold_mamba2_bfloat16(const MambaCall* call);
 //
 // `call` points to a LatentCall, ExpertsCall, ShortConvCall, DeltaCall or MambaCall. It has the weights, the sizes and eps; the
 // program fills in the rest.
+// clang-format off
 enum Kind : int32_t {
   kNorm, kLinear, kGated, kRope, kAttend, kPick, kEmbed, kHead, kAdd, kGate, kExperts, kShortConv, kGatedDelta, kMamba2,
   kAttendLatent, kNormHeads, kXielu, kByPosition, kScaleRows, kScaleHeads, kActivateGated, kInterpolate,
   kMix, kMatch, kSparseGate, kClamp,
 };
+// clang-format on
 constexpr int32_t kMostMixed = 8;
 
 // An operation of a program; `Kind` says which fields it reads. Places within rows count elements.
 struct Operation {
   int32_t kind;
-  int32_t source, out, beside;    // buffers
+  int32_t source, out, beside;  // buffers
   int32_t wide, plane, window;
-  int32_t activation;             // kLinear, kGated, kExperts, kGate, kActivateGated, kSparseGate
-  int32_t linear;                 // kLinear, kGated: the index in the tables of adapters
-  int32_t summed;                 // whether the result, or the squares of a kNorm, are summed over all ranks
+  int32_t activation;  // kLinear, kGated, kExperts, kGate, kActivateGated, kSparseGate
+  int32_t linear;      // kLinear, kGated: the index in the tables of adapters
+  int32_t summed;      // whether the result, or the squares of a kNorm, are summed over all ranks
   float eps;
   int64_t at, keys, heads, dim, kv_heads, columns, positions;
   const void *weight, *bias;
-  const BlockPanel* blocks;       // the matrix, if it is in blocks; then weight is null
+  const BlockPanel* blocks;  // the matrix, if it is in blocks; then weight is null
   // kRope, kNormHeads, kByPosition, kScaleHeads, kAttend (of queries), kGate (of gates): from one head to the next; 0: dim
   int64_t stride;
-  const void* call;               // kAttendLatent, kExperts, kShortConv, kGatedDelta, kMamba2
+  const void* call;  // kAttendLatent, kExperts, kShortConv, kGatedDelta, kMamba2
 };
 
 // Keys and values of the path above a step of a row stream, of one plane, and memory for the path above the next step:
@@ -584,16 +589,16 @@ struct StateStep {
 // A program for one step, over slots or over the rows of a stream.
 struct ProgramCall {
   const Operation* operations;
-  int64_t count;                        // of operations
+  int64_t count;  // of operations
   char* const* buffers;
-  const int64_t* widths;                // of a row of each buffer
+  const int64_t* widths;  // of a row of each buffer
   int64_t rows, picked;
-  const int64_t* read;                  // [picked], the rows that kPick keeps, ascending; unused if these are all
-  const int64_t* tokens;                // [rows]
-  const int64_t* positions;             // [rows]
-  const int64_t* slots;                 // [rows]; null: the rows of a stream
-  const float* const* tables;           // [num_tables] of [positions, dims[t]]: cosines, then sines, of rotated numbers
-  const int64_t* dims;                  // [num_tables]
+  const int64_t* read;         // [picked], the rows that kPick keeps, ascending; unused if these are all
+  const int64_t* tokens;       // [rows]
+  const int64_t* positions;    // [rows]
+  const int64_t* slots;        // [rows]; null: the rows of a stream
+  const float* const* tables;  // [num_tables] of [positions, dims[t]]: cosines, then sines, of rotated numbers
+  const int64_t* dims;         // [num_tables]
   int64_t num_tables;
   float* angles;                        // [rows, dims[t]] of each table, scratch memory
   int64_t* ids;                         // [picked]: results of kHead; null: skip kHead
@@ -603,23 +608,23 @@ struct ProgramCall {
   const int64_t *keep_path, *keep_new;  // the rows of the path, and the new rows, that the next step's path has
   int64_t kept_path, kept_new;          // how many
   // With sharing "mlp" a row stands for several rows of the stream, over which attention runs.
-  int64_t unfolded;                     // rows of the stream
-  const int64_t* scatter;               // [unfolded]: the row that stands for each; null: each row stands for itself
-  const int64_t* gather;                // [rows]: a row of the stream that each row stands for
-  const int64_t* read_order;            // [picked]: the order in which attention has the rows that are read
-  char* unfolded_room;                  // scratch memory for q, k, v and the result
-  const TileCall *plans, *read_plans;   // by window: of all rows, and of the rows that are read
-  const int64_t* numbers;               // [rows]: the adapter of each row, or -1; null: no row has an adapter
-  const LowRank* const* adapters;       // by number: the LowRank of each linear
-  RowLow* adapted;                      // [rows], scratch memory
-  float* low;                           // [rows, most_ranks], scratch memory
+  int64_t unfolded;                    // rows of the stream
+  const int64_t* scatter;              // [unfolded]: the row that stands for each; null: each row stands for itself
+  const int64_t* gather;               // [rows]: a row of the stream that each row stands for
+  const int64_t* read_order;           // [picked]: the order in which attention has the rows that are read
+  char* unfolded_room;                 // scratch memory for q, k, v and the result
+  const TileCall *plans, *read_plans;  // by window: of all rows, and of the rows that are read
+  const int64_t* numbers;              // [rows]: the adapter of each row, or -1; null: no row has an adapter
+  const LowRank* const* adapters;      // by number: the LowRank of each linear
+  RowLow* adapted;                     // [rows], scratch memory
+  float* low;                          // [rows, most_ranks], scratch memory
   int64_t most_ranks;
-  RanksView* ranks;                     // null: the model is not split
-  int64_t none;                         // the id of a row whose largest logit is not finite
-  float scale, cap;                     // as in TileCall
+  RanksView* ranks;  // null: the model is not split
+  int64_t none;      // the id of a row whose largest logit is not finite
+  float scale, cap;  // as in TileCall
   int32_t threads, is_bf16;
-  const StatePlane* states;             // by layer with a state
-  const StateStep* state_step;          // null: no layer has a state
+  const StatePlane* states;     // by layer with a state
+  const StateStep* state_step;  // null: no layer has a state
 };
 
 extern "C" int32_t prefold_run_program(const ProgramCall* call);

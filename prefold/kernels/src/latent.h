@@ -30,7 +30,8 @@ class LatentAttention {
   int32_t over_slots(TileCall tiles, const SlotPlane& plane, const E* q, int64_t q_row, E* out) const {
     const int64_t numbers = rows_ * (2 * of_.rank + of_.tail + of_.value_dim);
     return for_groups(numbers, [&](int64_t first, int64_t heads, E* room) {
-      E *absorbed = room, *attended = absorbed + rows_ * heads * width(), *restored = attended + rows_ * heads * of_.rank;
+      E *absorbed = room, *attended = absorbed + rows_ * heads * width(),
+        *restored = attended + rows_ * heads * of_.rank;
       int32_t failed = for_heads(first, heads, rows_, [&](int64_t h, int32_t threads) {
         return multiply(q + h * query_dim(), q_row, matrix(of_.absorb, of_.absorb_words, h),
                         absorbed + (h - first) * rows_ * width(), rows_, width(), query_dim(), threads);
@@ -51,8 +52,8 @@ class LatentAttention {
   }
 
   // Attends over the latents of a path, [path, width], and of the `count` rows of the stream, into `out`.
-  int32_t over_rows(TileCall tiles, const E* path, int64_t path_rows, const E* rows, int64_t row, int64_t count, const E* q,
-                    int64_t q_row, E* out) const {
+  int32_t over_rows(TileCall tiles, const E* path, int64_t path_rows, const E* rows, int64_t row, int64_t count,
+                    const E* q, int64_t q_row, E* out) const {
     const int64_t keys = path_rows + count, size = of_.dim + of_.value_dim;
     return for_groups(keys * size + tiles.queries * of_.value_dim, [&](int64_t first, int64_t heads, E* room) {
       E *expanded = room, *attended = expanded + heads * keys * size;
@@ -129,8 +130,8 @@ class LatentAttention {
     return failed;
   }
 
-  static int32_t multiply(const E* x, int64_t x_row, const uint32_t* words, E* out, int64_t rows, int64_t columns, int64_t k,
-                          int32_t threads) {
+  static int32_t multiply(const E* x, int64_t x_row, const uint32_t* words, E* out, int64_t rows, int64_t columns,
+                          int64_t k, int32_t threads) {
     if (!rows) return 0;
     if constexpr (kBf16) {
       return prefold_linear_bfloat16(x, x_row, words, nullptr, nullptr, out, rows, columns, k, threads, nullptr);

@@ -1,9 +1,10 @@
 // What is asked of rows of logits: the logarithm of the sum of their exponentials, the largest numbers, the entropy of the
 // probabilities that they stand for, and ranks.
+#include "logits.h"
+
 #include <cmath>
 
 #include "interface.h"
-#include "logits.h"
 #include "parallel.h"
 
 namespace prefold {

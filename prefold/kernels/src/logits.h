@@ -8,8 +8,8 @@
 
 namespace prefold {
 
-constexpr int64_t kChunk = 1024;   // numbers
-constexpr int kSums = 4;           // vectors that are summed side by side
+constexpr int64_t kChunk = 1024;  // numbers
+constexpr int kSums = 4;          // vectors that are summed side by side
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 // body(which of kSums, numbers) for [0, count) in vectors; past the end the lanes are -inf.

@@ -113,8 +113,8 @@ Packed<Format> pack(const RowCall& call, Workspace& workspace) {
 
   const auto source = [&](const void* path, const void* rows, int64_t path_row, int64_t path_head, int64_t row,
                           int64_t head) {
-    return RowSource<E>{static_cast<const E*>(path), static_cast<const E*>(rows), call.path, call.rows,
-                        path_row, path_head, row, head};
+    return RowSource<E>{
+        static_cast<const E*>(path), static_cast<const E*>(rows), call.path, call.rows, path_row, path_head, row, head};
   };
   const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
   const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);

@@ -76,10 +76,12 @@ class PlacedWriter {
     groups_.clear();
     for (int r = 0; r < count_; ++r) {
       const uint32_t bit = 1u << r;
-      if (std::none_of(open_.begin(), open_.end(), [&](const PathPiece& piece) { return piece.queries & bit; })) continue;
-      const auto fits = [&](const Group& group) { return each_key(portion, bit, [&](int64_t place, int64_t key) {
-        return group.key[place] < 0 || group.key[place] == key;
-      }); };
+      if (std::none_of(open_.begin(), open_.end(), [&](const PathPiece& piece) { return piece.queries & bit; }))
+        continue;
+      const auto fits = [&](const Group& group) {
+        return each_key(portion, bit,
+                        [&](int64_t place, int64_t key) { return group.key[place] < 0 || group.key[place] == key; });
+      };
       auto group = std::find_if(groups_.begin(), groups_.end(), fits);
       if (group == groups_.end()) {
         groups_.emplace_back();

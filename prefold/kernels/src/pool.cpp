@@ -186,8 +186,7 @@ void parallel_ranges(int64_t n, int64_t size, int threads, const Body<int64_t, i
     return;
   }
   const int64_t pieces = std::min<int64_t>(n, workers * kPieces);
-  parallel_shares(pieces, static_cast<int>(workers),
-                  [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
+  parallel_shares(pieces, static_cast<int>(workers), [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
 }
 
 }  // namespace prefold

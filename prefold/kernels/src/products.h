@@ -34,8 +34,8 @@ constexpr int block_parts(int rows) {
 // How often so many rows go through a panel.
 constexpr int block_passes(int rows) { return kPanel / kPartLanes / block_parts(rows); }
 
-constexpr int kLine = 64;                                             // bytes
-constexpr int64_t kStepBytes = kPanel * sizeof(uint32_t);             // of a panel
+constexpr int kLine = 64;                                  // bytes
+constexpr int64_t kStepBytes = kPanel * sizeof(uint32_t);  // of a panel
 // Rows whose time is that of reading the matrix.
 constexpr int kFewRows = 5;
 // Rows that go through a panel in one pass and do little else than read it: the hardware sees so simple a stream
@@ -203,14 +203,11 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
     const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = block_row(b);
-      const auto& functions = !fetch       ? kMultiply<Format, 0>
-                              : passes > 1 ? kMultiply<Format, 1>
-                                           : kMultiply<Format, 2>;
+      const auto& functions = !fetch ? kMultiply<Format, 0> : passes > 1 ? kMultiply<Format, 1> : kMultiply<Format, 2>;
       const int64_t count = block_row(b + 1) - row;
       // Sums that no later slab adds to stay near.
       float* tile = tiles + (product.steps > most ? row * kPanel : 0);
-      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile,
-                           step > 0);
+      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile, step > 0);
       ahead += stride * steps * block_passes(count);
       if (done) store(first + row, p * kPanel, count, columns, tile);
     }

@@ -144,8 +144,8 @@ struct Pass {
         }
         if (!adapter) continue;
         auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
-        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks, k, 1,
-                     nullptr)) {
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks,
+                     k, 1, nullptr)) {
           failed.store(kNoMemory, std::memory_order_relaxed);
         }
       }
@@ -194,7 +194,7 @@ struct Pass {
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
     if (op.blocks) {
       pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, tokens, buffer(op.out), rows,
-                                                                         width, call.threads);
+                                                                          width, call.threads);
       if (op.eps == 1 && !learned) return 0;
     }
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
@@ -265,9 +265,9 @@ struct Pass {
 
   void norm_heads(const Operation& op) const {
     const auto *weight = static_cast<const float*>(op.weight), *bias = static_cast<const float*>(op.bias);
-    pick_of<E>(prefold_norm_heads_float32, prefold_norm_heads_bfloat16)(
-        buffer(op.source) + op.at, weight, bias, rows, op.heads, op.dim, call.widths[op.source], stride(op), op.columns,
-        op.eps, call.threads);
+    pick_of<E>(prefold_norm_heads_float32, prefold_norm_heads_bfloat16)(buffer(op.source) + op.at, weight, bias, rows,
+                                                                        op.heads, op.dim, call.widths[op.source],
+                                                                        stride(op), op.columns, op.eps, call.threads);
   }
 
   void xielu(const Operation& op) const {
@@ -302,7 +302,8 @@ struct Pass {
     const int64_t count = op.heads, others = op.kv_heads, gates = op.columns;
     const auto* weight = static_cast<const float*>(op.weight);
     E* at[2 * kMostMixed];
-    for (int64_t i = 0; i < count + others; ++i) at[i] = buffer(static_cast<int32_t>(static_cast<const int64_t*>(op.bias)[i]));
+    for (int64_t i = 0; i < count + others; ++i)
+      at[i] = buffer(static_cast<int32_t>(static_cast<const int64_t*>(op.bias)[i]));
     const int64_t width = call.widths[static_cast<const int64_t*>(op.bias)[0]], by_row = call.widths[op.beside];
     const E* by = buffer(op.beside);
     parallel_ranges(rows, (count + others) * width, call.threads, [&](int64_t first, int64_t stop) {
@@ -401,7 +402,8 @@ struct Pass {
         const Floats factor(1 + op.eps * std::log(static_cast<float>(1 + position / op.positions)));
         for (int64_t h = 0; h < op.heads; ++h) {
           E* x = buffer(op.source) + r * row + op.at + h * stride(op);
-          for (int64_t d = 0; d < op.dim; d += kLanes) store_some(x + d, load_some(x + d, op.dim - d) * factor, op.dim - d);
+          for (int64_t d = 0; d < op.dim; d += kLanes)
+            store_some(x + d, load_some(x + d, op.dim - d) * factor, op.dim - d);
         }
       }
     });
@@ -432,7 +434,8 @@ struct Pass {
         E* out = buffer(op.out) + r * out_row;
         for (int64_t d = 0; d < op.columns; d += kLanes) {
           const int64_t count = op.columns - d;
-          store_some(out + d, activated<true>(op.activation, load_some(gate + d, count)) * load_some(up + d, count), count);
+          store_some(out + d, activated<true>(op.activation, load_some(gate + d, count)) * load_some(up + d, count),
+                     count);
         }
       }
     });
@@ -460,8 +463,8 @@ struct Pass {
     auto* logits = static_cast<float*>(workspace.reserve(rows * experts.experts * sizeof(float)));
     const int64_t k = call.widths[op.source], router_k = call.widths[op.beside];
     if (const int32_t failed = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32)(
-            buffer(op.beside), router_k, static_cast<const uint32_t*>(op.weight), op.blocks, static_cast<const E*>(op.bias),
-            logits, rows, experts.experts, router_k, call.threads, nullptr)) {
+            buffer(op.beside), router_k, static_cast<const uint32_t*>(op.weight), op.blocks,
+            static_cast<const E*>(op.bias), logits, rows, experts.experts, router_k, call.threads, nullptr)) {
       return failed;
     }
     experts.x = buffer(op.source), experts.x_row = experts.hidden = k, experts.logits = logits;
@@ -521,8 +524,8 @@ struct Pass {
 
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
-        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns, call.widths[op.source],
-        call.none, call.threads, op.at, call.ranks);
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns,
+        call.widths[op.source], call.none, call.threads, op.at, call.ranks);
   }
 
   void rope(const Operation& op) const {
@@ -597,8 +600,9 @@ struct Pass {
       return prefold_slot_attention(&over, kBf16);
     }
     const PathPlane& path = call.paths[op.plane];
-    RowCall over{tiles(op), fresh.keys,     fresh.values, path.keys,        path.values, fresh.row, op.dim,   fresh.row,
-                 op.columns, fresh.key_size, op.dim,       fresh.value_size, op.columns,  call.rows, call.path};
+    RowCall over{tiles(op), fresh.keys,       fresh.values, path.keys,  path.values,
+                 fresh.row, op.dim,           fresh.row,    op.columns, fresh.key_size,
+                 op.dim,    fresh.value_size, op.columns,   call.rows,  call.path};
     over.tail_dim = 0;
     if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
@@ -616,15 +620,17 @@ struct Pass {
     const E *q = buffer(op.source), *fresh = buffer(op.beside);
     if (call.slots) {
       const SlotPlane& plane = call.planes[op.plane];
-      const WriteCall write{plane, call.slots, fresh, fresh, latent_row, width, latent_row, width, call.rows, call.threads};
+      const WriteCall write{plane, call.slots, fresh, fresh,     latent_row,
+                            width, latent_row, width, call.rows, call.threads};
       if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
       return latent.over_slots(tiles(op), plane, q, q_row, buffer(op.out));
     }
     const PathPlane& path = call.paths[op.plane];
     const auto* before = reinterpret_cast<const E*>(path.keys);
     if (!call.scatter) {
-      if (const int32_t failed = latent.over_rows(tiles(op), before, call.path, fresh, latent_row, call.rows, q, q_row,
-                                                  buffer(op.out))) return failed;
+      if (const int32_t failed =
+              latent.over_rows(tiles(op), before, call.path, fresh, latent_row, call.rows, q, q_row, buffer(op.out)))
+        return failed;
       carry(path.next_keys, path.keys, fresh, width, latent_row);
       return 0;
     }
@@ -635,8 +641,9 @@ struct Pass {
     copy_rows(fresh, latent_row, call.scatter, latents, nullptr, call.unfolded, width);
     TileCall over = tiles(op);
     over.queries = queries;
-    if (const int32_t failed = latent.over_rows(over, before, call.path, latents, width, call.unfolded, unfolded_q, q_width,
-                                                attended)) return failed;
+    if (const int32_t failed =
+            latent.over_rows(over, before, call.path, latents, width, call.unfolded, unfolded_q, q_width, attended))
+      return failed;
     fold(attended, buffer(op.out), call.widths[op.out]);
     carry(path.next_keys, path.keys, latents, width, width);
     return 0;
@@ -662,8 +669,8 @@ struct Pass {
     const int64_t values = tiles.kv_heads * tiles.value_dim;
     E *q = reinterpret_cast<E*>(call.unfolded_room), *k = q + call.unfolded * queries, *v = k + call.unfolded * keys;
     tiles.queries = all ? call.unfolded : rows;
-    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
-              tiles.dim, tiles.heads, tiles.q_head);
+    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr,
+              tiles.queries, tiles.dim, tiles.heads, tiles.q_head);
     copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, k, nullptr, call.unfolded, keys);
     copy_rows(static_cast<const E*>(over.v), over.v_row, call.scatter, v, nullptr, call.unfolded, values);
     tiles.q = q, tiles.q_row = queries, tiles.q_head = tiles.dim, tiles.out = v + call.unfolded * values;
@@ -732,9 +739,7 @@ struct Pass {
             turn();
           }
           break;
-        case kEmbed:
-          failed = embed(op);
-          break;
+        case kEmbed: failed = embed(op); break;
         case kHead:
           if (call.ids) failed = choose(op);
           break;

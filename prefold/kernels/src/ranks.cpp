@@ -15,9 +15,8 @@ namespace {
 
 void in_pieces(int64_t count, int threads, const Body<int64_t, int64_t>& body) {
   constexpr int64_t kPiece = 1024;
-  parallel_ranges((count + kPiece - 1) / kPiece, kPiece, threads, [&](int64_t begin, int64_t stop) {
-    body(begin * kPiece, std::min(stop * kPiece, count));
-  });
+  parallel_ranges((count + kPiece - 1) / kPiece, kPiece, threads,
+                  [&](int64_t begin, int64_t stop) { body(begin * kPiece, std::min(stop * kPiece, count)); });
 }
 
 }  // namespace
@@ -107,9 +106,9 @@ int32_t Ranks::most(uint64_t* x, int64_t count) {
   return 0;
 }
 
-#define PREFOLD_EXPORT_SUM(name, E)                                                                                 \
-  extern "C" int32_t prefold_sum_ranks_##name(RanksView* ranks, E* x, int64_t count, int32_t threads) {              \
-    return Ranks{*ranks}.sum(x, count, threads, false);                                                              \
+#define PREFOLD_EXPORT_SUM(name, E)                                                                     \
+  extern "C" int32_t prefold_sum_ranks_##name(RanksView* ranks, E* x, int64_t count, int32_t threads) { \
+    return Ranks{*ranks}.sum(x, count, threads, false);                                                 \
   }
 PREFOLD_EXPORT_SUM(float32, float)
 PREFOLD_EXPORT_SUM(bfloat16, Bf16)

@@ -52,7 +52,8 @@ struct Piece {
 
 class SlotPlanner {
  public:
-  SlotPlanner(const SlotRequest& request, SlotLists& lists) : request_(request), lists_(lists), writer_(lists), placed_writer_(lists) {
+  SlotPlanner(const SlotRequest& request, SlotLists& lists)
+      : request_(request), lists_(lists), writer_(lists), placed_writer_(lists) {
     // As in the kernel: the heads of a group in parts of up to four.
     const int64_t parts = (request.group + kMaxHeads - 1) / kMaxHeads;
     heads_ = (request.group + parts - 1) / parts;
@@ -244,7 +245,8 @@ class SlotPlanner {
     for (const Piece& piece : pieces_) {
       const int64_t skip = std::max<int64_t>(0, limit - piece.position);
       if (!(piece.mask >> r & 1) || skip >= piece.count) continue;
-      if (const int64_t place = (piece.position + skip) % kPlaces; fresh && place) lists_.own.push_back({-1, static_cast<int32_t>(place)});
+      if (const int64_t place = (piece.position + skip) % kPlaces; fresh && place)
+        lists_.own.push_back({-1, static_cast<int32_t>(place)});
       add_own_run(piece.slot + skip, piece.count - skip, fresh);
       fresh = false;
     }
@@ -362,8 +364,8 @@ class SlotPlanner {
   SlotLists& lists_;
   TileWriter writer_;
   PlacedWriter placed_writer_;
-  int64_t heads_;  // of a task
-  float own_key_, own_start_;  // costs for all of them
+  int64_t heads_;                     // of a task
+  float own_key_, own_start_;         // costs for all of them
   std::vector<Chain> chains_, open_;  // all; those that began and have not ended
   size_t next_ = 0;
   std::vector<int64_t> seen_, common_;
@@ -378,7 +380,8 @@ extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* co
   SlotLists* lists = nullptr;
   try {
     lists = new SlotLists;
-    const SlotRequest request{start, count, position, first, last, runs, queries, query_positions, window, group, placed != 0};
+    const SlotRequest request{start,   count,           position, first, last,       runs,
+                              queries, query_positions, window,   group, placed != 0};
     SlotPlanner(request, *lists).plan();
     return lists;
   } catch (const std::bad_alloc&) {

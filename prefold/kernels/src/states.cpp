@@ -197,9 +197,8 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
         keys_(call.key_heads * call.key_dim) {}
 
   void run() {
-    this->run_with([&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
-      return load_some(row_at<E>(call_.conv, row) + c, count);
-    });
+    this->run_with([&](int64_t row, int64_t c, int64_t count)
+                       __attribute__((always_inline)) { return load_some(row_at<E>(call_.conv, row) + c, count); });
   }
 
  private:
@@ -245,7 +244,7 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
     const int64_t first = call_.runs.first[run], stop = call_.runs.stop[run], left = wide - column;
     const bool whole = left >= V * kLanes;
     const auto sums_of = [&](int64_t i, const float* q, const float* k, const Floats* s, Floats* by_k, Floats* by_q)
-        __attribute__((always_inline)) {
+                             __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         by_k[v] = fused(s[v], Floats(k[i]), by_k[v]);
@@ -266,7 +265,8 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
-            s[v] = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+            s[v] =
+                whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
             store(part + (i * V + v) * kLanes, s[v]);
           }
           sums_of(i, q, k, s, by_k, by_q);
@@ -384,13 +384,15 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
         y[v] = zeros();
       }
       // from_state, to_state: whether the numbers lie as in a state, not as in `part`.
-      const auto pass = [&](auto from_state, auto to_state, const float* from, float* to) __attribute__((always_inline)) {
+      const auto pass = [&](auto from_state, auto to_state, const float* from, float* to)
+                            __attribute__((always_inline)) {
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
             Floats s;
             if constexpr (from_state) {
-              s = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+              s = whole ? load(from + i * wide + v * kLanes)
+                        : load_some(from + i * wide + v * kLanes, left - v * kLanes);
             } else {
               s = load(from + (i * V + v) * kLanes);
             }
@@ -464,9 +466,9 @@ int32_t run_layer(const Call& call) {
 }
 
 }  // namespace
-#define PREFOLD_EXPORT_STATES(name, E)                                                                               \
-  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); }                     \
-  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return run_layer<DeltaNet<E>>(*call); }       \
+#define PREFOLD_EXPORT_STATES(name, E)                                                                         \
+  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); }               \
+  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return run_layer<DeltaNet<E>>(*call); } \
   extern "C" int32_t prefold_mamba2_##name(const MambaCall* call) { return run_layer<Mamba2<E>>(*call); }
 
 PREFOLD_EXPORT_STATES(float32, float)

@@ -21,9 +21,7 @@ struct TileSums {
 };
 
 // Keys of a register block of scores, for so many vectors of queries: whole pairs.
-constexpr int key_block(int vectors) {
-  return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes);
-}
+constexpr int key_block(int vectors) { return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes); }
 
 // Dimensions of a register block of the result: a power of two, so that it divides the padded dimensions.
 constexpr int dim_block(int vectors) { return power_of_two(std::min(kAccumulators / vectors, kLanes)); }
@@ -378,9 +376,9 @@ template <class Format, int V>
 class TileKeys : public TileQueries<typename Format::Read, V> {
   using Base = TileQueries<typename Format::Read, V>;
   using Kept = typename Format::Kept;
-  using Base::call_, Base::tile_, Base::in_tiles_, Base::key_at_, Base::value_at_, Base::out_, Base::lanes, Base::lane_of,
-      Base::probabilities, Base::load_queries, Base::clear_sums, Base::score, Base::soften, Base::add_values,
-      Base::add_values_by_choice;
+  using Base::call_, Base::tile_, Base::in_tiles_, Base::key_at_, Base::value_at_, Base::out_, Base::lanes,
+      Base::lane_of, Base::probabilities, Base::load_queries, Base::clear_sums, Base::score, Base::soften,
+      Base::add_values, Base::add_values_by_choice;
 
  public:
   TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)

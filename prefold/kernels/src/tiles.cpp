@@ -6,12 +6,11 @@
 // keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
 // consecutive keys, however many keys that are. A key needs a mask only in the tiles in which it begins or
 // ends (or crosses the edge of the window), so the lists stay small where the visible pairs are many.
-#include "placed_writer.h"
-
 #include <algorithm>
 #include <new>
 
 #include "interface.h"
+#include "placed_writer.h"
 
 namespace prefold {
 namespace {

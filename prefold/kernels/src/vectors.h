@@ -78,9 +78,9 @@ struct Vec {
     if constexpr (kParts > 2) part[2] = all, part[3] = all;
   }
 
-#define PREFOLD_OPERATOR(op)                                                         \
-  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {                \
-    return map([](Part<T> x, Part<T> y) { return (Part<T>)(x op y); }, a, b);        \
+#define PREFOLD_OPERATOR(op)                                                  \
+  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {         \
+    return map([](Part<T> x, Part<T> y) { return (Part<T>)(x op y); }, a, b); \
   }
   PREFOLD_OPERATOR(+)
   PREFOLD_OPERATOR(-)
@@ -246,9 +246,8 @@ PREFOLD_INLINE Part<int32_t> lane_numbers(int part) {
 // not chosen may be NaN.
 PREFOLD_INLINE Floats choose(uint32_t bits, const Floats& a, const Floats& b) {
 #ifdef __AVX512F__
-  return Floats::make([&](int p) {
-    return (Part<float>)_mm512_mask_mov_ps((__m512)b.part[p], (__mmask16)bits, (__m512)a.part[p]);
-  });
+  return Floats::make(
+      [&](int p) { return (Part<float>)_mm512_mask_mov_ps((__m512)b.part[p], (__mmask16)bits, (__m512)a.part[p]); });
 #else
   return Floats::make([&](int p) {
     Part<int32_t> lane_bit;
@@ -317,7 +316,7 @@ template <bool kExact>
 PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
   return Floats::map([](Part<float> x) {
 #ifdef __AVX512DQ__
-    const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+    const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);               // x - floor(x)
     return (Part<float>)_mm512_scalef_ps((__m512)exp2_fraction<kExact>(f), (__m512)x);  // times 2^floor(x)
 #else
     const Part<float> least = Part<float>{} - 126.0f, most = Part<float>{} + 127.99999f;
@@ -358,7 +357,8 @@ PREFOLD_INLINE void transpose(Vec<T>* rows) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if (i & distance) continue;
-      Vec<T> &a = rows[i], &b = rows[i + distance];
+      Vec<T>& a = rows[i];
+      Vec<T>& b = rows[i + distance];
 #pragma GCC unroll 4
       for (int p = 0; p < kParts; ++p) {
         const int away = distance / kPartLanes;  // in parts

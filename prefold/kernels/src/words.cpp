@@ -28,7 +28,7 @@ inline uint32_t widen_bits(float x) { return bits_of(x); }
 inline uint32_t widen_bits(Bf16 x) { return uint32_t{x.bits} << 16; }
 inline uint32_t widen_bits(F16 x) {
   const uint32_t sign = uint32_t{x.bits} << 16 & 0x80000000u, rest = x.bits & 0x7fffu;
-  const uint32_t wide = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);  // or an infinity, or NaN
+  const uint32_t wide = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);           // or an infinity, or NaN
   const uint32_t tiny = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);  // exact in float32
   return sign | (rest < 0x0400u ? tiny : wide);
 }
@@ -97,7 +97,8 @@ void transpose(const Tile& tile, int64_t count, uint32_t* out) {
       const Four a = load_four(tile.at(column, i)), b = load_four(tile.at(column + 1, i));
       const Four c = load_four(tile.at(column + 2, i)), d = load_four(tile.at(column + 3, i));
       const Four ac = first_in_turn(a, c), bd = first_in_turn(b, d), ac2 = last_in_turn(a, c), bd2 = last_in_turn(b, d);
-      const Four words[4] = {first_in_turn(ac, bd), last_in_turn(ac, bd), first_in_turn(ac2, bd2), last_in_turn(ac2, bd2)};
+      const Four words[4] = {first_in_turn(ac, bd), last_in_turn(ac, bd), first_in_turn(ac2, bd2),
+                             last_in_turn(ac2, bd2)};
       for (int64_t w = 0; w < 4; ++w) memcpy(out + (i + w) * kPanel + column, &words[w], sizeof words[w]);
     }
   }
