@@ -1,4 +1,4 @@
-// softmax(q k^T * scale) v, every query over the keys its tile's lists name, and those of a list of its own.
+// softmax(q k^T * scale) v. Each query attends over the keys in its tile's lists, and over the keys in its own list.
 //
 // A task is one tile of up to sixteen queries and up to four heads that share a KV head.
 #include <vector>
@@ -50,7 +50,7 @@ struct Tasks {
     }
   }
 
-  // Each query as a tile of its own, from what `keys` has of it on.
+  // Run each query as a tile of its own. keys: the sums so far, or null.
   template <int V>
   void run_own_placed(const Tile& tile, const TileKeys<Format, V>* keys) const {
     for (int query = 0; query < tile.queries; ++query) {
@@ -92,11 +92,11 @@ struct Tasks {
   }
 };
 
-// No more threads than the work is worth.
+// Return the number of threads that pay off for this work.
 int useful_threads(const TileCall& call) {
   int64_t pairs = call.mask_offsets[call.tiles];
   for (int64_t i = 0; i < call.run_offsets[call.tiles]; ++i) pairs += call.runs[i].count;
-  int64_t keys = pairs * 2 * kLanes;  // times the queries that meet them
+  int64_t keys = pairs * 2 * kLanes;  // times the queries that see them
   if (call.placed_offsets) {
     for (int64_t i = 0; i < call.placed_offsets[call.tiles]; ++i) keys += call.placed[i].count * kLanes;
   }
@@ -121,9 +121,9 @@ Tile tile_of(const TileCall& call, int64_t number) {
   return tile;
 }
 
-// First the tiles with lists, late ones before early ones: those see the most keys, and no thread shall be left with
-// a long task at the end. Then those whose queries have keys of their own only, in their order: neighbouring
-// sequences tend to lie in neighbouring slots, and memory is read ahead.
+// Order the tiles. First the tiles with lists, in descending order: later tiles see more keys, and no thread should
+// start a long task at the end. Then the tiles whose queries have only own keys, in ascending order: neighbouring
+// sequences tend to have neighbouring slots, which the hardware prefetches.
 std::vector<Tile> tiles_in_order(const TileCall& call) {
   std::vector<Tile> tiles;
   tiles.reserve(call.tiles);
@@ -138,12 +138,12 @@ std::vector<Tile> tiles_in_order(const TileCall& call) {
 
 template <class Format>
 void attend(const TileCall& call, const Packed<Format>& packed) {
-  // The heads of a group in parts of up to four, as equal as can be.
+  // The heads of a group in parts of up to four, of about equal size.
   const int64_t group = call.heads / call.kv_heads;
   const int64_t parts = (group + kMaxHeads - 1) / kMaxHeads;
   const std::vector<Tile> tiles = tiles_in_order(call);
   const Tasks<Format> tasks{call, packed};
-  // One KV head after the other: its keys are what neighbouring tasks have in common.
+  // One KV head after the other, because neighbouring tasks then share its keys.
   parallel_tasks(call.tiles * call.kv_heads * parts, useful_threads(call), [&](int64_t i) {
     Tile tile = tiles[i % call.tiles];
     const int64_t part = i / call.tiles % parts, first = part * group / parts, stop = (part + 1) * group / parts;

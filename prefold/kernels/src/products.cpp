@@ -1,4 +1,4 @@
-// The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
+// The linears of a layer, and the LM head: products of rows with a packed matrix (products.h).
 #include <atomic>
 #include <cmath>
 #include <memory>
@@ -14,8 +14,8 @@
 namespace prefold {
 namespace {
 
-// Rows of x in the form that products take them: widened to float32 where there is no other way, and not at
-// distances that put them all into one corner of the nearest cache.
+// Rows of x in the form that products read. They are copied if they must be widened to float32, or if their stride
+// would map all of them to the same sets of the nearest cache.
 template <class Format>
 class Rows {
   using Element = typename Format::Element;
@@ -53,8 +53,8 @@ inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
 
 #ifdef PREFOLD_FEW_ROWS
 
-// x [rows, k] times the matrix, if there is a product of few rows for some of its panels; returns whether there is. The
-// other panels are decoded.
+// Multiply x [rows, k] with the matrix, if few_rows.h is fast for this number of rows and supports at least one panel.
+// Return false otherwise. Panels that it does not support are decoded.
 template <class Format>
 bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockPanel* blocks, int64_t rows,
                   int64_t columns, int64_t k, int threads, const Store& store) {
@@ -88,8 +88,8 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
 
 #endif
 
-// x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
-// or 1 where memory is short.
+// Multiply x [rows, k] with the matrix, and call store(row, column, number of rows, number of columns, sums [rows,
+// kPanel]). Return 0, or kNoMemory.
 template <class Format>
 int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
                 int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
@@ -109,7 +109,7 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
 #ifdef PREFOLD_TILES
     if constexpr (Format::kWidth == 2) {
-      if (may_use_tiles()) {  // which read whole cache lines of rows, at any distance
+      if (may_use_tiles()) {  // tiles read whole cache lines of rows, so any stride is fast
         const int64_t distance = x_row * sizeof(typename Format::Element);
         multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps, blocks},
                               threads, store);
@@ -119,7 +119,7 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
 #endif
     const Rows<Format> given(x, x_row, rows, k);
     if constexpr (std::is_same_v<Format, FloatWords>) {
-      // More rows gain by decoding what they all meet.
+      // With more rows, it is faster to decode the matrix once for all of them.
       if (blocks && rows <= 2 * kBlockRows && is_bf16(blocks, columns)) {
         multiply_all<WidenedWords>({given.data, given.row, nullptr, rows, columns, k / 2, blocks, true}, threads,
                                    store);
@@ -133,7 +133,7 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
   }
 }
 
-// out [rows, columns] = x times the matrix, plus bias where there is one, activated.
+// out [rows, columns] = activation(x times the matrix, plus the adapters' sums and the bias, if any).
 template <class Format, class Out>
 int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
                const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
@@ -155,7 +155,7 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
   });
 }
 
-// out [rows, width] = activation(gate_scale gate) * up, where a panel's columns are sixteen of the gate and the same of up.
+// out [rows, width] = activation(gate_scale * gate) * up. A panel has sixteen columns of the gate, then sixteen of up.
 template <class Format, class Activation>
 int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
                      const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
@@ -175,16 +175,16 @@ int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uin
   });
 }
 
-// A number that grows with x, and with equal x falls with the column: of NaN it is the largest.
+// A key that orders numbers: it rises with x, and for equal x falls with the column. NaN has the largest key.
 inline uint64_t rank_of(float x, int64_t column) {
-  x += 0.0f;  // no zero is below another one
+  x += 0.0f;  // -0 becomes +0, so that all zeros are equal
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   bits = std::isnan(x) ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return uint64_t{bits} << 32 | (~static_cast<uint32_t>(column));
 }
 
-// The number that has this rank; NaN for a rank below those of all numbers.
+// The number that has this key; NaN if the key is below the keys of all numbers.
 inline float number_of(uint64_t rank) {
   uint32_t bits = rank >> 32;
   bits = bits & 0x80000000u ? bits & 0x7fffffffu : ~bits;
@@ -197,7 +197,7 @@ PREFOLD_INLINE Words not_below(const Floats& x, const Floats& y) {
   return Words::make([&](int p) { return (Part<uint32_t>)~(x.part[p] < y.part[p]); });
 }
 
-// best [rows] = the largest rank_of of each row of the product.
+// best [rows] = the largest `rank_of` in each row of the product.
 template <class Format>
 int32_t largest(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks,
                 std::atomic<uint64_t>* best, int64_t rows, int64_t columns, int64_t k, int threads, int64_t first) {
@@ -215,8 +215,8 @@ int32_t largest(const typename Format::Element* x, const uint32_t* packed, const
   });
 }
 
-// ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite. Of a
-// product whose columns several ranks have, this one's begin with the column `first`.
+// ids [rows] = the column of the largest number in each row of the product. Ties go to the first column. `none` if the
+// largest number is not finite. If the columns are split over ranks, this rank's columns start at `first`.
 template <class Format>
 int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids,
                int64_t rows, int64_t columns, int64_t k, int64_t none, int threads, int64_t first, RanksView* ranks) {
@@ -226,7 +226,7 @@ int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const 
   if (ranks) {
     if (const int32_t unmet = Ranks{*ranks}.most(reinterpret_cast<uint64_t*>(ids), rows)) return unmet;
   }
-  constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
+  constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // upper halves of +inf (NaN is above), of -inf
   for (int64_t r = 0; r < rows; ++r) {
     const uint64_t rank = best[r].load(std::memory_order_relaxed), upper = rank >> 32;
     ids[r] = upper >= kInfinity || upper <= kLowest ? none : static_cast<int64_t>(~static_cast<uint32_t>(rank));

@@ -1,4 +1,4 @@
-// Meetings of ranks, and what they exchange outside of programs.
+// Meetings of ranks, and exchanges outside of programs.
 #include "ranks.h"
 
 #include <algorithm>
@@ -21,15 +21,15 @@ void in_pieces(int64_t count, int threads, const Body<int64_t, int64_t>& body) {
 
 }  // namespace
 
-// Waits until a rank is at the next meeting: spins, then lets other threads have the core, then sleeps. Returns 0, or a
-// Failure.
+// Wait until another rank comes to the next meeting: spin, then yield the core to other threads, then sleep. Return 0,
+// or a Failure.
 int32_t Ranks::wait_for(int64_t other) const {
   const auto is_there = [&] { return line(other).met.load(std::memory_order_acquire) > view.met; };
   constexpr Clock::duration kSpin = std::chrono::microseconds(30), kYield = std::chrono::milliseconds(2);
-  constexpr double kLook = 0.01;  // seconds from one look at the pipes to the next
+  constexpr double kLook = 0.01;  // seconds between two checks of the pipes
   if (is_there() || spin(kSpin, is_there)) return 0;
   const auto begun = Clock::now();
-  double waited = 0;  // without the time in which this process was stopped
+  double waited = 0;  // without the time while this process was stopped
   auto looked = begun;
   while (!is_there()) {
     const auto now = Clock::now();
