@@ -142,7 +142,7 @@ class BlockKernels(Family):
         """
         ids = np.ascontiguousarray(ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < blocks.outputs:
-            raise IndexError(f"a row is out of range; the matrix has {blocks.outputs}")
+            raise IndexError(f"a row is out of range; the matrix has {blocks.outputs} rows")
         out = np.empty((len(ids), blocks.inputs), dtype)
         self._calls[("block_rows", dtype)](
             address(blocks.table), address(ids), address(out), len(ids), blocks.inputs, threads()
@@ -206,7 +206,7 @@ class PackKernels(Family):
         parts = [weight] if isinstance(weight, np.ndarray) else weight
         inputs = {part.shape[1] for part in parts}
         if len(inputs) != 1:
-            raise ValueError(f"matrices with {sorted(inputs)} inputs cannot be joined; pass matrices with equal inputs")
+            raise ValueError(f"matrices of {sorted(inputs)} inputs cannot be joined; pass matrices with equal inputs")
         kept = [_contiguous(part) for part in parts]
         addresses = np.concatenate([_row_addresses(part) for part in kept])
         if gated:

@@ -3,8 +3,8 @@
 //
 //     emulated_products LIBRARY SEED CASES
 //
-// Each case is a random matrix of a type of GGUF, multiplied in float32, in int8 as it is, and in int8 of our own. Errors
-// are relative to the root of the sum of the squares of what is summed. A row alone must have the bits that it has beside
+// Each case is a random matrix of a GGUF type, multiplied in float32, with int8 rows, and packed as int8. Errors are
+// relative to the root of the sum of the squares of the summed numbers. A row alone must have the same bits as among
 // other rows.
 #include <algorithm>
 #include <cmath>

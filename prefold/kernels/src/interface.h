@@ -115,7 +115,7 @@ struct SlotCall {
   SlotPlane plane;
 };
 
-// Rows to write into slots. A slot may occur twice only if no row reads it.
+// Rows to write into slots. A slot may occur twice only if no query reads it.
 struct WriteCall {
   SlotPlane plane;
   const int64_t* slots;  // [rows]
