@@ -412,7 +412,7 @@ def random_stacks(
         firsts = gate if plain else [gate_in_turn(*pair) for pair in zip(gate, up, strict=True)]
         gate_up = np.stack([pack(matrix) for matrix in firsts])
         packed = np.stack([pack(np.pad(matrix, ((0, 0), (0, fill)))) for matrix in down])
-        return [up if plain else gate, up, down], {"gate_up": gate_up, "down": packed}
+        return [gate, up, down], {"gate_up": gate_up, "down": packed}
     compiled, matrices, given = kernels.load(), [], {}
     assert compiled is not None
     for kind, name, outputs, inputs in zip(
