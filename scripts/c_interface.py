@@ -320,7 +320,7 @@ def cpp(header: Header) -> str:
     signatures = [f"SIGNATURE({name})," for name in header.functions]
     tables = [("Value values", values), ("Place places", places), ("Signature signatures", signatures)]
     return "\n".join([
-        "// What the compiler makes of interface.h. `scripts/generate` writes this file.",
+        "// Reports sizes, offsets and signatures of interface.h. `scripts/generate` writes this file.",
         '#include "layout.h"',
         "",
         '#define PLACE(type, field) {#type "." #field, offsetof(type, field), sizeof(type::field)}',

@@ -1,11 +1,11 @@
-"""The compiled CPU kernels: C++ that is compiled when prefold is installed or first used, or None.
+"""The compiled CPU kernels: C++ that is compiled when prefold is installed or first used.
 
-`load()` returns the kernels, or None where there is no compiler or PREFOLD_KERNELS=0; everything they do
-has a PyTorch form elsewhere. `status()` says which, and why. `foreseen()` says it without loading them. They take and
-return NumPy arrays: nothing here imports PyTorch.
+`load()` returns the kernels, or None if there is no compiler or PREFOLD_KERNELS=0. Without kernels, PyTorch does the
+same work. `status()` returns which kernels are in use, or why none are. `foreseen()` predicts this without loading
+them. The kernels process NumPy arrays, and nothing here imports PyTorch.
 
-Each name is imported when it is first used, so that `foreseen` and setup.py, which compiles the kernels, import only
-the standard library.
+Each name is imported on first use. So `foreseen`, and setup.py, which compiles the kernels, import only the standard
+library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 
 from .threads import set_threads, threads
 
-TYPE_CHECKING = False  # `typing` would be most of what an import costs here
+TYPE_CHECKING = False  # importing `typing` would take most of the import time
 if TYPE_CHECKING:
     from .abi import (
         Activation,

@@ -1,6 +1,6 @@
-"""Interval attention on a CPU: plans as lists of keys, and attention over rows as they lie and over slots.
+"""Interval attention on a CPU: plans as lists of keys, and attention over the rows of a stream and over slots.
 
-The structures that the C functions are given are in abi.py, and the lists in interface.py.
+abi.py has the structures of the C functions, and interface.py the lists.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ MAX_HEAD_DIM = 576
 
 
 class AttentionKernels(Family):
-    """Plans and computes attention. Rows are of one of DTYPES, the last dimension contiguous."""
+    """Plans of attention, and attention. Rows have one of DTYPES, and their last dimension is contiguous."""
 
     @property
     def stores_bf16_pairs(self) -> bool:
-        """Returns whether a store keeps two bfloat16 numbers that are summed at once side by side; if not, it keeps
-        them one after the other."""
+        """Whether a store has the bfloat16 numbers of two slots interleaved, because one instruction sums both."""
         return bool(self._calls["stores_bf16_pairs"]())
 
     def plan_rows(
@@ -36,11 +35,17 @@ class AttentionKernels(Family):
         *,
         placed: bool = False,
     ) -> RowLists:
-        """Return the tiles of `query_rows`. The arrays are contiguous int64 arrays, checked by the caller.
+        """Plan the tiles of `query_rows`. The caller must pass contiguous int64 arrays.
 
-        first: of the keys, if there are spans; placed: whether to make placed runs in place of the other lists.
+        Args:
+            end: the end of each key's interval [j, end[j]).
+            positions: of the keys; None without a window.
+            first: the first row of each key's span; None without spans.
+            placed: write placed runs instead of runs and masked pairs.
 
-        Raises ValueError where the intervals [j, end[j]) are not nested, or positions do not ascend along a path.
+        Raises:
+            ValueError: the intervals are not nested, or positions do not ascend along a path.
+            MemoryError: memory is short.
         """
         not_nested = c_int32()
         handle = self._calls["plan_rows"](
@@ -68,9 +73,10 @@ class AttentionKernels(Family):
         *,
         placed: bool = False,
     ) -> SlotLists:
-        """Return the tiles of queries over slots. runs: start, count, position, first, last of `attention.KeyRuns`.
+        """Plan the tiles of queries over slots. The caller must pass contiguous int64 arrays.
 
-        The arrays are contiguous int64 arrays, checked by the caller. placed: see `plan_rows`.
+        runs: start, count, position, first and last of `attention.KeyRuns`; group: query heads per KV head; placed: see
+        `plan_rows`. Raise MemoryError if memory is short.
         """
         addresses = (address(array) for array in runs)
         handle = self._calls["plan_slots"](
@@ -81,9 +87,9 @@ class AttentionKernels(Family):
     def _lists(
         self, kind: Literal["row", "slot"], handle: int | None, num_queries: int, placed: bool
     ) -> dict[str, Any]:
-        """Returns the lists of a plan in memory of Python's, and a call with their addresses; frees those of C."""
+        """Copy the lists of a plan into NumPy arrays, and free the plan. Return the arrays and a call with them."""
         if not handle:
-            raise MemoryError("attention plan")
+            raise MemoryError("not enough memory for a plan of attention")
         try:
             sizes = (c_int64 * 5)()
             self._calls[f"{kind}_list_sizes"](handle, sizes)
@@ -121,8 +127,11 @@ class AttentionKernels(Family):
         path_k: np.ndarray | None = None,
         path_v: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns softmax(q k^T * scale) v over the keys that `lists` lists; arguments and result as of
-        `prefold.worker.attention.RowAttention.attend`. At most MAX_HEAD_DIM numbers a head; scale > 0."""
+        """Return softmax(q k^T * scale) v over the keys in `lists`, [queries, heads, value dim].
+
+        Arguments: see `prefold.worker.attention.RowAttention.attend`. A head has at most MAX_HEAD_DIM numbers, and the
+        scale is positive.
+        """
         call = RowCall(lists.call, rows=len(k), path=0 if path_k is None else len(path_k))
         for name, rows in (("k", k), ("v", v), ("path_k", path_k), ("path_v", path_v)):
             if rows is not None:
@@ -142,7 +151,8 @@ class AttentionKernels(Family):
     ) -> np.ndarray:
         """Return softmax(q k^T * scale) v over the slots in `lists`, [queries, heads, value dim].
 
-        cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`."""
+        cap: see `prefold.worker.attention.Heads`; sinks: see `prefold.worker.attention.RowAttention.attend`.
+        """
         return self._attend(
             "slot_attention", SlotCall(lists.call, plane), q, (plane.kv_heads, plane.value_dim), scale, cap, sinks
         )
@@ -157,8 +167,10 @@ class AttentionKernels(Family):
         cap: float | None,
         sinks: np.ndarray | None,
     ) -> np.ndarray:
-        """Fill in what rows and slots have in common, call, and return the result. values: KV heads, and the dim of a
-        value"""
+        """Set the fields that calls over rows and over slots share, call, and return the result.
+
+        values: the number of KV heads, and the dimension of a value.
+        """
         kv_heads, value_dim = values
         out, tiles = np.empty((*q.shape[:2], value_dim), q.dtype), call.tiles
         sinks = None if sinks is None else np.ascontiguousarray(sinks, FLOAT32)
@@ -173,12 +185,14 @@ class AttentionKernels(Family):
             cap or 0,
         )
         if self._calls[name](byref(call), q.dtype == BFLOAT16):
-            raise MemoryError("attention workspace")
+            raise MemoryError("not enough memory for attention")
         return out
 
     def write_slots(self, plane: SlotPlane, slots: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
-        """Put rows k [n, kv_heads, dim] and v [n, kv_heads, value dim] into int64 slots [n], and return True. Return
-        False, and write nothing, if a slot is out of range."""
+        """Write rows k [n, kv_heads, dim] and v [n, kv_heads, value dim] into int64 slots [n].
+
+        Return False, and write nothing, if a slot is out of range.
+        """
         call = WriteCall(
             plane,
             address(slots),

@@ -1,4 +1,4 @@
-"""Libraries that are compiled on this machine, once: at installation, or at first use into the cache folder.
+"""Libraries that are compiled on this machine, once: during installation, or on first use into the cache folder.
 
 Standard library only: setup.py imports this file.
 """
@@ -28,13 +28,13 @@ from .compile import (
 
 
 def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
-    """Returns the compiled library for these sources, flags and this CPU; it is compiled unless it is in the cache.
+    """Return the library for these sources, flags and this CPU, from the cache or compiled now.
 
-    `again` compiles even so. Raises BuildError where it cannot be done.
+    again: compile even if it is in the cache. Raise BuildError if it cannot be compiled.
     """
 
     def make(compiler: Sequence[str], path: Path) -> None:
-        line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 goes without"
+        line = "prefold: compiling the kernels, once on this machine (up to a minute); PREFOLD_KERNELS=0 skips this"
         print(line, file=sys.stderr, flush=True)
         compile_sources(compiler, flags, path, jobs=usable_cores())
 
@@ -42,7 +42,7 @@ def build(*, flags: Sequence[str] = NATIVE, again: bool = False) -> Path:
 
 
 def kept(flags: Sequence[str] = NATIVE) -> Path | None:
-    """Returns the library that `build` has in the cache, and need not compile; None if there is none."""
+    """Return the library if `build` would find it in the cache, else None."""
     try:
         path = cache_folder() / "kernels" / library_name(flags)
         return path if path.exists() else None
@@ -51,22 +51,24 @@ def kept(flags: Sequence[str] = NATIVE) -> Path | None:
 
 
 def library_name(flags: Sequence[str] = NATIVE) -> str:
-    """Returns the name of the library of these sources, flags and this CPU."""
+    """Return the file name of the library for these sources, flags and this CPU."""
     return f"kernels-{fingerprint(flags)}.so"
 
 
 def install(folder: Path | None) -> str:
-    """Compiles what an installation has: the library for this machine, or with PREFOLD_WHEEL=1 those of a wheel.
+    """Compile the libraries of an installation. Return a line about the result.
 
-    folder  for the libraries, which holds nothing else afterwards; None: the sources stay where they are, and may
-            change, so that the library goes where `build` looks for it.
+    Compiles the library for this machine, or with PREFOLD_WHEEL=1 the libraries of a wheel. PREFOLD_KERNELS=0 compiles
+    nothing. If this machine cannot compile, the installation continues without kernels. Raise BuildError only with
+    PREFOLD_WHEEL=1.
 
-    Returns what was done, in one line. PREFOLD_KERNELS=0 compiles nothing. If this machine cannot compile, the
-    installation goes on without kernels. Raises BuildError with PREFOLD_WHEEL=1 alone.
+    Args:
+        folder: for the libraries; other files in it are deleted. None for an editable installation: its sources may
+            change, so the library goes to the cache folder, where `build` looks for it.
     """
     name = library_name()
     stays = "" if makes_wheel() or kernels() == "0" else name
-    if folder is not None and folder.exists():  # setuptools keeps its folder from one installation to the next
+    if folder is not None and folder.exists():  # setuptools reuses its folder for the next installation
         for old in folder.iterdir():
             if old.name != stays:
                 old.unlink()
@@ -89,25 +91,25 @@ def install(folder: Path | None) -> str:
     except (BuildError, OSError) as error:
         return (
             f"the kernels are NOT compiled; without them prefold needs PyTorch, and is several times slower: {error}; "
-            "then install again, or let the first run compile them"
+            "then install prefold again, or let the first run compile them"
         )
     return "the kernels are compiled for this machine"
 
 
 def build_probe() -> Path:
-    """Returns the compiled probe (`probe.cpp`), which is compiled unless it is in the cache. Raises BuildError."""
+    """Return the library of `probe.cpp`, from the cache or compiled now. Raise BuildError if it cannot be compiled."""
     digest = hashlib.sha256(PROBE.read_bytes() + platform.machine().encode()).hexdigest()[:16]
     return _kept(f"probe-{digest}.so", compile_probe, False)
 
 
 def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -> Path:
-    """Returns the library of a name in the cache folder, which `make` compiles where it is missing, and with `again`.
+    """Return a library in the cache folder. If it is missing, or with `again`, `make` compiles it.
 
-    Many processes may do it at once: each compiles under a name of its own, and renames what it made.
+    Processes may do this at the same time. Each compiles to a temporary name and renames the result.
     """
     try:
         folder = cache_folder() / "kernels"
-    except RuntimeError as error:  # of a user without a home
+    except RuntimeError as error:  # the user has no home
         raise BuildError(f"there is no cache folder (set PREFOLD_CACHE to one): {error}") from error
     target = folder / name
     if target.exists() and not again:
@@ -117,7 +119,7 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
         folder.mkdir(parents=True, exist_ok=True)
         make(compiler, target)
     except OSError as error:
-        if target.exists() and not again:  # Windows keeps a library that another process has made and loaded meanwhile
+        if target.exists() and not again:  # another process has compiled and loaded it, and Windows cannot replace it
             return target
         raise BuildError(
             f"cannot write to the cache folder {folder} (set PREFOLD_CACHE to another): {error}"
@@ -126,8 +128,10 @@ def _kept(name: str, make: Callable[[Sequence[str], Path], None], again: bool) -
 
 
 def fingerprint(flags: Sequence[str], sources: Path = SOURCES, own: Mapping[str, tuple[str, ...]] = OWN_FLAGS) -> str:
-    """Returns a name that changes with the sources, their flags and the CPU: -march=native code may not run on
-    another. own: the flags of single sources"""
+    """Return a name that depends on the sources, the flags and the CPU: native code may not run on another CPU.
+
+    own: additional flags of single sources.
+    """
     digest = hashlib.sha256()
     for source in sorted(sources.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -136,13 +140,13 @@ def fingerprint(flags: Sequence[str], sources: Path = SOURCES, own: Mapping[str,
 
 
 def cpu() -> list[str]:
-    """Returns what tells this CPU's instruction set from another's."""
+    """Return texts that identify this CPU's instruction set."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     values = {line.split(":", 1)[0].strip(): line for line in lines if line.startswith(names)}
-    # `platform.processor` runs a program, which a PATH may lack: for systems that have no other list.
+    # `platform.processor` runs a program, which may be missing from PATH, so it is the last resort.
     known = [values[name] for name in sorted(values)] or [platform.processor()]
     return [platform.system(), platform.machine(), *known]

@@ -1,5 +1,7 @@
-"""Compiling the C++ sources into shared libraries: for this CPU, or for the variants of a wheel. Standard library only:
-setup.py uses it."""
+"""Compilation of the C++ sources into shared libraries: for this CPU, or for the variants of a wheel.
+
+Standard library only: setup.py imports this file.
+"""
 
 from __future__ import annotations
 
@@ -24,54 +26,46 @@ from ..spec import environment
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 PROBE = HERE / "probe.cpp"
-# gnu++17 (rather than c++17) and these flags let the compiler fuse multiply and add. The ABI notes are about
-# vector arguments of functions that are all inlined.
+# gnu++17 (rather than c++17) and these flags let the compiler fuse multiplications and additions. The ABI warnings
+# concern vector arguments of functions that are always inlined.
 COMMON = ("-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 NATIVE = (*COMMON, "-march=native")
-# Code on Windows can lie anywhere as it is, and compilers for it take no such flag.
+# Code for Windows is position-independent anyway, and its compilers reject the flag.
 _ANYWHERE = () if platform.system() == "Windows" else ("-fPIC",)
 _ZIG = ("-m", "ziglang", "c++")  # https://pypi.org/project/ziglang: Clang, its C++ library, and a linker
 _ZIGS_NAMES = {"x86-64-v": "x86_64_v", "armv8.2-a": "generic+v8_2a", "armv8-a": "generic"}
-TIMEOUT_SECONDS = 900  # of one compiler
-# The sources that take longest to compile, the longest first: no compiler is to run alone at the end.
+TIMEOUT_SECONDS = 900  # for one compiler
+# The sources that take longest to compile, the slowest first, so that no compiler runs alone at the end.
 LONGEST = ("attention", "few_rows", "blocks", "states", "experts")
-# Flags of single sources, in place of earlier ones: -O3 compiles attention 2.2 times as long, and makes it no faster.
+# Flags of single sources, which override earlier flags: -O3 takes 2.2 times as long for attention, without any gain.
 OWN_FLAGS = {"attention": ("-O2",)}
 
 
 class BuildError(Exception):
-    """Says why the kernels cannot be compiled here, in one line."""
+    """The kernels cannot be compiled here. The message is one line."""
 
 
 class Variant(NamedTuple):
-    """A Variant is what a library of a wheel is compiled for.
+    """An instruction set for which a wheel has a library."""
 
-    name      of the library, of PREFOLD_ISA, and in messages
-    machines  the names that `platform.machine` has for such CPUs
-    march     the instruction set, as compilers are told of it
-    features  what a CPU and its system must offer, by the numbers of the bits that `probe.cpp` returns
-    """
-
-    name: str
-    machines: tuple[str, ...]
-    march: tuple[str, ...]
-    features: tuple[int, ...] = ()
+    name: str  # used by the library, PREFOLD_ISA and messages
+    machines: tuple[str, ...]  # values of `platform.machine` for such CPUs
+    march: tuple[str, ...]  # the compiler's flags for the instruction set
+    features: tuple[int, ...] = ()  # features that the CPU and its system need: numbers of the bits of `probe.cpp`
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Returns the compiler's flags."""
         return (*COMMON, *self.march)
 
     @property
     def library(self) -> str:
-        """Returns the name of the library's file in a wheel."""
+        """The file name of the library in a wheel."""
         return f"kernels-{self.name}.so"
 
 
 _X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _AVX512 = ("-march=x86-64-v4", "-mavx512vnni")
-# The best first. What differs between two of them is in the sources: a variant that has no code of its own is not here.
-# The code of tiles asks Linux for them.
+# The best first. Each variant has code of its own in the sources. "amx" runs only on Linux, which must permit tiles.
 VARIANTS = (
     Variant("amx", ("x86_64",), (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), (0, 1, 2, 3)),
     Variant("avx512-bf16", _X86, (*_AVX512, "-mavx512bf16"), (0, 1, 2)),
@@ -85,22 +79,23 @@ VARIANTS = (
 
 
 def variants() -> list[Variant]:
-    """Returns the variants for machines of this kind, the best first."""
+    """Return the variants for this kind of machine, the best first."""
     return [variant for variant in VARIANTS if platform.machine() in variant.machines]
 
 
 def runnable(bits: int) -> list[Variant]:
-    """Returns the variants that run on a CPU with these features, the best first; bits: as `probe.cpp` returns them."""
+    """Return the variants that run on a CPU with these features, the best first. bits: see `probe.cpp`."""
     return [variant for variant in variants() if all(bits >> feature & 1 for feature in variant.features)]
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Returns the command of the compiler: $CXX, g++, c++, clang++ or that of the package ziglang, whichever is there
-    first; with PREFOLD_COMPILER=zig, that of ziglang; None: there is none.
+    """Return the command of the C++ compiler, or None if there is none.
 
-    On Windows $CXX and ziglang alone are asked: there GCC puts vectors where the stack is not aligned for them
+    Tries $CXX, g++, c++, clang++ and the package ziglang, in this order; with PREFOLD_COMPILER=zig only ziglang. On
+    Windows it tries only $CXX and ziglang: there GCC does not align vectors on the stack
     (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=54412), and Clang may lack a C++ library.
-    Raises BuildError for a $CXX that cannot be read, and for another PREFOLD_COMPILER.
+
+    Raise BuildError if $CXX cannot be parsed, or if PREFOLD_COMPILER has another value.
     """
     zig = (sys.executable, *_ZIG) if find_spec(_ZIG[1]) else None
     if wish := environment.compiler():
@@ -111,7 +106,7 @@ def find_compiler() -> tuple[str, ...] | None:
     for command in (os.environ.get("CXX"), *(() if windows else ("g++", "c++", "clang++"))):
         if not command:
             continue
-        if path := shutil.which(command):  # which may have spaces in it
+        if path := shutil.which(command):  # the path may have spaces
             return (path,)
         try:
             first, *others = (word.strip('"') for word in shlex.split(command, posix=not windows))
@@ -123,7 +118,7 @@ def find_compiler() -> tuple[str, ...] | None:
 
 
 def compiler_or_error() -> tuple[str, ...]:
-    """Returns what `find_compiler` does. Raises BuildError where there is no compiler."""
+    """Return the result of `find_compiler`. Raise BuildError if there is no compiler."""
     compiler = find_compiler()
     if compiler is None and environment.compiler():
         raise BuildError("PREFOLD_COMPILER is zig, and the package ziglang is missing: pip install ziglang")
@@ -133,23 +128,23 @@ def compiler_or_error() -> tuple[str, ...]:
 
 
 def compile_sources(compiler: Sequence[str], flags: Sequence[str], target: Path, *, jobs: int) -> None:
-    """Compile the library of the kernels with these flags, at most `jobs` sources at once. Raise BuildError."""
+    """Compile the kernels with these flags, at most `jobs` sources at once. Raise BuildError if that fails."""
     order = {f"{name}.cpp": number for number, name in enumerate(LONGEST)}
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (order.get(source.name, len(order)), source.name))
     _compile(compiler, flags, sources, target, jobs)
 
 
 def compile_probe(compiler: Sequence[str], target: Path) -> None:
-    """Compile the library that says what a CPU and its system offer: for any CPU of this kind. Raise BuildError."""
-    any_cpu = ("-mcpu=baseline",) if _ZIG[1] in compiler else ()  # it means this CPU where none is named
+    """Compile `probe.cpp` into a library that runs on any CPU of this kind. Raise BuildError if that fails."""
+    any_cpu = ("-mcpu=baseline",) if _ZIG[1] in compiler else ()  # zig compiles for this CPU unless another is named
     _compile(compiler, ("-std=gnu++17", "-O1", *any_cpu), [PROBE], target, 1)
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], target: Path, jobs: int) -> None:
-    """Run a compiler for each source, in their order, then one to link.
+    """Run a compiler for each source, in their order, then link.
 
-    The library appears under its name when it is whole, even if other processes compile it too. Nothing else stays in
-    its folder, unless the process is killed. A later compile removes that (`_remove_stale`).
+    The library appears under its name when it is complete, even if other processes compile it too. Temporary files
+    remain only if the process is killed. A later compilation removes them (`_remove_stale`).
     """
     if _ZIG[1] in compiler:
         for name, its_name in _ZIGS_NAMES.items():
@@ -176,10 +171,10 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
 
 
 def _remove_stale(work: Path) -> None:
-    """Remove the folders beside `work` that killed compiles have left.
+    """Remove the folders beside `work` that killed compilations have left.
 
-    A running compile changes its folder at least once in TIMEOUT_SECONDS. The file system's own clock is used, because
-    several machines may share the folder.
+    A running compilation changes its folder at least once in TIMEOUT_SECONDS. The clock of the file system is used,
+    because several machines may share the folder.
     """
     now = work.stat().st_mtime
     for old in work.parent.glob("build-*"):
@@ -190,9 +185,9 @@ def _remove_stale(work: Path) -> None:
 
 @contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by an exception, so that temporary folders are removed.
+    """Let SIGTERM end the process with an exception, so that temporary folders are removed.
 
-    This takes the main thread. A handler that the program has set stays.
+    Does nothing outside of the main thread, or if the program has set a handler.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -212,13 +207,13 @@ def _unwound_by_sigterm() -> Iterator[None]:
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised by SIGTERM."""
 
 
 def compile_variants(folder: Path, *, jobs: int) -> None:
-    """Compile the probe, and the library of each variant for machines of this kind. Raise BuildError.
+    """Compile the probe, and the library of each variant for this kind of machine.
 
-    At most `jobs` sources are compiled at once.
+    At most `jobs` sources are compiled at once. Raise BuildError if that fails.
     """
     compiler = compiler_or_error()
     folder.mkdir(parents=True, exist_ok=True)
@@ -228,26 +223,26 @@ def compile_variants(folder: Path, *, jobs: int) -> None:
 
 
 def run_compiler(command: Sequence[str]) -> None:
-    """Run a command. Raise BuildError with the first line of its complaint."""
+    """Run a command. If it fails, raise BuildError with the first line of its errors."""
     _Compilers().run(command)
 
 
 class _Compilers:
-    """Compilers that run side by side, each in a thread that waits for it."""
+    """Compilers that run in parallel, with one waiting thread each."""
 
     def __init__(self) -> None:
         self._lock, self._is_stopped = threading.Lock(), False
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def run(self, command: Sequence[str]) -> None:
-        """Run a command, unless `stop` was called. Raise BuildError with the first line of its complaint."""
+        """Run a command, unless `stop` was called. If it fails, raise BuildError with the first line of its errors."""
         name = _ZIG[1] if _ZIG[1] in command else command[0]
         with TemporaryFile("w+", errors="replace") as said:
             with self._lock:
                 if self._is_stopped:
                     return
                 null = subprocess.DEVNULL
-                # A pipe would end only with the last process that the command started.
+                # A file, because a pipe stays open until the last child of the command ends.
                 process = subprocess.Popen(command, stdin=null, stdout=null, stderr=said)
                 self._running.add(process)
             try:
@@ -267,7 +262,7 @@ class _Compilers:
                 raise BuildError(f"{name} failed: {first}")
 
     def stop(self) -> None:
-        """End the compilers that run, and let no other start."""
+        """Terminate the running compilers, and start no others."""
         with self._lock:
             self._is_stopped = True
             for process in self._running:

@@ -1,4 +1,4 @@
-"""The libraries that an installation has, and which kernels this process would use; no library of kernels is loaded."""
+"""The libraries of an installation, and a forecast of the kernels for this process. Loads no kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from .compile import HERE, NATIVE, BuildError, Variant, compiler_or_error, runna
 
 LIBRARIES = HERE / "lib"
 SWITCHED_OFF = "PyTorch: compiled kernels are switched off by PREFOLD_KERNELS=0"
-COMPILED, OF_THE_WHEEL = "compiled on this machine", "of the wheel"
+COMPILED, OF_THE_WHEEL = "compiled on this machine", "from the wheel"
 
 
 class Installed:
-    """The libraries in a folder: one for the machine that prefold was installed on, or the variants of a wheel with the
-    probe that tells which of them run here."""
+    """The libraries in a folder.
+
+    They are one library for the machine on which prefold was installed, or the variants of a wheel. A wheel also has
+    the probe, which tells which variants run on this CPU.
+    """
 
     def __init__(self, folder: Path = LIBRARIES, probe: Callable[[], int] | None = None):
-        """probe: returns the bits of `probe.cpp`; None: of this CPU and its system"""
+        """probe: returns the bits of `probe.cpp` (default: the bits of this CPU and its system)."""
         self.folder = folder
         self.probe = probe or self._probe
 
@@ -30,17 +33,17 @@ class Installed:
 
     @property
     def native(self) -> Path | None:
-        """The library for this machine; None if there is none of these sources and this CPU."""
+        """The library for this CPU and these sources, or None."""
         path = self.folder / library_name()
         return path if path.exists() else None
 
     def reason(self, error: Exception) -> str:
-        """Return why there are no kernels, in words. error: why they cannot be compiled"""
+        """Return why there are no kernels. error: the reason why they cannot be compiled."""
         if self.is_wheel or self.native or not any(self.folder.glob("kernels-*.so")):
             return str(error)
         return (
-            f"{error}; prefold was installed on a machine with another CPU, and its kernels are of no use here: "
-            "install it with PREFOLD_WHEEL=1, which compiles them for every CPU of this kind"
+            f"{error}; prefold was installed on a machine with another CPU, and its kernels do not run here: "
+            "install it with PREFOLD_WHEEL=1 to compile them for every CPU of this kind"
         )
 
     def path(self, variant: Variant) -> Path | None:
@@ -48,8 +51,10 @@ class Installed:
         return path if path.exists() else None
 
     def _probe(self) -> int:
-        """Return the bits of `probe.cpp`. Raise OSError if its library is damaged, BuildError if it cannot be
-        compiled."""
+        """Return the bits of `probe.cpp`.
+
+        Raise OSError if its library is damaged, and BuildError if it cannot be compiled.
+        """
         library = ctypes.CDLL(str(self.folder / "probe.so" if self.is_wheel else build_probe()))
         try:
             return library.prefold_probe()
@@ -58,7 +63,7 @@ class Installed:
 
 
 def variant_of(name: str) -> Variant:
-    """Return the variant that PREFOLD_ISA names. Raise BuildError if machines of this kind have none of this name."""
+    """Return the variant that PREFOLD_ISA names. Raise BuildError if this kind of machine has no such variant."""
     variant = next((choice for choice in variants() if choice.name == name), None)
     if variant is None:
         raise BuildError(f"it must be one of {', '.join(choice.name for choice in variants())} here")
@@ -66,10 +71,10 @@ def variant_of(name: str) -> Variant:
 
 
 def foreseen(installed: Installed | None = None) -> str:
-    """Return what `status` will say, for people who ask before a model is loaded.
+    """Return the line that `status` will return once the kernels are loaded.
 
-    It looks for the libraries in the order of `KernelLoader.load`, and neither loads nor compiles one. So a damaged
-    library, and a PREFOLD_ISA that this CPU lacks, are found by `load` alone.
+    Looks for libraries in the order of `KernelLoader.load`, but neither loads nor compiles one. So only `load` notices
+    a damaged library, or a variant in PREFOLD_ISA that this CPU cannot run.
     """
     installed = installed or Installed()
     if environment.kernels() == "0":

@@ -1,4 +1,4 @@
-"""The functions of the compiled library: how Python finds and calls them, and the check that both mean the same."""
+"""The functions of a compiled library, for ctypes. Checks that Python and the library have the same interface."""
 
 from __future__ import annotations
 
@@ -17,38 +17,28 @@ from .abi import CONSTANTS, ENUMS, FUNCTIONS, STRUCTURES, TileCall
 
 
 class InterfaceError(Exception):
-    """A library was compiled from another src/interface.h than abi.py was written from."""
+    """The library and abi.py come from different versions of src/interface.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLists:
-    """Lists name the keys that each tile of sixteen queries reads, as src/tiles.h describes them.
+    """The keys that each tile of sixteen queries reads (src/tiles.h)."""
 
-    run_offsets, mask_offsets  int64 [tiles + 1]
-    runs                       int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
-    masked                     uint32 [masked, 2]: pair of keys, and which query sees which of the two
-    placed_offsets, placed     int64 [tiles + 1]; int32 [placed, 4]: first key, number of keys, place, queries
-    call                       a call with these lists, the rest to be filled in: there is one for each plane
-    """
-
-    run_offsets: np.ndarray
-    mask_offsets: np.ndarray
-    runs: np.ndarray
-    masked: np.ndarray
-    placed_offsets: np.ndarray
-    placed: np.ndarray
-    call: TileCall = field(repr=False)
+    run_offsets: np.ndarray  # int64 [tiles + 1]
+    mask_offsets: np.ndarray  # int64 [tiles + 1]
+    runs: np.ndarray  # int32 [runs, 2]: first pair of keys, number of pairs; seen by the whole tile
+    masked: np.ndarray  # uint32 [masked, 2]: pair of keys, mask of the queries that see each of the two
+    placed_offsets: np.ndarray  # int64 [tiles + 1]
+    placed: np.ndarray  # int32 [placed, 4]: first key, number of keys, place, mask of queries
+    call: TileCall = field(repr=False)  # has these lists; each plane fills in the rest
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLists:
-    """Lists name the slots that each tile of queries reads; tiles differ in size, and a query may have keys of its own.
+    """The slots that each tile of queries reads.
 
-    tile_starts  int64 [tiles + 1]: first query
-    own_offsets  int64 [queries + 1]
-    own          int32 [own, 2]: first slot, number of slots; seen by one query
-
-    The other lists are those of RowLists, over slots in place of keys.
+    Tiles differ in size, and a query may have keys of its own. The fields without a comment have the form of RowLists,
+    with slots instead of keys.
     """
 
     run_offsets: np.ndarray
@@ -57,26 +47,26 @@ class SlotLists:
     masked: np.ndarray
     placed_offsets: np.ndarray
     placed: np.ndarray
-    tile_starts: np.ndarray
-    own_offsets: np.ndarray
-    own: np.ndarray
+    tile_starts: np.ndarray  # int64 [tiles + 1]: the first query of each tile
+    own_offsets: np.ndarray  # int64 [queries + 1]
+    own: np.ndarray  # int32 [own, 2]: first slot, number of slots; seen by one query
     call: TileCall = field(repr=False)
 
 
-# NumPy has no bfloat16 of its own: arrays of it have the dtype of the package ml_dtypes.
+# NumPy itself has no bfloat16; the package ml_dtypes adds it.
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-# The dtypes that the kernels compute in, and all dtypes that they read.
+# The dtypes of the kernels' arithmetic, and all dtypes that they read.
 DTYPES = {FLOAT32: "float32", BFLOAT16: "bfloat16"}
 READ_DTYPES = DTYPES | {np.dtype(np.float16): "float16"}
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "relu", "clamped")
 # The letters in the signatures of abi.FUNCTIONS.
 LETTERS = {"p": c_void_p, "q": c_int64, "i": c_int32, "f": c_float}
-# The name of a function in C: its name in Python, an activation, and dtypes.
+# The parts of a C function's name: its name in Python, an activation, dtypes.
 _NAME = re.compile(rf"prefold_(.+?)(?:_({'|'.join(ACTIVATIONS)}))?((?:_(?:{'|'.join(READ_DTYPES.values())}))*)")
 
 
-# Where an array object has the address of its numbers: the first field behind the head of every object. `ctypes.data`
-# and the interface of arrays make objects on the way, and take about ten times as long.
+# The offset of the data pointer in an array object: the first field after the object's head. `ctypes.data` and the
+# array interface create objects, and take about ten times as long.
 _DATA = object.__basicsize__
 _PROBE = np.empty(1)
 _IS_FIELD = c_void_p.from_address(id(_PROBE) + _DATA).value == _PROBE.ctypes.data
@@ -87,33 +77,33 @@ def address(array: np.ndarray) -> int: ...
 @overload
 def address(array: np.ndarray | None) -> int | None: ...
 def address(array: np.ndarray | None) -> int | None:
-    """Return the address of an array's first number; None for None."""
+    """Return the address of an array's first number, or None for None."""
     if array is None:
         return None
     return c_void_p.from_address(id(array) + _DATA).value if _IS_FIELD else array.ctypes.data
 
 
 def step(array: np.ndarray, axis: int = 0) -> int:
-    """Return how many numbers apart the entries of an array are along an axis."""
+    """Return the stride of an axis in elements."""
     return array.strides[axis] // array.itemsize
 
 
 def is_dense(rows: np.ndarray) -> bool:
-    """Return whether the numbers of each row [..., numbers] are side by side. An empty array has any strides."""
+    """Return whether each row [..., numbers] is contiguous. An empty array may have any strides."""
     return rows.shape[-1] < 2 or rows.strides[-1] == rows.itemsize or not rows.size
 
 
 class Family:
-    """A family of kernels. `_calls` has the functions of the library, by the keys of `bind`."""
+    """A group of kernels. `_calls` maps the keys of `bind` to the functions of the library."""
 
     _calls: Mapping[Hashable, Any]
 
 
 def bind(library: ctypes.CDLL) -> dict[Hashable, Any]:
-    """Return the library's functions by name, or by (name, activation, dtypes) if there are several of a name.
+    """Return the library's functions by name, or by (name, [activation,] dtypes) if several have the same name.
 
-    A function for x of one dtype and a weight or result of another has both dtypes in its key: also where they are the
-    same. Raise InterfaceError if the library was compiled from another src/interface.h.
+    If some functions of a name have two dtypes, for x and for a weight or result, all keys of this name have two, even
+    if both are equal. Raise InterfaceError if the library was compiled from another src/interface.h.
     """
     try:
         library.prefold_layout.restype = c_char_p
@@ -134,7 +124,7 @@ def bind(library: ctypes.CDLL) -> dict[Hashable, Any]:
 
 
 def layout() -> Iterator[str]:
-    """Yield what `prefold_layout` of src/layout.cpp must say: constants, places in memory, and signatures."""
+    """Yield the lines that `prefold_layout` (src/layout.cpp) must return: constants, offsets, sizes and signatures."""
     for name, value in CONSTANTS.items():
         yield f"{name} {value}"
     for enum in ENUMS:

@@ -1,4 +1,4 @@
-"""Load the kernels once a process, and say why if there are none."""
+"""The kernels of this process: loaded once, with a reason if there are none."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class Kernels(
     ProgramKernels,
     RankKernels,
 ):
-    """The functions of one compiled library. Calls release the GIL and run on `threads.threads()` threads."""
+    """The functions of one compiled library. Calls release the GIL, and run on `threads.threads()` threads."""
 
     def __init__(self, path: Path):
-        """Load the library. Raise OSError if it is none, and InterfaceError if it is one of another version."""
+        """Load the library. Raise OSError if it is not a library, and InterfaceError if its version differs."""
         _check_whole(path)
         self.path = path
         self._calls = bind(ctypes.CDLL(str(path)))
         self.calm_openmp()
 
     def calm_openmp(self) -> None:
-        """Let the threads of OpenMP sleep soon after their work, if a package has loaded it, as PyTorch does."""
+        """Shorten the time that OpenMP threads spin, if a package such as PyTorch has loaded OpenMP."""
         self._calls["calm_openmp"]()
 
 
 def _check_whole(path: Path) -> None:
-    """Raises OSError for a library that was cut off: the system would load it, and end the process with a bus error."""
+    """Raise OSError if the end of a library is missing: loading it would end the process with a bus error."""
     with path.open("rb") as file:
         head = file.read(64)
     if head.startswith(b"\x7fELF") and len(head) == 64:
         (table,), (size, count) = struct.unpack_from("<Q", head, 40), struct.unpack_from("<HH", head, 58)
         if path.stat().st_size < table + size * count:
-            raise OSError(f"{path}: its end is missing")
+            raise OSError(f"{path}: the end of the file is missing")
 
 
 @dataclass(slots=True)
@@ -62,12 +62,15 @@ class LoadedKernels:
 
 
 class KernelLoader:
-    """Loads the kernels once, from what is installed or compiled, and says why if there are none.
+    """Loads the kernels once, from an installed library or a compiled one. Records why if there are none.
 
-    libraries  the folder of the installed libraries
-    build      compiles a library, as `build.build` does
-    probe      returns the bits of `probe.cpp`; None: of this CPU and its system
-    loaded     what `load` found, once it was called
+    Args:
+        libraries: the folder of the installed libraries.
+        build: compiles a library, like `build.build`.
+        probe: returns the bits of `probe.cpp` (default: the bits of this CPU and its system).
+
+    Attributes:
+        loaded: the result of `load`; None before the first call.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class KernelLoader:
         self._lock = threading.Lock()
 
     def load(self) -> LoadedKernels:
-        """Load the kernels at the first call, as the function `load` says."""
+        """Load the kernels at the first call. See the function `load`."""
         if self.loaded is None:
             with self._lock:
                 if self.loaded is None:
@@ -91,8 +94,13 @@ class KernelLoader:
         return self.loaded
 
     def _attempt(self) -> LoadedKernels:
-        """Look for kernels, in this order: those that PREFOLD_ISA names, the installed library of this machine, the
-        variants of a wheel, and what is in the cache or compiled now. `foreseen` has the same order."""
+        """Look for kernels in four places. `foreseen` uses the same order.
+
+        1. the variant that PREFOLD_ISA names
+        2. the installed library for this machine
+        3. the variants of a wheel
+        4. the cache folder, or a new compilation
+        """
         if environment.kernels() == "0":
             return LoadedKernels(None, SWITCHED_OFF)
         ignored = None
@@ -123,7 +131,7 @@ class KernelLoader:
                     break
                 except (OSError, InterfaceError) as error:
                     damaged.append(str(error))
-        except OSError as error:  # of the probe
+        except OSError as error:  # from the probe
             damaged.append(str(error))
         if damaged:
             _warn(
@@ -132,8 +140,10 @@ class KernelLoader:
         return loaded
 
     def _installed_here(self) -> Iterator[tuple[Path, str]]:
-        """Yield (library, its status) of what is installed for this CPU, the best first. Raise OSError for a damaged
-        probe."""
+        """Yield (library, status) of each installed library for this CPU, the best first.
+
+        Raise OSError if the probe is damaged.
+        """
         if (native := self.installed.native) is not None:
             yield native, f"{COMPILED}: native"
         if environment.kernels() != "native" and self.installed.is_wheel:
@@ -147,7 +157,7 @@ class KernelLoader:
         """
         variant = variant_of(name)
         if variant not in runnable(self.probe()):
-            raise BuildError("this CPU, or its system, has not all the instructions for it")
+            raise BuildError("this CPU, or its system, lacks some of its instructions")
         if path := self.installed.path(variant):
             return LoadedKernels(Kernels(path), f"{OF_THE_WHEEL}: {name}")
         try:
@@ -163,34 +173,39 @@ class KernelLoader:
         try:
             return Kernels(self.build(flags=flags))
         except OSError:
-            # Damaged in the cache, or made against another C library: once more.
+            # The cached library is damaged, or needs another C library: compile it again.
             return Kernels(self.build(flags=flags, again=True))
 
 
-process = KernelLoader()  # has the kernels that this process uses
+process = KernelLoader()  # the loader of this process
 
 
 def load() -> Kernels | None:
-    """Returns the compiled kernels, or None. The best installed library that runs here is loaded; where there is none,
-    the sources are compiled at the first call (up to a minute, once a machine).
+    """Return the compiled kernels, or None.
 
-    Warns once where the kernels should be there and are not. The environment is looked at in the first call:
-    PREFOLD_KERNELS=0 switches the kernels off, PREFOLD_KERNELS=native compiles them for this machine whatever the wheel
-    has, and PREFOLD_ISA names the variant to take (`compile.VARIANTS`).
+    The first call loads the best installed library that runs on this CPU. If there is none, it compiles the sources (up
+    to a minute, once per machine). Warn once if kernels are expected but missing.
+
+    The first call reads these environment variables:
+
+    - PREFOLD_KERNELS=0 switches the kernels off.
+    - PREFOLD_KERNELS=native compiles them for this machine, even if a wheel has variants.
+    - PREFOLD_ISA names the variant to use (`compile.VARIANTS`).
     """
     return process.load().kernels
 
 
 def calm_openmp() -> None:
-    """Do what `Kernels.calm_openmp` does if the kernels are loaded already; if not, loading them does it.
+    """Call `Kernels.calm_openmp` if the kernels are loaded. Otherwise loading them will call it.
 
-    For a module that imports a package with OpenMP."""
+    For modules that import a package with OpenMP.
+    """
     if process.loaded is not None and process.loaded.kernels is not None:
         process.loaded.kernels.calm_openmp()
 
 
 def status() -> str:
-    """Returns one line for people: which kernels are in use, or why none are. It loads them, as `load` does."""
+    """Return one line for users: which kernels are in use, or why none are. Loads the kernels, like `load`."""
     return process.load().status
 
 

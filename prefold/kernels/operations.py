@@ -1,4 +1,4 @@
-"""Calls of single operations of a layer: norms, rotations, gates and logits."""
+"""Calls of single operations: norms, rotations, gates, and statistics of logits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from .threads import threads
 
 
 class ElementwiseKernels(Family):
-    """Computes what a layer does between its products, on arrays of one of DTYPES."""
+    """The operations of a layer between its products. Arrays have one of DTYPES."""
 
     def add_rms_norm(self, x: np.ndarray, delta: np.ndarray | None, weight: np.ndarray, eps: float) -> np.ndarray:
-        """Adds delta to x in place, and returns the norm of the sum; x, delta [rows, width], each row contiguous.
+        """Add delta (or None) to x in place, and return the RMS norm of x, [rows, width].
 
-        weight [width], of x's dtype or float32. Raises ValueError where the shapes do not fit.
+        x, delta [rows, width], each row contiguous; weight [width], of x's dtype or float32. Raise ValueError if the
+        shapes do not fit together.
         """
         rows, width = x.shape
         if weight.shape[0] != width or (delta is not None and delta.shape != x.shape) or not is_dense(x):
@@ -36,9 +37,9 @@ class ElementwiseKernels(Family):
         return out
 
     def rope(self, x: np.ndarray, cos_sin: np.ndarray, norm_weight: np.ndarray | None, eps: float) -> None:
-        """Rotates x [rows, heads, dim] in place, normed before where there is a weight; cos_sin float32 [rows, dim].
+        """Rotate x [rows, heads, dim] in place. With a norm_weight, norm each head first.
 
-        Raises ValueError where the shapes do not fit.
+        cos_sin float32 [rows, dim]: cosines, then sines. Raise ValueError if the shapes do not fit together.
         """
         rows, _, dim = x.shape
         if cos_sin.shape != (rows, dim) or dim % 2 or (norm_weight is not None and norm_weight.shape[0] != dim):
@@ -55,9 +56,9 @@ class ElementwiseKernels(Family):
         )
 
     def gate_mul(self, gate_up: np.ndarray, activation: str) -> np.ndarray:
-        """Returns activation(gate) * up [rows, width] of gate_up [rows, 2 * width]; activation "silu" or "gelu_tanh".
+        """Return activation(gate) * up, [rows, width], from gate_up [rows, 2 * width].
 
-        Raises ValueError where gate and up have an odd number of columns together.
+        activation: "silu" or "gelu_tanh". Raise ValueError if gate_up has an odd number of columns.
         """
         rows, width = gate_up.shape
         if width % 2:
@@ -69,17 +70,17 @@ class ElementwiseKernels(Family):
 
 
 class LogitKernels(Family):
-    """Reads rows of float32 logits."""
+    """Statistics of float32 logits, and draws of tokens from them."""
 
     @staticmethod
     def can_log_sum_exp(x: np.ndarray) -> bool:
-        """Returns whether `log_sum_exp` and `entropy` take this array: float32, its rows contiguous."""
+        """Return whether `log_sum_exp` and `entropy` accept this array: float32, with contiguous rows."""
         return x.dtype == FLOAT32 and x.ndim == 2 and is_dense(x)
 
     def log_sum_exp(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the log-sum-exp of each row of float32 logits [rows, columns], and the place of its largest (int64).
+        """Return the log-sum-exp of each row of float32 logits [rows, columns], and the column of its largest number.
 
-        A NaN makes the sum NaN and is not the largest.
+        The results are float32 and int64 [rows]. If a row has a NaN, its sum is NaN. NaN is never the largest number.
         """
         rows, columns = logits.shape
         sums, largest = np.empty(rows, FLOAT32), np.empty(rows, np.int64)
@@ -95,9 +96,9 @@ class LogitKernels(Family):
         return sums, largest
 
     def entropy(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what `log_sum_exp` does, and the entropy of each row's probabilities in nats, float32 [rows].
+        """Return the results of `log_sum_exp`, and the entropy of each row's probabilities in nats, float32 [rows].
 
-        A NaN or an infinity that is the largest makes the entropy NaN; a logit of -inf adds nothing to it.
+        The entropy is NaN if the row has a NaN, or if its largest number is infinite. A logit of -inf adds nothing.
         """
         rows, columns = logits.shape
         sums, entropies = np.empty((2, rows), FLOAT32)
@@ -120,18 +121,26 @@ class LogitKernels(Family):
         keys: np.ndarray,
         filters: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns a token drawn for each of `rows` of float32 logits [r, vocab], int64 [n]; -1 where a row's largest
-        number is not finite, or with filters where one is NaN.
+        """Draw a token from the logits of each row in `rows`. Return int64 [n].
 
-        rows int64 [n]; inverses float32 [n]: 1 / temperature; keys uint64 [n]: of the noise; filters float64 [n, 4]:
-        top_n_sigma, min_p, top_k and top_p, in the order in which they are applied. Raises ValueError for other logits
-        and filters, and for rows that are not there, and MemoryError.
+        The token is -1 if the largest number of the row is not finite, or if there are filters and a number is NaN.
+
+        Args:
+            logits: float32 [r, vocab], each row contiguous.
+            rows: int64 [n].
+            inverses: float32 [n], 1 / temperature.
+            keys: uint64 [n], the keys of the noise.
+            filters: float64 [n, 4], top_n_sigma, min_p, top_k and top_p, applied in this order.
+
+        Raises:
+            ValueError: the logits or filters have another form, or a row does not exist.
+            MemoryError: memory is short.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits):
-            raise ValueError(f"no draw from {logits.dtype} {list(logits.shape)}; pass float32 rows")
+            raise ValueError(f"cannot draw from {logits.dtype} {list(logits.shape)}; pass contiguous float32 rows")
         _check_rows(rows, logits)
         if filters is not None and filters.shape != (len(rows), 4):
-            raise ValueError(f"filters {list(filters.shape)} of {len(rows)} draws; pass four for each")
+            raise ValueError(f"filters {list(filters.shape)} for {len(rows)} draws; pass four numbers for each")
         rows, tokens = np.ascontiguousarray(rows, np.int64), np.empty(len(rows), np.int64)
         inverses, keys = np.ascontiguousarray(inverses, np.float32), np.ascontiguousarray(keys, np.uint64)
         filters = None if filters is None else np.ascontiguousarray(filters, np.float64)
@@ -144,18 +153,20 @@ class LogitKernels(Family):
             address(tokens),
             threads(),
         ):
-            raise MemoryError("draw")
+            raise MemoryError("not enough memory for draws")
         return tokens
 
     def largest(self, logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the `count` largest numbers of each row of float32 logits [rows, columns], falling, and their places:
-        float32 and int64 [rows, count]. Of equals the first comes first.
+        """Return the `count` largest numbers of each row, in descending order, and their columns.
 
-        NaN is not larger than anything. Time grows with the square of `count`. Raises ValueError for other logits, and
-        where there are fewer columns.
+        logits float32 [rows, columns]; results float32 and int64 [rows, count]. Ties go to the lower column. NaN counts
+        as the lowest number. Time grows with the square of `count`. Raise ValueError if the logits have another form,
+        or fewer than `count` columns.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits) or not 0 <= count <= logits.shape[1]:
-            raise ValueError(f"no {count} largest of {logits.dtype} {list(logits.shape)}; pass float32 rows")
+            raise ValueError(
+                f"no {count} largest numbers in {logits.dtype} {list(logits.shape)}; pass contiguous float32 rows"
+            )
         rows, columns = logits.shape
         values, places = np.empty((rows, count), FLOAT32), np.empty((rows, count), np.int64)
         self._calls["largest"](
@@ -164,10 +175,10 @@ class LogitKernels(Family):
         return values, places
 
     def count_larger(self, logits: np.ndarray, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Returns how many numbers of each of `rows` of float32 logits [r, columns] are larger than its value, int64
-        [n].
+        """Return how many logits of each row in `rows` are larger than the row's value, int64 [n].
 
-        rows int64 [n]; values float32 [n]. Raises ValueError for other logits, and for rows that are not there.
+        logits float32 [r, columns]; rows int64 [n]; values float32 [n]. Raise ValueError if the logits have another
+        form, or a row does not exist.
         """
         if logits.dtype != FLOAT32 or not is_dense(logits) or len(rows) != len(values):
             raise ValueError(f"no ranks of {len(values)} numbers in {logits.dtype} {list(logits.shape)}")
@@ -189,4 +200,4 @@ class LogitKernels(Family):
 
 def _check_rows(rows: np.ndarray, logits: np.ndarray) -> None:
     if len(rows) and not 0 <= rows.min() <= rows.max() < len(logits):
-        raise ValueError(f"rows {rows} of {len(logits)}")
+        raise ValueError(f"rows {rows}: the logits have {len(logits)} rows")

@@ -1,4 +1,4 @@
-// Says what the CPU and its system offer; compiled for any CPU of its kind, so that it runs on all of them.
+// Reports the features of the CPU and its system. It is compiled for the most basic CPU of its kind, so it runs on all.
 #include <cstdint>
 #include <initializer_list>
 
@@ -15,8 +15,8 @@ static bool offers(const char* name) {
 #elif defined(__x86_64__)
 #include <cpuid.h>
 
-// What CPUID says (Intel's Software Developer's Manual, volume 2A), and XCR0: the registers that the system keeps.
-// Compilers have `__builtin_cpu_supports` for it, which says no to everything where Clang comes without GCC's library.
+// The result of CPUID (Intel's Software Developer's Manual, volume 2A), and XCR0, the registers that the system saves.
+// Compilers offer `__builtin_cpu_supports` for this. It reports no feature at all if Clang comes without GCC's library.
 struct Cpu {
   uint32_t basic = 0, extended = 0, b = 0, c = 0, d = 0, more = 0, kept = 0;
 
@@ -36,8 +36,10 @@ struct Cpu {
   }
 
   // AVX2, FMA, F16C, BMI, LZCNT and MOVBE.
-  bool v3() const { return has(kept, {1, 2}) && has(basic, {12, 22, 28, 29}) && has(b, {3, 5, 8}) && has(extended, {5}); }
-  // Four parts of AVX-512 beside its foundation.
+  bool v3() const {
+    return has(kept, {1, 2}) && has(basic, {12, 22, 28, 29}) && has(b, {3, 5, 8}) && has(extended, {5});
+  }
+  // Four extensions of AVX-512 beside its foundation.
   bool v4() const { return v3() && has(kept, {5, 6, 7}) && has(b, {16, 17, 28, 30, 31}); }
   bool vnni() const { return has(c, {11}); }
   bool bf16() const { return has(more, {5}); }
@@ -46,9 +48,15 @@ struct Cpu {
 };
 #endif
 
-// Bits, by the numbers that `compile.py` names: 0 x86-64-v3 (AVX2, FMA), 1 x86-64-v4 and VNNI, 2 bfloat16 in AVX-512,
-// 3 AMX's tiles with their bfloat16 and int8, 4 VNNI without AVX-512; 5 ARM's sums of four products of int8, 6 its products
-// of matrices of int8. The permission for tiles, which Linux gives on request, is asked for by the kernels themselves
+// Return the features as bits, with the numbers that `compile.py` uses:
+//   0  x86-64-v3 (AVX2, FMA)
+//   1  x86-64-v4 and VNNI
+//   2  bfloat16 in AVX-512
+//   3  AMX tiles with bfloat16 and int8
+//   4  VNNI without AVX-512
+//   5  ARM: sums of four int8 products
+//   6  ARM: products of int8 matrices
+// Linux also requires a permission to use tiles. The kernels themselves ask for it (`amx.h`).
 // (`amx.h`).
 extern "C" uint32_t prefold_probe() {
   uint32_t bits = 0;

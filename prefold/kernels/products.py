@@ -1,7 +1,7 @@
-"""Packing matrices into words, and products with such matrices and with those in their file's number format.
+"""Packing of matrices, and products with packed matrices.
 
-The latter are GGUF's blocks, 16-bit numbers under float32 arithmetic, floats beside these, and int8; `src/blocks.h`
-defines their layout.
+A matrix is packed in words, or in blocks that have the number format of its file: the blocks of GGUF, 16-bit numbers
+with float32 arithmetic, floats in the same matrix as these, and int8. `src/blocks.h` defines the layout of blocks.
 """
 
 from __future__ import annotations
@@ -16,32 +16,28 @@ from .abi import IN_INT8, ONE_FORM, PANEL, S8, BlockType
 from .interface import BFLOAT16, DTYPES, FLOAT32, Family, address, is_dense, step
 from .threads import threads
 
-# The types that there are decoders for, by their names, with ggml's numbers.
+# The block types with a decoder: names, and the numbers of ggml.h.
 BLOCK_TYPES = {entry.name: int(entry) for entry in BlockType}
-# Of these the numbers are whole, and can be multiplied with rows of int8 as they are.
+# The block types with integers, which can be multiplied with int8 rows.
 WHOLE_TYPES = tuple(name for name in BLOCK_TYPES if name not in ("F32", "F16", "BF16"))
-# Groups along k of a matrix of int8, the best first: wide ones have fewer scales to multiply with, and in a narrow one
-# a large number spoils fewer others. The last fits all matrices, with zeros behind their rows.
+# Sizes of the groups along k in an int8 matrix, the best first. Wide groups need fewer products with scales. In narrow
+# groups a large number makes fewer other numbers imprecise. The last size fits all matrices, padded with zeros.
 GROUPS, RUN = (128, 192, 64, 32), 32
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """StoredRows are rows of a matrix, as the bytes that a file has of them.
+    """Rows of a matrix, as bytes of a file."""
 
-    type  a name of BLOCK_TYPES
-    rows  uint8 [outputs, bytes of a row], each row in one piece
-    """
-
-    type: str
-    rows: np.ndarray
+    type: str  # a name of BLOCK_TYPES
+    rows: np.ndarray  # uint8 [outputs, bytes of a row], each row contiguous
 
 
 class BlockKernels(Family):
-    """Packs blocks, and reads rows of them."""
+    """Matrices in blocks."""
 
     def has_blocks(self, kind: str, inputs: int) -> bool:
-        """Returns whether rows of so many numbers of this type can be packed."""
+        """Return whether rows of this type with `inputs` numbers can be packed."""
         return kind in BLOCK_TYPES and self._calls["block_panel_size"](BLOCK_TYPES[kind], inputs) > 0
 
     def pack_blocks(
@@ -53,13 +49,15 @@ class BlockKernels(Family):
         gated: bool = False,
         experts: int = 1,
     ) -> Blocks:
-        """Return rows as one matrix [outputs, inputs]. A panel whose 32 rows are of several types has floats instead.
+        """Pack rows as one matrix [outputs, inputs]. If the 32 rows of a panel have several types, it becomes float32.
 
-        parts    the rows, one part below the other, of types that `has_blocks` takes
-        pool     where the memory comes from
-        gated    the first half of the rows is gate, the other one up: LANES of each lie in turn, and each half has
-                 zeros up to whole LANES
-        experts  the parts are as many matrices, all of one size, and each begins with a panel
+        Args:
+            parts: the rows, one part after the other, of types for which `has_blocks` is true.
+            inputs: numbers of a row.
+            pool: provides the memory.
+            gated: the first half of the rows is gate, the second half up. LANES rows of each alternate, and each half
+                is padded with zeros to whole LANES.
+            experts: the number of matrices in the parts. All have the same size, and each starts with a new panel.
         """
 
         def in_panels(of_parts: list[np.ndarray]) -> np.ndarray:
@@ -82,7 +80,7 @@ class BlockKernels(Family):
         return _joined(held, sum(len(part.rows) for part in parts), inputs)
 
     def _packed(self, kind: int, rows: np.ndarray, inputs: int, pool: PanelPool) -> Blocks:
-        """Return panels of one type. rows: the addresses of rows of whole panels, int64; 0: zeros"""
+        """Pack panels of one type. rows: int64 addresses of the rows of whole panels; 0: a row of zeros."""
         panels, size = len(rows) // COLUMNS, self._calls["block_panel_size"](kind, inputs)
         memory = pool.take((panels, size // 4))
         self._calls["pack_blocks"](kind, address(rows), panels, inputs, address(memory), threads())
@@ -90,8 +88,10 @@ class BlockKernels(Family):
         return Blocks(np.stack([starts, np.full(panels, kind)], 1), len(rows), inputs, (memory,))
 
     def _decoded(self, rows: np.ndarray, kinds: np.ndarray, inputs: int) -> np.ndarray:
-        """Return rows of several types as float32 [rows, inputs]. rows, kinds: the address and the type of each; -1:
-        zeros"""
+        """Decode rows of several types to float32 [rows, inputs].
+
+        rows, kinds: the address and the type of each row; type -1: a row of zeros.
+        """
         floats = np.zeros((len(rows), inputs), np.float32)
         for kind in set(kinds.tolist()) - {-1}:
             (own,) = np.nonzero(kinds == kind)
@@ -101,26 +101,28 @@ class BlockKernels(Family):
 
     @property
     def has_int8(self) -> bool:
-        """Returns whether rows of int8 are multiplied here (`src/int8.h`)."""
+        """Whether this library multiplies int8 rows (`src/int8.h`)."""
         return bool(self._calls["has_int8"]())
 
     def in_int8(self, blocks: Blocks) -> Blocks:
-        """Returns the same matrix, in the same memory, to be multiplied with rows of int8. Its types are of
-        WHOLE_TYPES."""
+        """Return the same matrix, in the same memory, marked for products with int8 rows.
+
+        Its types must be in WHOLE_TYPES.
+        """
         return Blocks(blocks.table + np.array([0, IN_INT8]), blocks.outputs, blocks.inputs, blocks.held)
 
     def in_one_form(self, blocks: Blocks) -> Blocks:
-        """Return the same matrix, in the same memory. A row's product does not depend on how many rows there are."""
+        """Return the same matrix, in the same memory, marked for results that do not depend on the number of rows."""
         kinds = blocks.table[:, 1] & ~IN_INT8
         whole = np.isin(kinds, [BLOCK_TYPES[name] for name in WHOLE_TYPES])
         table = blocks.table + np.array([0, ONE_FORM]) * whole[:, None]
         return Blocks(table, blocks.outputs, blocks.inputs, blocks.held)
 
     def pack_int8(self, weight: np.ndarray, pool: PanelPool | None = None) -> Blocks:
-        """Returns weight [outputs, inputs], float32 or bfloat16, as a matrix of int8, to be multiplied with rows of
-        int8. Of each row and group the largest number becomes 127 or -127.
+        """Pack weight [outputs, inputs], float32 or bfloat16, as an int8 matrix for products with int8 rows.
 
-        pool: where the memory comes from. Raises MemoryError where there is none.
+        In each group of a row, the largest number becomes 127 or -127. pool: provides the memory. Raise MemoryError if
+        memory is short.
         """
         (outputs, inputs), weight = weight.shape, np.ascontiguousarray(weight)
         group = next(group for group in GROUPS if -(-inputs // RUN) * RUN % group == 0)
@@ -128,17 +130,19 @@ class BlockKernels(Family):
         memory = (pool or PanelPool()).take((panels, size // 4))
         pack = self._calls["pack_int8", weight.dtype]
         if pack(address(weight), inputs, outputs, inputs, group, address(memory), threads()):
-            raise MemoryError("pack_int8")
+            raise MemoryError("not enough memory to pack an int8 matrix")
         starts = address(memory) + size * np.arange(panels)
         table = np.stack([starts, np.full(panels, S8 + group)], 1)
         return Blocks(table, outputs, inputs, (memory,))
 
     def block_rows(self, blocks: Blocks, ids: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Returns rows of the matrix, [ids, inputs], float32 or bfloat16. Raises IndexError for a row that is not
-        there."""
+        """Return the rows `ids` of the matrix, [ids, inputs], as float32 or bfloat16.
+
+        Raise IndexError if a row does not exist.
+        """
         ids = np.ascontiguousarray(ids, np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < blocks.outputs:
-            raise IndexError(f"a row is not one of {blocks.outputs}")
+            raise IndexError(f"a row is out of range; the matrix has {blocks.outputs} rows")
         out = np.empty((len(ids), blocks.inputs), dtype)
         self._calls[("block_rows", dtype)](
             address(blocks.table), address(ids), address(out), len(ids), blocks.inputs, threads()
@@ -147,7 +151,7 @@ class BlockKernels(Family):
 
 
 def _joined(parts: Sequence[Blocks], outputs: int, inputs: int) -> Blocks:
-    """Return matrices one behind the other as one."""
+    """Concatenate matrices."""
     held = tuple(memory for part in parts for memory in part.held)
     return Blocks(np.concatenate([part.table for part in parts]), outputs, inputs, held)
 
@@ -157,26 +161,26 @@ def _row_addresses(rows: np.ndarray) -> np.ndarray:
 
 
 def _filled(addresses: np.ndarray, unit: int) -> np.ndarray:
-    """Returns addresses int64 [..., rows] with nulls behind them, up to a multiple of `unit`."""
+    """Pad addresses int64 [..., rows] with nulls to a multiple of `unit`."""
     width = -addresses.shape[-1] % unit
     return np.pad(addresses, [*([(0, 0)] * (addresses.ndim - 1)), (0, width)]) if width else addresses
 
 
 COLUMNS = PANEL
-MIXED = np.iinfo(np.int64).max  # the type of a panel whose rows are of several types
-LANES = 16  # columns of gate, or of up, that lie side by side
-# Memory comes from NumPy, which asks for huge pages, in pieces this large: with few rows the time of a product is
-# that of reading the matrix, and most matrices are smaller than a huge page.
+MIXED = np.iinfo(np.int64).max  # the type of a panel whose rows have several types
+LANES = 16  # consecutive columns of gate, or of up
+# Bytes per piece of memory. With few rows, a product takes as long as reading the matrix, so pages should be huge.
+# NumPy requests huge pages for pieces of this size. Most single matrices are smaller than a huge page.
 PIECE = 32 << 20
 
 
 def can_pack_words(dtype: np.dtype | None, inputs: int) -> bool:
-    """Returns whether rows of so many numbers of a dtype are whole words of four bytes; None: of another dtype."""
+    """Return whether rows of `inputs` numbers are whole words of four bytes. dtype None: not a dtype of the kernels."""
     return dtype is not None and dtype in DTYPES and inputs * dtype.itemsize % 4 == 0
 
 
 class PackKernels(Family):
-    """Packs matrices into words, on all threads, from wherever their rows lie: in arrays, or in a mapped file."""
+    """Matrices in words. Their rows may be in arrays or in a mapped file."""
 
     def pack_words(
         self,
@@ -186,22 +190,23 @@ class PackKernels(Family):
         dtype: np.dtype | None = None,
         gated: bool = False,
     ) -> np.ndarray:
-        """Returns a matrix packed: int32 [columns / 32, words along k, 32], zeros past the last column.
+        """Pack a matrix: int32 [columns / 32, words along k, 32], with zeros past the last column.
 
-        weight  [columns, k], or several that lie one below the other: float32, bfloat16 or float16, all of one dtype.
-                Rows may lie at any distance and at any byte; a row that is not contiguous is copied
-        pool    where the memory comes from
-        dtype   of the packed numbers, one of DTYPES; None: as of the weight. Others are rounded to nearest even
-        gated   the first half of the columns is gate, the other one up: LANES of each lie in turn, and each half has
-                zeros up to whole LANES
+        Args:
+            weight: [columns, k], or several such parts, one after the other; float32, bfloat16 or float16, all parts of
+                the same dtype. Rows may have any stride and start at any byte. Rows that are not contiguous are copied.
+            pool: provides the memory.
+            dtype: of the packed numbers, one of DTYPES (default: the weight's). Numbers are rounded to nearest even.
+            gated: the first half of the columns is gate, the second half up. LANES columns of each alternate, and each
+                half is padded with zeros to whole LANES.
 
-        Raises ValueError for other dtypes, for parts that do not fit together, and for an odd number of columns of
-        gate and up.
+        Raises:
+            ValueError: another dtype, parts that do not fit together, or an odd number of columns of gate and up.
         """
         parts = [weight] if isinstance(weight, np.ndarray) else weight
         inputs = {part.shape[1] for part in parts}
         if len(inputs) != 1:
-            raise ValueError(f"matrices of {sorted(inputs)} inputs do not lie one below the other; pass equal ones")
+            raise ValueError(f"matrices of {sorted(inputs)} inputs cannot be joined; pass matrices with equal inputs")
         kept = [_contiguous(part) for part in parts]
         addresses = np.concatenate([_row_addresses(part) for part in kept])
         if gated:
@@ -217,13 +222,14 @@ class PackKernels(Family):
         gated: bool = False,
         filled: bool = False,
     ) -> np.ndarray:
-        """Returns the matrices of experts packed one behind the other, int32 [experts, panels, words along k, 32].
+        """Pack the matrices of experts: int32 [experts, panels, words along k, 32].
 
-        weight  [experts, outputs, inputs]
-        gated   the first half of the outputs is gate, the other one up: LANES of each lie in turn
-        filled  inputs are filled up with zeros to whole LANES, as the outputs of gate and up are
+        See `pack_words` for other arguments and errors.
 
-        The other arguments and errors are as of `pack_words`.
+        Args:
+            weight: [experts, outputs, inputs].
+            gated: the first half of the outputs is gate, the second half up. LANES outputs of each alternate.
+            filled: pad inputs with zeros to whole LANES, as the outputs of gate and up are padded.
         """
         experts, outputs, inputs = weight.shape
         rows = _contiguous(weight.reshape(-1, inputs))
@@ -241,7 +247,7 @@ class PackKernels(Family):
         dtype: np.dtype | None,
         pool: PanelPool | None,
     ) -> np.ndarray:
-        """Packs rows. parts: where they lie; addresses: of each row, int64; fill: zeros behind each"""
+        """Pack rows. parts: the arrays that own them; addresses: int64, of each row; fill: zeros to add to each row."""
         dtypes = {part.dtype for part in parts}
         dtype = dtype or parts[0].dtype
         function = self._calls.get(("pack_words", parts[0].dtype, dtype))
@@ -256,13 +262,15 @@ class PackKernels(Family):
 
 
 def _contiguous(rows: np.ndarray) -> np.ndarray:
-    """Returns rows [n, k] with the numbers of each side by side."""
+    """Return rows [n, k], copied unless each row is contiguous."""
     return rows if is_dense(rows) else np.ascontiguousarray(rows)
 
 
 def _in_turn(addresses: np.ndarray) -> np.ndarray:
-    """Returns the addresses of rows of gate, then of up [..., rows], each filled up with nulls, with LANES of each in
-    turn."""
+    """Interleave the addresses of rows of gate, then of up, [..., rows]: LANES of gate, LANES of up, and so on.
+
+    Each half is padded with nulls to whole LANES. Raise ValueError if the number of rows is odd.
+    """
     *experts, rows = addresses.shape
     if rows % 2:
         raise ValueError(f"gate and up have {rows} columns together, an odd number")
@@ -271,16 +279,16 @@ def _in_turn(addresses: np.ndarray) -> np.ndarray:
 
 
 class PanelPool:
-    """Hands out memory of a few large pieces; a piece lives as long as any array in it.
+    """An allocator that cuts arrays from a few large pieces. A piece lives as long as any array in it.
 
-    piece: its bytes, at least
+    piece: the least size of a piece, in bytes.
     """
 
     def __init__(self, piece: int = PIECE) -> None:
         self._piece, self._free = piece, np.empty(0, np.int32)
 
     def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns an uninitialised int32 array that starts at a cache line."""
+        """Return an uninitialised int32 array that starts at a cache line."""
         size = int(np.prod(shape))
         if size > len(self._free):
             self._free = self._next_piece(size)
@@ -288,13 +296,13 @@ class PanelPool:
         return memory.reshape(shape)
 
     def _next_piece(self, size: int) -> np.ndarray:
-        """Returns memory for so many numbers at least, int32, that starts at a cache line."""
+        """Return an int32 array of at least `size` numbers that starts at a cache line."""
         piece = np.empty(max(size, self._piece // 4) + 15, np.int32)
         return piece[-address(piece) // 4 % 16 :]
 
 
 class Arena(PanelPool):
-    """A PanelPool that keeps its pieces, and hands them out again after `rewind`. Arrays of before are then void."""
+    """A PanelPool that reuses its pieces after `rewind`. Arrays from before `rewind` are then invalid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,13 +310,13 @@ class Arena(PanelPool):
         self._taken = 0
 
     def rewind(self) -> None:
-        """Let all memory be handed out again."""
+        """Mark all memory as free."""
         self._free, self._taken = np.empty(0, np.int32), 0
 
     def _next_piece(self, size: int) -> np.ndarray:
         for number in range(self._taken, len(self._pieces)):
             if len(self._pieces[number]) >= size:
-                # Those that are too small stand behind, for smaller matrices.
+                # Pieces that are too small move back, for smaller matrices.
                 self._pieces.insert(self._taken, self._pieces.pop(number))
                 self._taken += 1
                 return self._pieces[self._taken - 1]
@@ -319,45 +327,40 @@ class Arena(PanelPool):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all pieces."""
+        """The bytes of all pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A Blocks is a matrix in panels of blocks (`src/blocks.h`), which `linear` takes in place of packed words.
+    """A matrix in panels of blocks (`src/blocks.h`). `linear` accepts it instead of packed words."""
 
-    table            int64 [panels, 2]: where each panel begins, and its type
-    outputs, inputs  columns, and numbers along k
-    held             the memory that the table names by address
-    """
-
-    table: np.ndarray
-    outputs: int
-    inputs: int
-    held: tuple[np.ndarray, ...]
+    table: np.ndarray  # int64 [panels, 2]: the address and the type of each panel
+    outputs: int  # columns
+    inputs: int  # numbers along k
+    held: tuple[np.ndarray, ...]  # the memory to which the addresses point
 
     @property
     def types(self) -> set[int]:
-        """Return the numbers of the panels' types (`BLOCK_TYPES`)."""
+        """The types of the panels, as numbers (`BLOCK_TYPES`)."""
         return set((self.table[:, 1] & ~(IN_INT8 | ONE_FORM)).tolist())
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the panels."""
+        """The bytes of the panels."""
         return sum(memory.nbytes for memory in self.held)
 
 
 def matrix_addresses(packed: np.ndarray | Blocks) -> tuple[int | None, int | None]:
-    """Returns where a matrix's words are, or None, and where its panels of blocks are named, or None."""
+    """Return the address of a matrix's words, and the address of its table of panels. One of the two is None."""
     return (None, address(packed.table)) if isinstance(packed, Blocks) else (address(packed), None)
 
 
 class ProductKernels(Family):
-    """Multiplies rows by packed matrices. What is multiplied is of one dtype, float32 or bfloat16."""
+    """Products of rows with packed matrices. Rows, bias and words have the same dtype, float32 or bfloat16."""
 
     def has_products(self, dtype: np.dtype) -> bool:
-        """Returns whether `linear` is as fast here as the processor's vectors allow."""
+        """Return whether `linear` uses all of the processor's vector width for this dtype."""
         return dtype in DTYPES and bool(self._calls["has_products"](dtype == BFLOAT16))
 
     def linear(
@@ -369,10 +372,10 @@ class ProductKernels(Family):
         *,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], of x's dtype.
+        """Return x [rows, k] times the packed matrix, plus bias [columns]: [rows, columns], in x's dtype.
 
-        out: contiguous memory for it; in float32 it takes the sums of bfloat16 as they are. Raises ValueError where
-        there is no such product.
+        out: contiguous memory for the result. If it is float32 and x is bfloat16, sums are stored without rounding.
+        Raise ValueError if shapes or dtypes do not fit.
         """
         if out is None:
             out = np.empty((len(x), columns), x.dtype)
@@ -381,10 +384,10 @@ class ProductKernels(Family):
     def gated_linear(
         self, x: np.ndarray, packed: np.ndarray | Blocks, width: int, bias: np.ndarray | None, activation: str
     ) -> np.ndarray:
-        """Returns activation(gate) * up [rows, width] of x [rows, k]. activation: as of a Linear
+        """Return activation(gate) * up, [rows, width], for x [rows, k].
 
-        The matrix and bias [2 * width] hold sixteen columns of gate, sixteen of up, and so on. Raises ValueError where
-        there is no such product.
+        The matrix and bias [2 * width] have sixteen columns of gate, then sixteen of up, and so on. activation: a name
+        in `prefold_gated_linear_*` (src/interface.h). Raise ValueError if there is no such product.
         """
         out = np.empty((len(x), width), x.dtype)
         return self._multiply(("gated_linear", activation, x.dtype), x, packed, width, bias, out)
@@ -398,7 +401,7 @@ class ProductKernels(Family):
         bias: np.ndarray | None,
         out: np.ndarray,
     ) -> np.ndarray:
-        """Calls a product and returns out [rows, columns]; columns: as the C function counts them."""
+        """Call a product and return out [rows, columns]. columns: the C function's `columns` or `width`."""
         function, (rows, size) = self._calls.get(key), x.shape
         inputs = packed.inputs if isinstance(packed, Blocks) else packed.shape[1] * 4 // x.itemsize
         if function is None or size != inputs:
@@ -417,5 +420,5 @@ class ProductKernels(Family):
             None,
         )
         if short:
-            raise MemoryError("linear")
+            raise MemoryError("not enough memory for a product")
         return out

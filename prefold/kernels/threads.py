@@ -8,15 +8,16 @@ from pathlib import Path
 
 from ..spec.container import usable_cores
 
-# Variables by which a user chooses the threads of numeric libraries, the strongest first.
+# Variables that set the number of threads of numeric libraries. The first one that is set wins.
 VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
 CPUS = Path("/sys/devices/system/cpu")
 
 
 class Threads:
-    """The number of threads of this process's calls.
+    """The number of threads of the kernels' calls.
 
-    chosen: the number that `set` was given last; None: no number was set
+    Attributes:
+        chosen: the number of the last call of `set`, or None.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class Threads:
         self._default: int | None = None
 
     def get(self) -> int:
-        """Return the number of threads: as set, or else `default_threads`, which is looked up once."""
+        """Return the number that was set, else the result of `default_threads`, which is computed once."""
         if self.chosen is not None:
             return self.chosen
         if self._default is None:
@@ -32,13 +33,13 @@ class Threads:
         return self._default
 
     def set(self, count: int) -> None:
-        """Run calls on `count` threads from now on. Raise ValueError if that is less than 1."""
+        """Run calls on `count` threads from now on. Raise ValueError if `count` is less than 1."""
         if count < 1:
             raise ValueError(f"{count} threads; use at least 1")
         self.chosen = count
 
 
-process = Threads()  # of this process
+process = Threads()  # for this process
 
 
 def threads() -> int:
@@ -47,14 +48,14 @@ def threads() -> int:
 
 
 def set_threads(count: int) -> None:
-    """Let the kernels run on `count` threads. Raise ValueError if that is less than 1."""
+    """Run the kernels on `count` threads. Raise ValueError if `count` is less than 1."""
     process.set(count)
 
 
 def default_threads() -> int:
-    """Return the number of threads if none is set: as VARIABLES say, or the cores that this process can keep busy.
+    """Return the number of threads if none is set: from VARIABLES, or the number of cores that this process may use.
 
-    Two hardware threads of one core count once, because they share what the kernels wait for.
+    Two hardware threads of one core count once, because they share the units that limit the kernels.
     """
     for name in VARIABLES:
         first = os.environ.get(name, "").split(",")[0].strip()  # OpenMP accepts a number for each nesting level
@@ -64,9 +65,9 @@ def default_threads() -> int:
 
 
 def _cores() -> Iterator[str]:
-    """Yield for each hardware thread that this process may use the hardware threads of its core; only on Linux."""
+    """Yield the list of its core's hardware threads for each hardware thread of this process. Empty except on Linux."""
     for number in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         try:
             yield (CPUS / f"cpu{number}" / "topology" / "thread_siblings_list").read_text()
-        except OSError:  # a system that does not say so
+        except OSError:  # the system does not report it
             yield str(number)

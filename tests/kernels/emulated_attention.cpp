@@ -90,7 +90,8 @@ void compare(const Case& one, const std::vector<E>& q, const std::vector<E>& k, 
         if (one.end[j] <= one.rows[i] || (one.window && one.at[i] - one.position[j] >= one.window)) continue;
         double score = 0;
         for (int64_t d = 0; d < one.dim; ++d) {
-          score += double(number(q[(i * one.heads + h) * one.dim + d])) * number(k[(j * one.kv_heads + of) * one.dim + d]);
+          score +=
+              double(number(q[(i * one.heads + h) * one.dim + d])) * number(k[(j * one.kv_heads + of) * one.dim + d]);
         }
         score *= one.scale;
         const double weight = std::exp(one.cap ? one.cap * std::tanh(score / one.cap) : score);
@@ -99,7 +100,8 @@ void compare(const Case& one, const std::vector<E>& q, const std::vector<E>& k, 
         for (int64_t d = 0; d < one.value_dim; ++d) sum[d] += weight * number(value[d]);
       }
       for (int64_t d = 0; d < one.value_dim; ++d, ++count.sums) {
-        const double got = number(out[(i * one.heads + h) * one.value_dim + d]), error = std::fabs(got - sum[d] / whole);
+        const double got = number(out[(i * one.heads + h) * one.value_dim + d]),
+                     error = std::fabs(got - sum[d] / whole);
         count.most = std::max(count.most, error);
         if (error < tolerance) continue;
         if (count.wrong++ < 5) printf("%s, query %zu, head %ld: %g for %g\n", what, i, long(h), got, sum[d] / whole);
@@ -133,17 +135,16 @@ template <class E>
 void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
                double tolerance, Count& count) {
   int32_t not_nested = 0;
-  TileLists* handle = FUNCTION(prefold_plan_rows)(
-      one.end.data(), one.keys, nullptr, one.rows.data(), one.rows.size(), one.window ? one.position.data() : nullptr,
-      one.window, one.placed, &not_nested);
+  TileLists* handle =
+      FUNCTION(prefold_plan_rows)(one.end.data(), one.keys, nullptr, one.rows.data(), one.rows.size(),
+                                  one.window ? one.position.data() : nullptr, one.window, one.placed, &not_nested);
   if (!handle || not_nested) exit(3);
   int64_t sizes[5];
   FUNCTION(prefold_row_list_sizes)(handle, sizes);
   TileLists lists;
   make_room(lists, sizes);
-  FUNCTION(prefold_copy_row_lists)(
-      handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(), lists.masked.data(),
-      lists.placed_offsets.data(), lists.placed.data());
+  FUNCTION(prefold_copy_row_lists)(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
+                                   lists.masked.data(), lists.placed_offsets.data(), lists.placed.data());
   FUNCTION(prefold_free_row_lists)(handle);
   std::vector<E> out(one.rows.size() * one.heads * one.value_dim);
   RowCall call{};
@@ -162,8 +163,8 @@ void over_rows(const Case& one, const std::vector<E>& q, const std::vector<E>& k
 }
 
 template <class E>
-void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v, bool rounded,
-                double tolerance, std::mt19937_64& rng, Count& count) {
+void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& k, const std::vector<E>& v,
+                bool rounded, double tolerance, std::mt19937_64& rng, Count& count) {
   std::vector<int64_t> slots, start, size, position, first, last;
   int64_t free_slot = 1;
   for (int64_t j = 0; j < one.keys; ++j) {
@@ -183,8 +184,8 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
     first.push_back(from), last.push_back(to);
   }
   SlotLists* handle = FUNCTION(prefold_plan_slots)(
-          start.data(), size.data(), position.data(), first.data(), last.data(), start.size(), one.rows.size(),
-          one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads, one.placed);
+      start.data(), size.data(), position.data(), first.data(), last.data(), start.size(), one.rows.size(),
+      one.window ? one.at.data() : nullptr, one.window, one.heads / one.kv_heads, one.placed);
   if (!handle) exit(3);
   int64_t sizes[5];
   FUNCTION(prefold_slot_list_sizes)(handle, sizes);
@@ -193,24 +194,21 @@ void over_slots(const Case& one, const std::vector<E>& q, const std::vector<E>& 
   lists.tile_starts.resize(sizes[0] + 1), lists.own.resize(sizes[4]);
   lists.own_offsets.resize(one.rows.size() + 1);
   FUNCTION(prefold_copy_slot_lists)(handle, lists.run_offsets.data(), lists.mask_offsets.data(), lists.runs.data(),
-                                 lists.masked.data(), lists.placed_offsets.data(), lists.placed.data(),
-                                 lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
+                                    lists.masked.data(), lists.placed_offsets.data(), lists.placed.data(),
+                                    lists.tile_starts.data(), lists.own_offsets.data(), lists.own.data());
   FUNCTION(prefold_free_slot_lists)(handle);
   // Room for float32, which is enough for any format; zeros at first.
   const auto padded = [](int64_t dim) { return (dim + 15) / 16 * 16; };
   const int64_t pairs = (free_slot + 1) / 2, row = one.kv_heads * one.dim, value_row = one.kv_heads * one.value_dim;
   const bool in_keys = one.in_keys && !(sizeof(E) == 2 && FUNCTION(prefold_stores_bf16_pairs)());
-  const auto memory = [](int64_t bytes) {
-    return memset(pages(bytes).release(), 0, bytes);
-  };
+  const auto memory = [](int64_t bytes) { return memset(pages(bytes).release(), 0, bytes); };
   SlotPlane plane{};
   plane.keys = memory(one.kv_heads * pairs * 2 * padded(one.dim) * 4);
   plane.values = in_keys ? plane.keys : memory(one.kv_heads * pairs * 2 * padded(one.value_dim) * 4);
   plane.unsafe = static_cast<uint8_t*>(memory(one.kv_heads * pairs + 1));
   plane.slots = free_slot, plane.kv_heads = one.kv_heads, plane.dim = one.dim;
   plane.value_dim = one.value_dim, plane.rounded = rounded;
-  const WriteCall write{plane, slots.data(), k.data(),      v.data(), row,
-                        one.dim, value_row, one.value_dim, one.keys, 1};
+  const WriteCall write{plane, slots.data(), k.data(), v.data(), row, one.dim, value_row, one.value_dim, one.keys, 1};
   if (FUNCTION(prefold_write_slots)(&write, sizeof(E) == 2)) exit(3);
   std::vector<E> out(one.rows.size() * one.heads * one.value_dim);
   SlotCall call{tiles_of(one, q.data(), out.data()), plane};

@@ -3,8 +3,8 @@
 //
 //     emulated_products LIBRARY SEED CASES
 //
-// Each case is a random matrix of a type of GGUF, multiplied in float32, in int8 as it is, and in int8 of our own. Errors
-// are relative to the root of the sum of the squares of what is summed. A row alone must have the bits that it has beside
+// Each case is a random matrix of a GGUF type, multiplied in float32, with int8 rows, and packed as int8. Errors are
+// relative to the root of the sum of the squares of the summed numbers. A row alone must have the same bits as among
 // other rows.
 #include <algorithm>
 #include <cmath>
@@ -36,9 +36,8 @@ struct Type {
 };
 
 const std::vector<Type> kTypes = {
-    {2, 32, 18, {0}},    {3, 32, 20, {0, 2}},    {6, 32, 22, {0}},       {7, 32, 24, {0, 2}},
-    {8, 32, 34, {0}},    {12, 256, 144, {0, 2}}, {13, 256, 176, {0, 2}}, {14, 256, 210, {208}},
-    {kMXFP4, 32, 17, {}},
+    {2, 32, 18, {0}},       {3, 32, 20, {0, 2}},    {6, 32, 22, {0}},      {7, 32, 24, {0, 2}},  {8, 32, 34, {0}},
+    {12, 256, 144, {0, 2}}, {13, 256, 176, {0, 2}}, {14, 256, 210, {208}}, {kMXFP4, 32, 17, {}},
 };
 
 // Panels in memory that begins at a cache line.
@@ -46,8 +45,7 @@ struct Panels {
   std::unique_ptr<uint8_t, FreePages> memory;
   int64_t bytes;
 
-  Panels(int64_t count, int64_t size)
-      : memory(pages(count * size)), bytes(size) {}
+  Panels(int64_t count, int64_t size) : memory(pages(count * size)), bytes(size) {}
   std::vector<BlockPanel> table(int64_t count, int64_t type) const {
     std::vector<BlockPanel> made;
     for (int64_t p = 0; p < count; ++p) made.push_back({memory.get() + p * bytes, type});
@@ -104,7 +102,8 @@ int main(int, char** arguments) {
         const double error = std::fabs(out[i] - sum) / std::sqrt(squares + 1e-12);
         most = std::max(most, error);
         if (error < tolerance) continue;
-        if (wrong++ < 5) printf("%s, type %ld, %ld rows: %g for %g\n", what, long(type.number), long(rows), out[i], sum);
+        if (wrong++ < 5)
+          printf("%s, type %ld, %ld rows: %g for %g\n", what, long(type.number), long(rows), out[i], sum);
       }
       const int64_t row = rng() % rows;
       if (linear(&x[row * k], k, nullptr, table.data(), nullptr, alone.data(), 1, columns, k, 1, nullptr)) exit(3);
@@ -117,7 +116,7 @@ int main(int, char** arguments) {
     if (pack_int8(weight.data(), k, columns, k, kGroup, ours.memory.get(), 1)) exit(3);
     unlike += check("int8 of our own", ours.table(panels, kS8 + kGroup), 0.06, most_in_int8);
   }
-  printf("%ld sums, %ld wrong; largest error in float32 %.2g, in int8 %.2g; %ld rows are others when alone\n", long(sums),
-         long(wrong), most_in_float, most_in_int8, long(unlike));
+  printf("%ld sums, %ld wrong; largest error in float32 %.2g, in int8 %.2g; %ld rows are others when alone\n",
+         long(sums), long(wrong), most_in_float, most_in_int8, long(unlike));
   return wrong || unlike;
 }

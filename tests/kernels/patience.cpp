@@ -11,7 +11,9 @@ static Clock::time_point now = Clock::time_point{} + std::chrono::hours(1);
 static Patience patience;
 
 static long spins() { return std::chrono::duration_cast<microseconds>(patience.for_loop()).count(); }
-static long waits() { return std::chrono::duration_cast<microseconds>(patience.for_helpers(microseconds(100))).count(); }
+static long waits() {
+  return std::chrono::duration_cast<microseconds>(patience.for_helpers(microseconds(100))).count();
+}
 
 // Loops of 100 microseconds with gaps of so many; the core is taken `taken` times in each 20 ms.
 static void loops(int count, microseconds gap, int taken, Watch& watch) {

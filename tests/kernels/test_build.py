@@ -370,12 +370,12 @@ def wheel(fresh, quick, no_compiler, monkeypatch):
 
 @needs_compiler
 def test_the_best_library_of_a_wheel_is_taken_without_a_compiler(wheel):
-    assert kernels.foreseen(loader.process.installed) == f"of the wheel: {variants()[0].name}"
+    assert kernels.foreseen(loader.process.installed) == f"from the wheel: {variants()[0].name}"
     check_kernels(kernels.load())
-    assert kernels.status() == f"of the wheel: {variants()[0].name}"
+    assert kernels.status() == f"from the wheel: {variants()[0].name}"
     loader.process = KernelLoader(libraries=wheel, probe=lambda: 0b1)
     kernels.load()
-    assert kernels.status() == f"of the wheel: {runnable(0b1)[0].name}"
+    assert kernels.status() == f"from the wheel: {runnable(0b1)[0].name}"
 
 
 @needs_compiler
@@ -389,7 +389,7 @@ def test_a_damaged_library_of_a_wheel_is_passed_over_with_a_warning(wheel, damag
         path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(RuntimeWarning, match="cannot be loaded, so others are used; install prefold again") as seen:
         check_kernels(kernels.load())
-    assert len(seen) == 1 and kernels.status() == f"of the wheel: {third.name}"
+    assert len(seen) == 1 and kernels.status() == f"from the wheel: {third.name}"
     assert best.library in str(seen[0].message) and second.library in str(seen[0].message)
 
 
@@ -436,7 +436,7 @@ def test_a_variant_may_be_forced(wheel, monkeypatch, bits):
     monkeypatch.setenv("PREFOLD_ISA", worst.name)
     if worst in runnable(bits):
         kernels.load()
-        assert kernels.status() == f"of the wheel: {worst.name}"
+        assert kernels.status() == f"from the wheel: {worst.name}"
     else:
         with pytest.warns(RuntimeWarning) as seen:
             kernels.load()
@@ -456,7 +456,7 @@ def test_a_variant_that_a_wheel_lacks_is_named_with_what_it_has_and_what_is_used
     message = str(seen[0].message)
     assert len(seen) == 1 and message.startswith(f"PREFOLD_ISA is '{others[-1].name}', and is ignored")
     assert f"the wheel has only {best.name}, and it cannot be compiled: no C++ compiler found" in message
-    assert message.endswith(f"kernels in use instead: of the wheel: {best.name}")
+    assert message.endswith(f"kernels in use instead: from the wheel: {best.name}")
 
 
 @needs_compiler
@@ -464,7 +464,7 @@ def test_a_variant_that_does_not_exist_is_named_and_ignored(wheel, monkeypatch):
     monkeypatch.setenv("PREFOLD_ISA", "sse9")
     with pytest.warns(RuntimeWarning, match=f"PREFOLD_ISA is 'sse9'.*one of {variants()[0].name}"):
         kernels.load()
-    assert kernels.status() == f"of the wheel: {variants()[0].name}"
+    assert kernels.status() == f"from the wheel: {variants()[0].name}"
 
 
 @pytest.mark.slow
@@ -486,4 +486,4 @@ def test_a_wheel_runs_where_there_is_no_compiler(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=plain, cwd=tmp_path
     )
-    assert done.stdout.startswith("of the wheel: ") and not done.stderr and not (tmp_path / "cache").exists()
+    assert done.stdout.startswith("from the wheel: ") and not done.stderr and not (tmp_path / "cache").exists()

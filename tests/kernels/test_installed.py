@@ -107,7 +107,7 @@ def test_an_installation_for_every_cpu_compiles_all_variants(machine, compiler, 
 
 def test_an_installation_without_a_compiler_says_so_and_succeeds(machine, monkeypatch, tmp_path):
     said = install(machine)
-    assert "NOT compiled" in said and "no C++ compiler found" in said and "install again" in said
+    assert "NOT compiled" in said and "no C++ compiler found" in said and "install prefold again" in said
     monkeypatch.setenv("CXX", "false")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert "NOT compiled" in install(machine) and "failed" in install(None)
@@ -164,8 +164,8 @@ class TestWhichIsUsed:
         for variant in variants():
             use(machine, self.library, variant.library)
         (machine / "probe.so").touch()
-        assert self.load(machine).loaded.status == f"of the wheel: {variants()[0].name}"
-        assert self.load(machine, 1).loaded.status == f"of the wheel: {runnable(1)[0].name}"
+        assert self.load(machine).loaded.status == f"from the wheel: {variants()[0].name}"
+        assert self.load(machine, 1).loaded.status == f"from the wheel: {runnable(1)[0].name}"
         native = use(machine, self.library, library_name())
         assert self.load(machine).loaded.kernels.path == native
         monkeypatch.setenv("PREFOLD_KERNELS", "native")

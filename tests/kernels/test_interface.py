@@ -123,7 +123,7 @@ def test_the_library_agrees_on_all_values_places_and_signatures():
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [
-        ("float cap;      ", "double cap;", "TileCall.cap"),
+        ("float cap;", "double cap;", "TileCall.cap"),
         ("int64_t slots, kv_heads, dim, value_dim;", "int64_t kv_heads, slots, dim, value_dim;", "SlotPlane.slots"),
         ("int32_t threads, is_bf16;", "int32_t is_bf16, threads;", "ProgramCall.threads"),
         ("keys, int64_t draws", "keys, int32_t draws", "prefold_draw"),

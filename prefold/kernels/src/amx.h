@@ -1,4 +1,4 @@
-// AMX's tiles: registers of up to sixteen rows of sixteen words of four bytes, whose product takes a row's bfloat16
+// AMX tiles: registers of up to sixteen rows with sixteen words of four bytes each. A product reads a row's bfloat16
 // numbers in pairs along k.
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace prefold {
 
-// Whether products of bfloat16 run in tiles. The first call asks the system, which gives a process the room for their
-// registers on request alone: https://docs.kernel.org/arch/x86/xstate.html
+// Return whether AMX may be used. The first call asks Linux for permission, because Linux allows a process to use the
+// registers only on request: https://docs.kernel.org/arch/x86/xstate.html
 inline bool may_use_tiles() {
 #ifdef PREFOLD_TILES
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -31,8 +31,8 @@ inline bool may_use_tiles() {
 constexpr int kTile = 16;  // rows, and words of a row
 constexpr int64_t kTileBytes = kTile * sizeof(uint32_t);
 
-// The thread's tiles, from now on: 0 to 3 are sums, 4 and 5 rows, 6 and 7 the matrix, the last four with so many words
-// along k. What was in them is lost.
+// Configure the thread's tiles: 0 to 3 for sums, 4 and 5 for rows, 6 and 7 for the matrix. words: the extent of tiles 4
+// to 7 along k. All tiles lose their contents.
 inline void configure_tiles(int64_t rows, int64_t words) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -43,12 +43,12 @@ inline void configure_tiles(int64_t rows, int64_t words) {
     shape.row_bytes[t] = t == 4 || t == 5 ? words * sizeof(uint32_t) : kTileBytes;
     shape.rows[t] = t < 6 ? std::min<int64_t>(rows, kTile) : words;
   }
-  asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC's own form says that eight bytes are read
+  asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC's intrinsic declares a read of only eight bytes
 }
 
 #endif
 
-// While it lives, the thread's tiles may be used, where there are any and `used` is true.
+// A scope in which the thread may use tiles, if the CPU has them and `used` is true.
 class TileScope {
  public:
   explicit TileScope([[maybe_unused]] bool used) : used_(used) {

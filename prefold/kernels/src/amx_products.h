@@ -1,9 +1,9 @@
-// Products of bfloat16 rows with a packed matrix in AMX's tiles: sixteen steps of half a panel are such a tile as they
-// lie in memory.
+// Products of bfloat16 rows with a packed matrix in AMX tiles. Sixteen steps of half a panel lie in memory exactly as a
+// tile does.
 //
-// A block of 32 rows goes through a slab with four tiles of sums. Where rows are no multiple of sixteen, the last tile
-// begins earlier, so that some rows are computed twice, to the same sums; fewer than sixteen rows are a smaller tile.
-// As with vectors, a row's sums run in the order of k, whatever rows are beside it.
+// A block of 32 rows goes through a slab with four tiles of sums. If the number of rows is no multiple of sixteen, the
+// last tile starts earlier, and some rows are computed twice, with the same result. Fewer than sixteen rows use a
+// smaller tile. As with vectors, a row's sums run in the order of k, no matter which rows are beside it.
 #pragma once
 
 #include "amx.h"
@@ -14,14 +14,15 @@ namespace prefold {
 #ifdef PREFOLD_TILES
 
 constexpr int kTileBlockRows = 2 * kTile;
-constexpr int kTileGroupRows = 192;              // that stay in the second-level cache, which two threads may share
-// Where the matrix is decoded, more rows share that: as many as leave a slab's part of them in this cache.
+constexpr int kTileGroupRows = 192;  // these stay in the second-level cache, which two threads may share
+// Decoding a matrix pays off with more rows: as many rows as fit into this cache with their part of a slab.
 constexpr int64_t kMostDecodedRows = 1024, kDecodedBytes = 1280 << 10;
 
 constexpr int64_t kAheadBytes = 16384;
 
-// tile [rows, kPanel] = (tile +, where `more`) rows times a slab: a tile of rows from x, and with TWO another one from
-// x + second * x_row, whose sums lie `second` rows below. Each sixteen steps fetch `lines` cache lines from `ahead` on.
+// Set tile [rows, kPanel] to the rows times a slab, plus the old tile if `more`. The rows are a tile from x on, and
+// with TWO another one from x + second * x_row on, whose sums lie `second` rows below. Every sixteen steps prefetch
+// `lines` cache lines from `ahead` on.
 template <bool TWO>
 PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, const uint32_t* slab, int64_t steps,
                                   const char* ahead, int64_t lines, float* tile, bool more) {
@@ -65,15 +66,13 @@ PREFOLD_APART void multiply_tiles(const char* x, int64_t x_row, int64_t second, 
   }
 }
 
-// Rows [first, stop), at most GROUP, times panel p. With fewer than sixteen rows,
-// these are all of the product's.
+// Multiply rows [first, stop), at most GROUP, with panel p. Fewer than sixteen rows must be all rows of the product.
 template <int GROUP = kTileGroupRows>
-void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop,
-                             const Store& store) {
+void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, int64_t stop, const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kTileBlockRows - 1) / kTileBlockRows;
   const int64_t columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
   const int64_t whole = product.steps / kTile * kTile;
-  constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // of a panel
+  constexpr int64_t kTileLines = kTile * kStepBytes / kLine;  // in a panel
   const int64_t lines = (kTileLines + blocks - 1) / blocks;
   alignas(64) float tiles[GROUP / kTileBlockRows][kTileBlockRows * kPanel];
   Decoded room;
@@ -82,7 +81,7 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
     steps = step < whole ? std::min(most, whole - step) : product.steps - whole;
     const uint32_t* slab = slab_of<Bf16Words>(product, p, step, steps, room.words);
     const char* x = product.x + first * product.x_row + step * sizeof(uint32_t);
-    // Few rows do nothing but read: what is fetched is a little ahead of them, and goes on in the next matrix.
+    // The time of few rows is reading time. They prefetch a little ahead, past the end into the next matrix.
     const char* ahead = rows <= kTile ? reinterpret_cast<const char*>(slab) + kAheadBytes
                                       : reinterpret_cast<const char*>(slab + steps * kPanel);
     const bool done = step + steps == product.steps, last = rows > kTile && done && p + 1 == product.panels();
@@ -100,7 +99,7 @@ void multiply_panel_in_tiles(const Product& product, int64_t p, int64_t first, i
   if (whole < product.steps) configure_tiles(rows, kTile);
 }
 
-// The whole product, in parallel.
+// Multiply the whole product, in parallel.
 inline void multiply_all_in_tiles(const Product& product, int threads, const Store& store) {
   const auto in_tiles = [&](const Body<>& run) {
     configure_tiles(product.rows, kTile);

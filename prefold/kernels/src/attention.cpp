@@ -1,4 +1,4 @@
-// softmax(q k^T * scale) v, every query over the keys its tile's lists name, and those of a list of its own.
+// softmax(q k^T * scale) v. Each query attends over the keys in its tile's lists, and over the keys in its own list.
 //
 // A task is one tile of up to sixteen queries and up to four heads that share a KV head.
 #include <vector>
@@ -23,10 +23,11 @@ struct Tasks {
 
   void run(const Tile& tile) const {
     const int vectors = (tile.heads * tile.stride + kLanes - 1) / kLanes;
-    static constexpr void (Tasks::*kRun[])(const Tile&) const = {&Tasks::run_lists<1>, &Tasks::run_lists<2>,
-                                                                 &Tasks::run_lists<3>, &Tasks::run_lists<4>};
-    static constexpr void (Tasks::*kRunPlaced[])(const Tile&) const = {&Tasks::run_placed<1>, &Tasks::run_placed<2>,
-                                                                       &Tasks::run_placed<3>, &Tasks::run_placed<4>};
+    using Function = void (Tasks::*)(const Tile&) const;
+    static constexpr Function kRun[] = {&Tasks::run_lists<1>, &Tasks::run_lists<2>, &Tasks::run_lists<3>,
+                                        &Tasks::run_lists<4>};
+    static constexpr Function kRunPlaced[] = {&Tasks::run_placed<1>, &Tasks::run_placed<2>, &Tasks::run_placed<3>,
+                                              &Tasks::run_placed<4>};
     if (call.placed_offsets) {
       has_lists(call, tile.number) ? (this->*kRunPlaced[vectors - 1])(tile) : run_own_placed<1>(tile, nullptr);
     } else if (has_lists(call, tile.number)) {
@@ -49,7 +50,7 @@ struct Tasks {
     }
   }
 
-  // Each query as a tile of its own, from what `keys` has of it on.
+  // Run each query as a tile of its own. keys: the sums so far, or null.
   template <int V>
   void run_own_placed(const Tile& tile, const TileKeys<Format, V>* keys) const {
     for (int query = 0; query < tile.queries; ++query) {
@@ -75,13 +76,12 @@ struct Tasks {
   }
 
   bool has_own(const Tile& tile) const {
-    return call.own_offsets &&
-           call.own_offsets[tile.first_query] != call.own_offsets[tile.first_query + tile.queries];
+    return call.own_offsets && call.own_offsets[tile.first_query] != call.own_offsets[tile.first_query + tile.queries];
   }
 
   void go_on(const Tile& tile, const TileSums* sums) const {
-    static constexpr void (Tasks::*kRun[])(const Tile&, const TileSums*) const = {
-        &Tasks::run_own<1>, &Tasks::run_own<2>, &Tasks::run_own<3>, &Tasks::run_own<4>};
+    using Function = void (Tasks::*)(const Tile&, const TileSums*) const;
+    static constexpr Function kRun[] = {&Tasks::run_own<1>, &Tasks::run_own<2>, &Tasks::run_own<3>, &Tasks::run_own<4>};
     (this->*kRun[tile.heads - 1])(tile, sums);
   }
 
@@ -92,18 +92,19 @@ struct Tasks {
   }
 };
 
-// No more threads than the work is worth.
+// Return the number of threads that pay off for this work.
 int useful_threads(const TileCall& call) {
   int64_t pairs = call.mask_offsets[call.tiles];
   for (int64_t i = 0; i < call.run_offsets[call.tiles]; ++i) pairs += call.runs[i].count;
-  int64_t keys = pairs * 2 * kLanes;  // times the queries that meet them
+  int64_t keys = pairs * 2 * kLanes;  // times the queries that see them
   if (call.placed_offsets) {
     for (int64_t i = 0; i < call.placed_offsets[call.tiles]; ++i) keys += call.placed[i].count * kLanes;
   }
   if (call.own_offsets) {
     for (int64_t i = 0; i < call.own_offsets[call.queries]; ++i) keys += call.own[i].count;
   }
-  return static_cast<int>(std::min<int64_t>(call.threads, 1 + keys * call.heads * (call.dim + call.value_dim) / kProductsPerThread));
+  return static_cast<int>(
+      std::min<int64_t>(call.threads, 1 + keys * call.heads * (call.dim + call.value_dim) / kProductsPerThread));
 }
 
 Tile tile_of(const TileCall& call, int64_t number) {
@@ -120,9 +121,9 @@ Tile tile_of(const TileCall& call, int64_t number) {
   return tile;
 }
 
-// First the tiles with lists, late ones before early ones: those see the most keys, and no thread shall be left with
-// a long task at the end. Then those whose queries have keys of their own only, in their order: neighbouring
-// sequences tend to lie in neighbouring slots, and memory is read ahead.
+// Order the tiles. First the tiles with lists, in descending order: later tiles see more keys, and no thread should
+// start a long task at the end. Then the tiles whose queries have only own keys, in ascending order: neighbouring
+// sequences tend to have neighbouring slots, which the hardware prefetches.
 std::vector<Tile> tiles_in_order(const TileCall& call) {
   std::vector<Tile> tiles;
   tiles.reserve(call.tiles);
@@ -137,12 +138,12 @@ std::vector<Tile> tiles_in_order(const TileCall& call) {
 
 template <class Format>
 void attend(const TileCall& call, const Packed<Format>& packed) {
-  // The heads of a group in parts of up to four, as equal as can be.
+  // The heads of a group in parts of up to four, of about equal size.
   const int64_t group = call.heads / call.kv_heads;
   const int64_t parts = (group + kMaxHeads - 1) / kMaxHeads;
   const std::vector<Tile> tiles = tiles_in_order(call);
   const Tasks<Format> tasks{call, packed};
-  // One KV head after the other: its keys are what neighbouring tasks have in common.
+  // One KV head after the other, because neighbouring tasks then share its keys.
   parallel_tasks(call.tiles * call.kv_heads * parts, useful_threads(call), [&](int64_t i) {
     Tile tile = tiles[i % call.tiles];
     const int64_t part = i / call.tiles % parts, first = part * group / parts, stop = (part + 1) * group / parts;

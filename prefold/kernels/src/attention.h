@@ -1,4 +1,4 @@
-// The packed keys and values that the attention kernels work on.
+// The packed keys and values that the attention kernels read.
 #pragma once
 
 #include "interface.h"
@@ -7,8 +7,8 @@
 
 namespace prefold {
 
-// A product of a query and a key, which is still to be multiplied with the scale, with the cap of its score.
-// One that is not finite becomes NaN, as without a cap its row would.
+// Caps the score of a query and a key. Input and result are products before the scale is applied. A product that is not
+// finite becomes NaN, as its row would without a cap.
 struct Cap {
   const Floats rate, most;
   explicit Cap(const TileCall& call) : rate(2.88539008f * call.scale / call.cap), most(call.cap / call.scale) {}
@@ -18,22 +18,22 @@ struct Cap {
   }
 };
 
-// Keys and values packed a KV head at a time: the keys of pair p of KV head h at (h * pairs + p) * key_size, their
-// values at (h * pairs + p) * value_size. Dimensions are padded with zeros to whole vectors, keys to whole pairs. The
-// values may be the first numbers of the keys, in the same memory.
+// Packed keys and values, one KV head after the other. Pair p of KV head h has its keys at (h * pairs + p) * key_size
+// and its values at (h * pairs + p) * value_size. Dimensions are padded with zeros to whole vectors, keys to whole
+// pairs. The values may be the first numbers of the keys, in the same memory.
 template <class Format>
 struct Packed {
   using Kept = typename Format::Kept;
-  int64_t pairs, dim, value_dim;  // dimensions: padded
+  int64_t pairs, dim, value_dim;  // padded dimensions
   int64_t key_size, value_size;   // of a pair
-  int64_t value_row;              // from the value of the first key of a pair to that of the second, if these lie apart
+  int64_t value_row;              // from the first value of a pair to the second, if they are not interleaved
   Kept *keys, *values;
-  uint8_t* unsafe;  // [kv_heads, pairs]: not zero where the pair has a value that is not finite
+  uint8_t* unsafe;  // [kv_heads, pairs]: not zero if the pair has a value that is not finite
   bool any_unsafe;
 
   static int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
-  // in_keys: whether the values are numbers of the keys.
+  // in_keys: whether the values are the first numbers of the keys.
   void set_sizes(int64_t of_key, int64_t of_value, bool in_keys) {
     dim = padded(of_key), value_dim = padded(of_value);
     value_row = in_keys ? dim : value_dim;

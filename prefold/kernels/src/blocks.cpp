@@ -1,4 +1,4 @@
-// Packs the blocks of a file into panels, and decodes panels: see blocks.h.
+// Packs the blocks of a file into panels, and decodes panels (blocks.h).
 #include "blocks.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 namespace prefold {
 namespace {
 
-// A block as it is in a file, taken apart.
+// The parts of a block of a file.
 struct Apart {
   uint16_t d, m;
   uint8_t scales[16], minima[8], numbers[256];
 };
 
-// The six bits of scale and minimum j of twelve bytes.
+// Extract the six bits of scale j, and of minimum j, from twelve bytes.
 inline void scale_and_minimum(const uint8_t* bytes, int j, uint8_t* scale, uint8_t* minimum) {
   if (j < 4) {
     *scale = bytes[j] & 63, *minimum = bytes[j + 4] & 63;
@@ -29,7 +29,7 @@ inline void scale_and_minimum(const uint8_t* bytes, int j, uint8_t* scale, uint8
   }
 }
 
-// Writes the lower four bits of `count` bytes, then the upper four bits, eight bytes at a time.
+// Write the lower four bits of `count` bytes, then their upper four bits. Works on eight bytes at a time.
 inline void put_halves(const uint8_t* bytes, int count, uint8_t* numbers) {
   constexpr uint64_t kLower = 0x0f0f0f0f0f0f0f0f;
   for (int i = 0; i < count; i += 8) {
@@ -41,7 +41,8 @@ inline void put_halves(const uint8_t* bytes, int count, uint8_t* numbers) {
   }
 }
 
-// Adds to four times 32 numbers two bits each, above their lower four: of 32 bytes the lowest, the next, and so on.
+// Add two more bits above the lower four bits of 128 numbers. The lowest two bits of the 32 bytes belong to the first
+// 32 numbers, the next two bits to the next 32 numbers, and so on.
 inline void put_upper(const uint8_t* bytes, uint8_t* numbers) {
   for (int i = 0; i < 128; i += 8) {
     uint64_t two, lower;
@@ -52,7 +53,7 @@ inline void put_upper(const uint8_t* bytes, uint8_t* numbers) {
   }
 }
 
-// Takes a block apart, as https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h lays it out.
+// Split a block into its parts. Layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 template <int TYPE>
 void take_apart(const uint8_t* block, Apart& out) {
   using B = Blocks<TYPE>;
@@ -87,21 +88,21 @@ void take_apart(const uint8_t* block, Apart& out) {
   }
 }
 
-// The bytes 0, 2, 4 and 6 of eight, side by side.
+// The bytes 0, 2, 4 and 6 of eight, packed together.
 inline uint32_t even_bytes(uint64_t bytes) {
   bytes &= 0x00ff00ff00ff00ff;
   bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
   return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 
-// Puts the numbers of a run of one column into their planes. Words are put together before they are stored: to add
-// each number to memory takes five times as long.
+// Write the numbers of a run of one column into their planes. Words are built in registers before they are stored:
+// adding each number to memory takes five times as long.
 template <class B>
 void put_run(const uint8_t* numbers, int column, uint8_t* run) {
   for (int odd = 0; odd < 2; ++odd) {
     const int lane = 2 * column + odd;
     for (int turn = 0; turn < kRun / kTurn<B>; ++turn) {
-      uint64_t bytes[kTurn<B> / 8];  // a turn has the numbers of one word of each lane, as `low_place` says
+      uint64_t bytes[kTurn<B> / 8];  // a turn has the numbers of one word of each lane, see `low_place`
       memcpy(bytes, numbers + turn * kTurn<B>, kTurn<B>);
       uint32_t word = even_bytes(bytes[0] >> 8 * odd);
       if constexpr (B::kBits == 8) {
@@ -112,7 +113,7 @@ void put_run(const uint8_t* numbers, int column, uint8_t* run) {
       memcpy(run + (turn * 2 * kPanel + lane) * 4, &word, 4);
     }
     uint32_t high = 0;
-    constexpr int kHigh = B::kBits % 4;  // bits of a number beside its four or eight
+    constexpr int kHigh = B::kBits % 4;            // bits of a number above its four or eight
     for (int i = 0; kHigh && i < kRun / 8; ++i) {  // four numbers of the lane at a time
       uint64_t bits;
       memcpy(&bits, numbers + 8 * i, 8);
@@ -126,11 +127,11 @@ void put_run(const uint8_t* numbers, int column, uint8_t* run) {
   }
 }
 
-// A unit of a panel out of a block of each of its rows; a row that is null has zeros.
+// Write a unit of a panel from a block of each of its rows. A null row becomes zeros.
 template <int TYPE>
 void put_unit(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   using B = Blocks<TYPE>;
-  if (!rows[kPanel - 1]) memset(unit, 0, kUnitBytes<B>);  // rows that are null come last
+  if (!rows[kPanel - 1]) memset(unit, 0, kUnitBytes<B>);  // null rows come last
   for (int column = 0; column < kPanel; ++column) {
     if (!rows[column]) continue;
     Apart apart;
@@ -151,7 +152,7 @@ void put_unit(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   }
 }
 
-// 16-bit numbers lie in pairs along k, as bfloat16 words of products.h.
+// Write 16-bit numbers in pairs along k, like the bfloat16 words of products.h.
 void put_pairs(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   for (int pair = 0; pair < kRun / 2; ++pair) {
     for (int column = 0; column < kPanel; ++column) {
@@ -162,7 +163,7 @@ void put_pairs(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   }
 }
 
-// Floats lie as the words of products.h.
+// Write floats like the words of products.h.
 void put_floats(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   for (int i = 0; i < kRun; ++i) {
     for (int column = 0; column < kPanel; ++column) {
@@ -173,7 +174,7 @@ void put_floats(const uint8_t* const* rows, int64_t number, uint8_t* unit) {
   }
 }
 
-// The even lanes of two vectors that follow each other, or the odd ones.
+// The even lanes, or the odd lanes, of two consecutive vectors.
 template <class T>
 PREFOLD_INLINE Vec<T> of_one_parity(const Vec<T>& left, const Vec<T>& right, int odd) {
   return Vec<T>::make([&](int p) {
@@ -182,8 +183,8 @@ PREFOLD_INLINE Vec<T> of_one_parity(const Vec<T>& left, const Vec<T>& right, int
   });
 }
 
-// Writes a pair of numbers along k of sixteen columns: of the first eight, then of the others, the two of a column in
-// neighbouring lanes.
+// Write two numbers along k of sixteen columns. `left` has the first eight columns and `right` the other eight, with
+// the two numbers of a column in neighbouring lanes.
 template <bool PAIRS>
 PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& left, const Floats& right) {
   if constexpr (PAIRS) {
@@ -200,13 +201,13 @@ PREFOLD_INLINE void put(uint32_t* words, int64_t pair, const Floats& left, const
   }
 }
 
-// What sixteen lanes of a run share.
+// Data that all turns of a run share, for sixteen lanes.
 struct Lanes {
-  Words high;  // the plane of higher bits, those of the next turn first
+  Words high;  // the plane of higher bits, with the bits of the next turn lowest
   Floats scale, least;
 };
 
-// Number I of a turn, decoded.
+// Decode number I of a turn.
 template <class B, int I>
 PREFOLD_INLINE Floats decoded(const uint8_t* turn, const Lanes& lanes) {
   const Floats q = number<B, I>(load_bits<uint32_t>(turn), lanes.high);
@@ -214,7 +215,7 @@ PREFOLD_INLINE Floats decoded(const uint8_t* turn, const Lanes& lanes) {
   else return q * lanes.scale + lanes.least;
 }
 
-// The pairs of a turn of sixteen columns.
+// Decode the pairs of a turn for sixteen columns.
 template <class B, bool PAIRS, int... PAIR>
 PREFOLD_INLINE void decode_turn(const uint8_t* turn, const Lanes& left, const Lanes& right, uint32_t* words,
                                 std::integer_sequence<int, PAIR...>) {
@@ -228,12 +229,12 @@ PREFOLD_INLINE Words high_bits(const uint8_t* run, int lane) {
   return Words(0);
 }
 
-// Decodes `count` numbers along k, from `first` on.
+// Decode `count` numbers along k, from `first` on.
 template <int TYPE, bool PAIRS>
 void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   using B = Blocks<TYPE>;
-  constexpr int kInRun = kRun / B::kGroup;  // scales
-  constexpr int kPairs = kTurn<B> / 2, kUsed = kPairs * (B::kBits % 4);  // in a turn; bits of the plane of higher bits
+  constexpr int kInRun = kRun / B::kGroup;                               // scales
+  constexpr int kPairs = kTurn<B> / 2, kUsed = kPairs * (B::kBits % 4);  // per turn; used bits of the higher plane
   for (int64_t k = first; k < first + count; k += kRun) {
     const auto [unit, number, run] = run_of<B>(panel, k);
 #pragma GCC unroll 1
@@ -249,7 +250,8 @@ void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* w
         left.scale = doubled<0>(scale), right.scale = doubled<kLanes / 2>(scale);
         left.least = doubled<0>(minimum), right.least = doubled<kLanes / 2>(minimum);
 #pragma GCC unroll 1
-        for (int t = 0; t < B::kGroup / kTurn<B>; ++t, turn += 2 * kPanel * 4, to += kPairs * (PAIRS ? 1 : 2) * kPanel) {
+        for (int t = 0; t < B::kGroup / kTurn<B>;
+             ++t, turn += 2 * kPanel * 4, to += kPairs * (PAIRS ? 1 : 2) * kPanel) {
           decode_turn<B, PAIRS>(turn, left, right, to, std::make_integer_sequence<int, kPairs>());
           if constexpr (kUsed > 0) left.high = shift<-kUsed>(left.high), right.high = shift<-kUsed>(right.high);
         }
@@ -259,7 +261,7 @@ void decode_runs(const uint8_t* panel, int64_t first, int64_t count, uint32_t* w
   }
 }
 
-// A run of sixteen columns as whole numbers. words [kRun / 4][kPanel], in units of so many of these
+// Write a run of sixteen columns as integers: words [kRun / 4][kPanel], in units of B::kGroup / 4 words each.
 template <class B, int... J>
 PREFOLD_INLINE void put_whole_run(const uint8_t* run, int column, uint8_t* units, int64_t unit_bytes, int64_t header,
                                   std::integer_sequence<int, J...>) {
@@ -290,7 +292,7 @@ constexpr int64_t kWholeHeader = kPanel * sizeof(float) * (kHasMinima<B> ? 2 : 1
 template <class B>
 constexpr int64_t kWholeBytes = kWholeHeader<B> + kPanel * B::kGroup;
 
-// Decodes `count` numbers along k, from `first` on, to units of whole numbers.
+// Decode `count` numbers along k, from `first` on, into units of integers.
 template <int TYPE>
 void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* units) {
   using B = Blocks<TYPE>;
@@ -305,12 +307,13 @@ void decode_whole(const uint8_t* panel, int64_t first, int64_t count, uint8_t* u
         store(header, scale);
         if constexpr (kHasMinima<B>) store(header + kPanel, minimum);
       }
-      put_whole_run<B>(run, column, units, kWholeBytes<B>, kWholeHeader<B>, std::make_integer_sequence<int, kRun / 4>());
+      put_whole_run<B>(run, column, units, kWholeBytes<B>, kWholeHeader<B>,
+                       std::make_integer_sequence<int, kRun / 4>());
     }
   }
 }
 
-// Two numbers rounded to bfloat16, the first in the lower half.
+// Two numbers rounded to bfloat16, with the first in the lower half of the word.
 PREFOLD_INLINE Words in_pairs(const Floats& first, const Floats& second) {
   const auto bits = [](const Floats& x, int p) { return __builtin_convertvector(narrow(x.part[p]), Part<uint32_t>); };
   return Words::make([&](int p) { return bits(first, p) | bits(second, p) << 16; });
@@ -334,7 +337,7 @@ void decode_floats(const uint8_t* panel, int64_t first, int64_t count, uint32_t*
 template <int TYPE, bool PAIRS>
 void decode_16_bits(const uint8_t* panel, int64_t first, int64_t count, uint32_t* words) {
   const uint8_t* at = panel + first * kPanel * 2;
-  for (int64_t i = 0; i < count; ++i, at += kLanes * 4) {  // sixteen columns of a pair
+  for (int64_t i = 0; i < count; ++i, at += kLanes * 4) {  // one pair along k of sixteen columns
     const Words both = load_bits<uint32_t>(at);
     if constexpr (TYPE == kBF16 && PAIRS) {
       store_bits(words + i * kLanes, both);
@@ -360,12 +363,12 @@ constexpr Int8Form int8_form_of() {
   return {B::kGroup, kShift, kHasMinima<B>, kWholeBytes<B>, decode_whole<TYPE>};
 }
 
-// Of groups that are int8 already.
+// The form of groups that are int8 already.
 constexpr Int8Form int8_form_of(int group) { return {group, 7, false, kPanel * (group + int64_t{4}), nullptr}; }
 
 constexpr Int8Form kS8Forms[] = {int8_form_of(32), int8_form_of(64), int8_form_of(128), int8_form_of(192)};
 
-// What there is of a type: numbers of a unit, its bytes in a panel, and those of a block in a file.
+// The functions and sizes of a block type: numbers in a unit, and bytes of a unit in a panel.
 struct Form {
   int type, unit, unit_bytes;
   void (*put)(const uint8_t* const*, int64_t, uint8_t*);
@@ -377,7 +380,12 @@ struct Form {
 template <int TYPE>
 constexpr Form form() {
   using B = Blocks<TYPE>;
-  return {TYPE, B::kUnit, kUnitBytes<B>, put_unit<TYPE>, decode_runs<TYPE, false>, decode_runs<TYPE, true>,
+  return {TYPE,
+          B::kUnit,
+          kUnitBytes<B>,
+          put_unit<TYPE>,
+          decode_runs<TYPE, false>,
+          decode_runs<TYPE, true>,
           int8_form_of<TYPE>()};
 }
 
@@ -386,10 +394,12 @@ constexpr Form form_of_16_bits() {
   return {TYPE, kRun, kRun * kPanel * 2, put_pairs, decode_16_bits<TYPE, false>, decode_16_bits<TYPE, true>};
 }
 
+// clang-format off
 constexpr Form kForms[] = {form<kQ4_0>(), form<kQ4_1>(), form<kQ5_0>(), form<kQ5_1>(), form<kQ8_0>(),
                            form<kQ4_K>(), form<kQ5_K>(), form<kQ6_K>(), form<kMXFP4>(), form_of_16_bits<kF16>(),
                            form_of_16_bits<kBF16>(),
-                           {kF32, kRun, kRun * kPanel * 4, put_floats, decode_floats<false>, decode_floats<true>}};
+                           {kF32, kRun, 4 * kRun * kPanel, put_floats, decode_floats<false>, decode_floats<true>}};
+// clang-format on
 
 const Form* form_of(int64_t type) {
   for (const Form& form : kForms) {
@@ -436,10 +446,10 @@ extern "C" void prefold_pack_blocks(int64_t type, const uint8_t* const* rows, in
 template <class E>
 static void block_rows(const BlockPanel* panels, const int64_t* ids, E* out, int64_t n, int64_t k, int32_t threads) {
   parallel_ranges(n, k * kPanel, threads, [&](int64_t first, int64_t stop) {
-    constexpr int64_t kDecoded = 256;  // numbers at a time
+    constexpr int64_t kDecoded = 256;  // numbers to decode at once
     alignas(64) uint32_t words[kDecoded * kPanel];
     for (int64_t row = first, next; row < stop; row = next) {
-      // Rows of one panel that follow each other are decoded together.
+      // Decode consecutive rows of the same panel together.
       for (next = row + 1; next < stop && ids[next] / kPanel == ids[row] / kPanel;) ++next;
       for (int64_t at = 0; at < k; at += kDecoded) {
         const int64_t count = std::min(kDecoded, k - at);

@@ -1,4 +1,4 @@
-// The lists of a tile, or of a query, dealt out in chunks: so many keys that their scores stay in the nearest cache.
+// Cuts the lists of a tile, or of a query, into chunks. The scores of a chunk stay in the nearest cache.
 #pragma once
 
 #include <algorithm>
@@ -9,21 +9,21 @@ namespace prefold {
 
 constexpr int kChunkPairs = 32;
 
-// Some keys of a tile. Pairs that need masks come after those that do not.
+// Some keys of a tile. Pairs with masks come after pairs without.
 struct Chunk {
   int count = 0;     // pairs
-  int unmasked = 0;  // the first so many need no mask
+  int unmasked = 0;  // the first `unmasked` pairs need no mask
   int32_t pair[kChunkPairs];
   uint32_t mask[kChunkPairs];
 };
 
-// A chunk whose pair p has the keys of the places 2p and 2p + 1.
+// A chunk in which pair p has the keys of places 2p and 2p + 1.
 struct PlacedChunk : Chunk {
-  int32_t key[2 * kChunkPairs];  // -1: none
+  int32_t key[2 * kChunkPairs];  // -1: no key
 };
 static_assert(kPlaces == 2 * kChunkPairs);
 
-// Deals out placed runs, or the own runs of a query, in chunks.
+// Reads placed runs, or a query's own runs, in chunks.
 template <class R>
 class PlacedReader {
  public:
@@ -56,7 +56,7 @@ class PlacedReader {
 
  private:
   int place_of(const PlacedRun& run, int) const { return used_ ? 0 : run.place; }
-  int place_of(const OwnRun&, int end) const { return end; }  // one behind the other
+  int place_of(const OwnRun&, int end) const { return end; }  // own runs are contiguous
   static uint32_t queries_of(const PlacedRun& run) { return run.queries; }
   static uint32_t queries_of(const OwnRun&) { return 1; }
 
@@ -64,7 +64,7 @@ class PlacedReader {
   int used_ = 0;  // keys of the current run
 };
 
-// Deals out a tile's lists in chunks.
+// Reads a tile's lists in chunks.
 class ChunkReader {
  public:
   ChunkReader(const TileCall& call, int64_t tile)

@@ -1,12 +1,14 @@
-// Drawing a token from a row of logits: the one whose logit over the temperature plus Gumbel noise is the largest.
+// Draws a token from a row of logits: the token with the largest logit / temperature + Gumbel noise.
 //
-// A token's noise is -log(-log(1 - v)), where v in (0, 1) is made of a hash of the token and the draw's key. What is
-// compared is computed in double, operation by operation as worker/noise.py and worker/torch/draw_triton.py do, so that all
-// three draw alike (with filters as the functions of worker/sampler.py define them). Logarithms of a whole vocabulary would take longer than everything else here; but -log(1 - v) is
-// at least v, which rules out nearly every token by one comparison of floats with the best token so far.
+// A token's noise is -log(-log(1 - v)). v in (0, 1) comes from a hash of the token and the draw's key. The compared
+// numbers are computed in double, with the same operations as in engine/sampling.py and worker/torch/draw_triton.py, so
+// all three draw the same tokens. With filters they draw as the functions of worker/sampler.py define. Logarithms of a
+// whole vocabulary would take longer than all other work here. But -log(1 - v) is at least v, so one float comparison
+// with the best token so far rules out nearly every token.
 //
-// Filters leave the tokens whose weight, exp(logit / temperature) relative to the largest, is at least some number. No row
-// is sorted: that number is selected among candidates, which are found by the largest weight of each block.
+// Filters keep the tokens whose weight is at least some threshold. A weight is exp(logit / temperature), relative to
+// the largest. Rows are not sorted: the threshold is selected among candidates, which the largest weights of blocks
+// help to find.
 #include <atomic>
 #include <cmath>
 #include <functional>
@@ -20,15 +22,15 @@
 namespace prefold {
 namespace {
 
-constexpr int kVectors = 8;  // worked on between two looks at whether a token is near
+constexpr int kVectors = 8;  // per check whether any token is near
 constexpr int kBlock = kVectors * kLanes;
-// Floats are compared with this much room for their rounding.
+// The factor by which float comparisons allow for rounding.
 constexpr double kMargin = 1.001;
-constexpr int kFilters = 4;  // numbers that are filters of one draw
-// Candidates for top_p that are tried first, if there are as many blocks.
+constexpr int kFilters = 4;  // numbers in the filters of one draw
+// The number of candidates to try first for top_p; fewer if there are fewer blocks.
 constexpr int64_t kCandidates = 256;
 
-// worker/noise.py: `hash_ids`. T is a number or a vector of numbers.
+// `hash_ids` of engine/sampling.py. T is a number or a vector of numbers.
 template <class T>
 PREFOLD_INLINE T hash_id(T x, uint32_t low, uint32_t high) {
   x = x ^ low;
@@ -38,8 +40,8 @@ PREFOLD_INLINE T hash_id(T x, uint32_t low, uint32_t high) {
   return x ^ (x >> 14);
 }
 
-// The largest y + noise so far. `reach`: a token with weight w = exp(y) can be larger only where the upper 24 bits of
-// its hash are at most reach * w.
+// The largest y + noise so far. A token of weight w = exp(y) can only exceed it if the upper 24 bits of the token's
+// hash are at most reach * w.
 struct Best {
   const float* x;
   float top, inverse;
@@ -63,7 +65,7 @@ PREFOLD_INLINE Floats weight_of(const Best& best, const Floats& x) {
   return exp2<true>((x - Floats(best.top)) * Floats(best.inverse * 1.44269504f));
 }
 
-// How far the tokens [first, first + 16) of these weights are within reach: not below 0 if they are.
+// Return a number for each of the tokens [first, first + 16). It is at least 0 if the token is within reach.
 PREFOLD_INLINE Floats nearness(const Best& best, const Floats& weight, int64_t first) {
   return Floats::make([&](int p) {
     const Part<uint32_t> ids = (Part<uint32_t>)lane_numbers(p) + static_cast<uint32_t>(first);
@@ -72,8 +74,8 @@ PREFOLD_INLINE Floats nearness(const Best& best, const Floats& weight, int64_t f
   });
 }
 
-// Considers those tokens of the block [first, first + some) that are near and for which may_be(token); near_at(token)
-// says how near the 16 from a token on are.
+// Consider the tokens of the block [first, first + some) that are within reach and satisfy may_be(token).
+// near_at(token, count) returns the nearness of the sixteen tokens from `token` on.
 template <class Near, class May>
 PREFOLD_INLINE void consider_block(Best& best, int64_t first, int64_t some, const Near& near_at, const May& may_be) {
   float near[kBlock];
@@ -99,19 +101,20 @@ struct Filters {
   bool leave_all() const { return top_n_sigma <= 0 && min_p <= 0 && top_k <= 0 && top_p >= 1; }
 };
 
-// Memory for one row: weights [columns] in whole blocks, the largest of each block, and candidates [columns].
+// Memory for one row: weights [columns], padded to whole blocks, the largest of each block, and candidates [columns].
 struct Workspace {
   const int64_t columns, blocks;
   const std::unique_ptr<float[]> memory;
   float *weights, *tops, *candidates;
 
   explicit Workspace(int64_t columns)
-      : columns(columns), blocks((columns + kBlock - 1) / kBlock),
-        memory(new (std::nothrow) float[2 * blocks * kBlock + blocks]) {
+      : columns(columns),
+        blocks((columns + kBlock - 1) / kBlock),
+        memory(new(std::nothrow) float[2 * blocks * kBlock + blocks]) {
     weights = memory.get(), candidates = weights + blocks * kBlock, tops = candidates + blocks * kBlock;
   }
 
-  // Fills weights and tops, and returns the sum of the weights: NaN if a number is.
+  // Compute weights and tops. Return the sum of the weights, which is NaN if any number is.
   double weigh(const Best& best) const {
     double total = 0;
     for (int64_t b = 0; b < blocks; ++b) {
@@ -129,7 +132,7 @@ struct Workspace {
     return total;
   }
 
-  // Fills candidates with the weights that are at least `bound`, and returns their number.
+  // Set candidates to the weights that are at least `bound`. Return how many there are.
   int64_t gather(float bound) const {
     int64_t count = 0;
     for (int64_t b = 0; b < blocks; ++b) {
@@ -142,7 +145,7 @@ struct Workspace {
     return count;
   }
 
-  // A weight that at least `count` weights are not below.
+  // Return a bound that at least `count` weights reach.
   float below_top(int64_t count) const {
     if (count > blocks) return 0;
     std::copy(tops, tops + blocks, candidates);
@@ -157,8 +160,8 @@ double sum_of(const float* x, int64_t count) {
   return total;
 }
 
-// The largest number of x [count] which, with all that are larger, and equals, sums up to `target`; else the least. Changes
-// the order of x.
+// Return the largest number t in x [count] for which all numbers >= t sum up to at least `target`. Return the smallest
+// number if there is no such t. Reorders x.
 float heaviest(float* x, int64_t count, double target) {
   float *first = x, *last = x + count;
   double above = 0;
@@ -188,7 +191,7 @@ float heaviest(float* x, int64_t count, double target) {
   }
 }
 
-// How many standard deviations are one: of (logit - the largest) / temperature, of tokens that are not forbidden.
+// The standard deviation of (logit - largest logit) / temperature over the tokens that are not forbidden (-inf).
 double deviation(const Best& best, int64_t columns) {
   constexpr int kDoubles = 8;
   double mean = 0, found = 0;
@@ -209,16 +212,16 @@ double deviation(const Best& best, int64_t columns) {
   return std::sqrt(found);
 }
 
-// The least weight that the filters leave. total: of all weights.
+// The smallest weight that passes the filters. total: the sum of all weights.
 float least_weight(const Best& best, const Filters& filters, const Workspace& work, double total) {
   const double sigmas = filters.top_n_sigma;
   const double in_sigmas = sigmas > 0 ? std::exp(-sigmas * deviation(best, work.columns)) : 0.0;
   float least = static_cast<float>(std::max(filters.min_p, in_sigmas));
   if (filters.top_k <= 0 && filters.top_p >= 1) return least;
-  const bool is_whole = filters.top_k <= 0 && least <= 0;  // whether top_p is of all tokens
+  const bool is_whole = filters.top_k <= 0 && least <= 0;  // whether top_p is over all tokens
   int64_t count = 0;
   if (is_whole) {
-    // All tokens below `lowest` have together less than half of what may be left out.
+    // All tokens below `lowest` together have less than half of the weight that top_p may drop.
     const float lowest = static_cast<float>((1 - filters.top_p) * total / (2 * work.columns));
     float bound = std::max(lowest, work.below_top(std::min(kCandidates, work.blocks)));
     while (true) {
@@ -267,9 +270,8 @@ int64_t draw_filtered(const float* x, float inverse, uint64_t key, const Filters
   const float least = least_weight(best, filters, work, total);
   for (int64_t b = 0; b < work.blocks; ++b) {
     if (work.tops[b] < least) continue;
-    const auto near_at = [&](int64_t at, int64_t) __attribute__((always_inline)) {
-      return nearness(best, load(work.weights + at), at);
-    };
+    const auto near_at = [&](int64_t at, int64_t)
+                             __attribute__((always_inline)) { return nearness(best, load(work.weights + at), at); };
     const int64_t first = b * kBlock, some = std::min<int64_t>(kBlock, work.columns - first);
     consider_block(best, first, some, near_at, [&](int64_t token) { return work.weights[token] >= least; });
   }

@@ -1,5 +1,5 @@
-// The position-wise parts of a transformer block that are not matrix products. Numbers are float32 inside,
-// whatever they are in memory; widths may be any.
+// The position-wise parts of a transformer block that are not matrix products. Arithmetic is in float32 for every
+// dtype. Widths may be any.
 #include <cmath>
 
 #include "activations.h"
@@ -9,7 +9,7 @@
 namespace prefold {
 namespace {
 
-// body(d, count) for whole vectors of [0, width), and for the rest of fewer than sixteen numbers.
+// Run body(d, count) for whole vectors of [0, width), and for the remaining numbers, fewer than sixteen.
 template <class Body>
 PREFOLD_INLINE void for_vectors(int64_t width, const Body& body) {
   int64_t d = 0;
@@ -21,7 +21,7 @@ PREFOLD_INLINE Floats inverse_rms(const Floats& squares, int64_t width, float ep
   return Floats(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps));
 }
 
-// x += delta (where there is one), written back; out = x / rms(x) * weight.
+// x += delta (unless null), written back; then out = x / rms(x) * weight.
 template <class E, class W>
 void add_norm_row(E* x, const E* delta, const W* weight, E* out, int64_t width, float eps) {
   Floats squares = zeros();
@@ -43,7 +43,7 @@ void add_norm_row(E* x, const E* delta, const W* weight, E* out, int64_t width, 
   });
 }
 
-// x += delta (where there is one), written back; out = (x - mean) / deviation * weight + bias (Ba et al. 2016).
+// x += delta (unless null), written back; then out = (x - mean) / deviation * weight + bias (Ba et al. 2016).
 template <class E, class W>
 void add_layer_norm_row(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t width, float eps) {
   Floats sums = zeros(), squares = zeros();
@@ -67,8 +67,8 @@ void add_layer_norm_row(E* x, const E* delta, const W* weight, const W* bias, E*
   });
 }
 
-// One head of `dim` numbers in place: x / rms(x) * weight where there is a weight, then the first half
-// rotated against the second.
+// Process one head of `dim` numbers in place: x / rms(x) * weight (unless null), then rotate the first half against the
+// second.
 template <class E, class W>
 void rope_head(E* x, const float* cosines, const float* sines, const W* weight, int64_t dim, float eps) {
   const int64_t half = dim / 2;
@@ -88,7 +88,7 @@ void rope_head(E* x, const float* cosines, const float* sines, const W* weight, 
       b *= scale * load_some(weight + half + d, count);
     }
     const Floats c = load_some(cosines + d, count), s = load_some(sines + d, count);
-    // `fused`, so that whole vectors and the rest of a head are rounded in the same way.
+    // `fused`, so that whole vectors and the rest of a head are rounded alike.
     store_some(x + d, fused_less(b, s, a * c), count);
     store_some(x + half + d, fused(a, s, b * c), count);
   });
@@ -114,8 +114,8 @@ void add_rms_norm(E* x, const E* delta, const W* weight, E* out, int64_t rows, i
 }
 
 template <class E, class W>
-void add_layer_norm(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width, float eps,
-                    int threads) {
+void add_layer_norm(E* x, const E* delta, const W* weight, const W* bias, E* out, int64_t rows, int64_t width,
+                    float eps, int threads) {
   parallel_ranges(rows, width, threads, [&](int64_t first, int64_t stop) {
     for (int64_t i = first * width; i < stop * width; i += width) {
       add_layer_norm_row(x + i, delta ? delta + i : nullptr, weight, bias, out + i, width, eps);
@@ -138,7 +138,8 @@ void norm_heads(E* x, const float* weight, const float* bias, int64_t rows, int6
   });
 }
 
-// Rows [first, stop). A function of its own: what a body captures is read anew for each head.
+// Rotate rows [first, stop). This is a function of its own because variables that a lambda captures would be reloaded
+// for each head.
 template <class E, class W>
 void rope_rows(E* x, const float* cos_sin, const W* weight, int64_t first, int64_t stop, int64_t heads, int64_t dim,
                int64_t row, int64_t head, float eps) {
@@ -178,21 +179,21 @@ void gate_mul(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row
                                       int64_t dim, int64_t row, int64_t head, float eps, int32_t threads) {     \
     rope(x, cos_sin, weight, rows, heads, dim, row, head, eps, threads);                                        \
   }
-#define PREFOLD_EXPORT_LAYER_NORM(name, E, W)                                                                   \
-  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const W* weight, const W* bias, E* out,   \
-                                                int64_t rows, int64_t width, float eps, int32_t threads) {      \
-    add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                     \
+#define PREFOLD_EXPORT_LAYER_NORM(name, E, W)                                                                 \
+  extern "C" void prefold_add_layer_norm_##name(E* x, const E* delta, const W* weight, const W* bias, E* out, \
+                                                int64_t rows, int64_t width, float eps, int32_t threads) {    \
+    add_layer_norm(x, delta, weight, bias, out, rows, width, eps, threads);                                   \
   }
-#define PREFOLD_EXPORT_NORM_HEADS(name, E)                                                                      \
-  extern "C" void prefold_norm_heads_##name(E* x, const float* weight, const float* bias, int64_t rows,         \
-                                            int64_t heads, int64_t dim, int64_t row, int64_t head,              \
-                                            int64_t apart, float eps, int32_t threads) {                        \
-    norm_heads(x, weight, bias, rows, heads, dim, row, head, apart, eps, threads);                              \
+#define PREFOLD_EXPORT_NORM_HEADS(name, E)                                                                             \
+  extern "C" void prefold_norm_heads_##name(E* x, const float* weight, const float* bias, int64_t rows, int64_t heads, \
+                                            int64_t dim, int64_t row, int64_t head, int64_t apart, float eps,          \
+                                            int32_t threads) {                                                         \
+    norm_heads(x, weight, bias, rows, heads, dim, row, head, apart, eps, threads);                                     \
   }
-#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                           \
-  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width,           \
-                                          int64_t row, int32_t threads) {                                  \
-    gate_mul<Activation>(gate_up, out, rows, width, row, threads);                                         \
+#define PREFOLD_EXPORT_GATE(name, Activation, E)                                                              \
+  extern "C" void prefold_gate_mul_##name(const E* gate_up, E* out, int64_t rows, int64_t width, int64_t row, \
+                                          int32_t threads) {                                                  \
+    gate_mul<Activation>(gate_up, out, rows, width, row, threads);                                            \
   }
 
 PREFOLD_EXPORT_NORMED(float32, float, float)

@@ -1,4 +1,4 @@
-// What a product does to its sums before they are stored: adds what LoRA adapters give, then the bias, and activates.
+// The last part of a product, before its sums are stored: add the LoRA adapters' sums, then the bias, and activate.
 #pragma once
 
 #include "activations.h"
@@ -19,7 +19,7 @@ PREFOLD_INLINE Floats activated(int32_t activation, const Floats& x) {
   }
 }
 
-// Adds to sums [count, kPanel] of rows from `row` on, of the panel that begins at `column`, what their adapters add.
+// Add the adapters' part to sums [count, kPanel], for rows from `row` on and the panel that starts at `column`.
 template <class E>
 void add_low_rank(const RowLow* adapted, int64_t row, int64_t column, int64_t count, float* sums) {
   for (int64_t r = 0; r < count; ++r, sums += kPanel) {

@@ -1,8 +1,8 @@
-// A mixture of experts: each row of a step goes through some of a layer's MLPs.
+// A mixture of experts: each row of a step runs through some of a layer's MLPs.
 //
-// The pairs of a row and an expert are sorted by expert, so that each expert's rows are one product with its matrices.
-// What an expert gives for a row is kept where the pair stands in the row's own order, largest logit first, and summed in
-// that order: a row's result does not depend on its company, nor on the number of threads.
+// The pairs of a row and an expert are sorted by expert, so that all rows of an expert are one product with its
+// matrices. The results are stored in the row's own order, largest logit first, and summed in this order. So a row's
+// result does not depend on the rows beside it, nor on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,22 +16,22 @@
 namespace prefold {
 namespace {
 
-// The matrices of all experts, one behind the other: packed, or in blocks.
+// The matrices of all experts, one after the other: packed, or in blocks.
 struct Stack {
   const void* packed;
   const BlockPanel* blocks;
   int64_t panels;  // of an expert
 };
 
-// Pieces of a product: as many a thread as balance, none of fewer panels than are worth a copy of the rows.
+// The number of pieces per thread, for balance; and the least panels in a piece, so that copying its rows pays off.
 constexpr int64_t kPiecesPerThread = 8, kLeastPanels = 4;
-// Distances that put all rows into one corner of the nearest cache, and what they are made longer by; in bytes.
+// A row stride that is a multiple of kBadStride maps all rows to the same sets of the nearest cache. In bytes.
 constexpr int64_t kBadStride = 2048, kPadding = 64;
 
 constexpr int64_t padded_row(int64_t bytes) { return bytes + (bytes % kBadStride ? 0 : kPadding); }
 
-// Puts the numbers of the `count` largest keys into `to`, the largest first. Of equal keys the first is the larger; NaN
-// is below all numbers.
+// Write the indices of the `count` largest keys to `to`, in descending order of the keys. Ties go to the lower index.
+// NaN counts as the lowest key.
 void choose_largest(const float* keys, int64_t size, int64_t count, int32_t* to) {
   const auto key = [](float x) { return std::isnan(x) ? -HUGE_VALF : x; };
   for (int64_t e = 0, found = 0; e < size; ++e) {
@@ -43,8 +43,8 @@ void choose_largest(const float* keys, int64_t size, int64_t count, int32_t* to)
   }
 }
 
-// Sets the keys of experts in all but the best groups to minus infinity. A group is as good as the sum of its
-// largest keys.
+// Set the keys of the experts to minus infinity, except in the best groups. A group's rank is the sum of its largest
+// keys.
 void leave_groups(float* keys, const ExpertsCall& call) {
   const int64_t size = call.experts / call.groups, count = std::min(call.group_best, size);
   std::vector<float> sums(call.groups);
@@ -61,7 +61,7 @@ void leave_groups(float* keys, const ExpertsCall& call) {
   }
 }
 
-// The experts of one row, and their weights, by kSparseMixer.
+// Choose the experts of one row and their weights with kSparseMixer.
 void mix_sparsely(const ExpertsCall& call, const float* logits, int32_t* to, float* weights) {
   choose_largest(logits, call.experts, call.chosen, to);
   for (int64_t i = 0; i < call.chosen; ++i) {
@@ -76,11 +76,11 @@ void mix_sparsely(const ExpertsCall& call, const float* logits, int32_t* to, flo
   }
 }
 
-// The experts of one row, and their weights.
+// Choose the experts of one row and their weights.
 void route(const ExpertsCall& call, const float* logits, int32_t* to, float* weights) {
   const int64_t experts = call.experts, chosen = call.chosen;
   if (call.score == kSparseMixer) return mix_sparsely(call, logits, to, weights);
-  // Then the largest scores are those of the largest logits, and the softmax is that of the chosen ones.
+  // If plain, the largest scores belong to the largest logits, and a softmax of the chosen logits is enough.
   const bool plain = !call.correction && call.groups == 1 && call.least_sum == 0;
   const bool is_sigmoid = call.score == kSigmoid;
   static thread_local std::vector<float> scores, keys;
@@ -124,7 +124,7 @@ void route(const ExpertsCall& call, const float* logits, int32_t* to, float* wei
   for (int64_t i = 0; i < chosen; ++i) weights[i] = weights[i] / sum * call.scale;
 }
 
-// Pairs of a row and an expert, numbered row by row, sorted by expert.
+// The pairs of a row and an expert, numbered row by row and sorted by expert.
 struct Sorted {
   Sorted(const int32_t* experts_of, int64_t pairs, int64_t experts) : starts(experts + 1), pair(pairs) {
     for (int64_t i = 0; i < pairs; ++i) ++starts[experts_of[i] + 1];
@@ -133,7 +133,7 @@ struct Sorted {
     for (int64_t i = 0; i < pairs; ++i) pair[next[experts_of[i]]++] = i;
   }
 
-  std::vector<int64_t> starts;  // of each expert's pairs, and their end
+  std::vector<int64_t> starts;  // the first pair of each expert, and the number of pairs
   std::vector<int64_t> pair;
 };
 
@@ -142,8 +142,8 @@ struct Piece {
   int64_t expert, first_panel, stop_panel, first, stop;
 };
 
-// A product of each expert's rows with its matrix of `panels` panels, `steps` words along k, in pieces; body(piece) in
-// parallel.
+// Cut a product into pieces and run body(piece) for them in parallel. Each expert has a matrix of `panels` panels with
+// `steps` words along k.
 void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads, bool in_tiles,
                 const Body<const Piece&>& body) {
   const int64_t experts = static_cast<int64_t>(sorted.starts.size()) - 1;
@@ -152,7 +152,7 @@ void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads
 #else
   const int64_t most = kGroupRows;
 #endif
-  // Reading a panel takes as long as multiplying it with so many rows.
+  // Reading a panel takes as long as multiplying it with kFewRows rows.
   const auto cost = [&](int64_t rows) { return rows ? std::max<int64_t>(rows, kFewRows) : 0; };
   int64_t whole = 0;
   for (int64_t e = 0; e < experts; ++e) whole += cost(sorted.starts[e + 1] - sorted.starts[e]) * panels;
@@ -173,11 +173,11 @@ void for_pieces(const Sorted& sorted, int64_t panels, int64_t steps, int threads
   }
   parallel_shares(static_cast<int64_t>(pieces.size()), workers, [&](int64_t i) { body(pieces[i]); },
                   [&](const Body<>& run) {
-                    run();
+    run();
 #ifdef PREFOLD_TILES
-                    if (in_tiles) _tile_release();
+    if (in_tiles) _tile_release();
 #endif
-                  });
+  });
 }
 
 template <class Format>
@@ -211,7 +211,8 @@ class Experts {
     });
     const Sorted sorted(experts_of_.data(), pairs_, call_.experts);
     static thread_local Workspace workspace;
-    auto* inner = static_cast<Element*>(workspace.reserve((pairs_ * (inner_row_ + call_.hidden) + 32) * sizeof(Element)));
+    auto* inner =
+        static_cast<Element*>(workspace.reserve((pairs_ * (inner_row_ + call_.hidden) + 32) * sizeof(Element)));
     Element* results = inner + (pairs_ * inner_row_ + 31) / 32 * 32;
     multiply_gate_up<Activation>(sorted, inner);
     multiply_down(sorted, inner, results);
@@ -219,8 +220,9 @@ class Experts {
   }
 
  private:
-  // Rows in the form that products take them; row_of(i): where the i-th row lies. Rows that are many or no numbers of
-  // that form are copied.
+  // Return the product of `rows` rows in the form that the kernels read. row_of(i): the address of row i. lie_well: the
+  // rows are evenly spaced, with a good stride. Otherwise several rows are copied, as are rows of another number
+  // format.
   template <class RowOf>
   Product rows_of(int64_t rows, int64_t k, const Stack& stack, bool lie_well, const RowOf& row_of) {
     const int64_t steps = k * sizeof(Element) / sizeof(uint32_t), columns = call_.experts * stack.panels * kPanel;
@@ -249,8 +251,8 @@ class Experts {
   using StorePairs = Body<int64_t, int64_t, int64_t, const float*>;
 
 #ifdef PREFOLD_FEW_ROWS
-  // A piece of few rows in the way of few_rows.h; returns whether there is one for the matrix. All panels of a stack are of
-  // one type.
+  // Multiply a piece with few_rows.h, if that is fast for this number of rows and supports the matrix. Return false
+  // otherwise. All panels of a stack have the same type.
   template <class RowOf>
   bool multiply_few(const Piece& piece, int64_t k, const Stack& stack, const RowOf& row_of, const StorePairs& store) {
     const int64_t rows = piece.stop - piece.first;
@@ -268,8 +270,8 @@ class Experts {
   }
 #endif
 
-  // All of a piece; store(row, column, number of rows, sums [rows, kPanel]) with the pair's number among those sorted and
-  // the expert's own column. lie_well, row_of: as of `rows_of`
+  // Multiply a whole piece, and call store(row, column, number of rows, sums [rows, kPanel]). `row` counts the sorted
+  // pairs, `column` is within the expert. lie_well, row_of: see `rows_of`.
   template <class RowOf>
   void multiply_piece(const Piece& piece, int64_t k, const Stack& stack, bool lie_well, const RowOf& row_of,
                       const StorePairs& store) {
@@ -293,7 +295,7 @@ class Experts {
     }
 #endif
     if constexpr (std::is_same_v<Format, FloatWords>) {
-      // More rows gain by decoding what they all meet.
+      // With more rows, it is faster to decode the matrix once for all of them.
       if (stack.blocks && stack.blocks->type == kBF16 && product.rows <= 2 * kBlockRows) {
         product.steps = k / 2, product.as_words = true;
         for (int64_t p = piece.first_panel; p < piece.stop_panel; ++p) {
@@ -307,7 +309,7 @@ class Experts {
     }
   }
 
-  // inner [pairs as sorted, width] = activation(gate) * up, or activation(up) of experts without a gate.
+  // inner [sorted pairs, width] = activation(gate) * up, or activation(up) if experts have no gate.
   template <class Activation>
   void multiply_gate_up(const Sorted& sorted, Element* inner) {
     constexpr bool kExact = std::is_same_v<Element, float>;
@@ -317,8 +319,8 @@ class Experts {
     const int64_t steps = call_.hidden * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const auto row_of = [&](int64_t i) { return x + sorted.pair[piece.first + i] / call_.chosen * call_.x_row; };
-      multiply_piece(piece, call_.hidden, stack, false, row_of, [&](int64_t row, int64_t column, int64_t count,
-                                                                    const float* tile) {
+      multiply_piece(piece, call_.hidden, stack, false, row_of,
+                     [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         if (call_.is_plain) return put_plain<Activation>(piece.expert, row, column, count, tile, inner);
         Floats of_gate = zeros(), of_up = zeros();
         if (call_.gate_up_bias) {
@@ -334,7 +336,7 @@ class Experts {
     });
   }
 
-  // Stores activation(up + bias) for some rows of a panel. The last panel may have more columns than `inner`.
+  // Store activation(up + bias) for some rows of a panel. The last panel may have more columns than `inner`.
   template <class Activation>
   void put_plain(int64_t expert, int64_t row, int64_t column, int64_t count, const float* tile, Element* inner) const {
     constexpr bool kExact = std::is_same_v<Element, float>;
@@ -350,14 +352,14 @@ class Experts {
     }
   }
 
-  // results [pairs row by row, hidden] = the product of inner and down.
+  // results [pairs, row by row, hidden] = inner times down.
   void multiply_down(const Sorted& sorted, const Element* inner, Element* results) {
     const Stack stack{call_.down, call_.down_blocks, (call_.hidden + kPanel - 1) / kPanel};
     const int64_t steps = call_.width * sizeof(Element) / sizeof(uint32_t);
     for_pieces(sorted, stack.panels, steps, call_.threads, in_tiles_, [&](const Piece& piece) {
       const auto row_of = [&](int64_t i) { return inner + (piece.first + i) * inner_row_; };
-      multiply_piece(piece, call_.width, stack, true, row_of, [&](int64_t row, int64_t column, int64_t count,
-                                                                  const float* tile) {
+      multiply_piece(piece, call_.width, stack, true, row_of,
+                     [&](int64_t row, int64_t column, int64_t count, const float* tile) {
         const int64_t width = std::min<int64_t>(kPanel, call_.hidden - column);
         for (int64_t r = 0; r < count; ++r, tile += kPanel) {
           Element* to = results + sorted.pair[row + r] * call_.hidden + column;
@@ -374,7 +376,7 @@ class Experts {
     });
   }
 
-  // out [rows, hidden] = the sum of each row's results, weighed by their shares.
+  // out [rows, hidden] = the weighted sum of each row's results.
   void add_up(const Element* results) {
     auto* out = static_cast<Element*>(call_.out);
     const int64_t hidden = call_.hidden, chosen = call_.chosen;
@@ -399,7 +401,7 @@ class Experts {
   bool in_tiles_ = false;
 };
 
-// Returns 0, or 1 where memory is short.
+// Return 0, or kNoMemory.
 template <class Format, class Activation>
 int32_t experts(const ExpertsCall& call) {
   if (call.rows == 0) return 0;
@@ -412,10 +414,8 @@ int32_t experts(const ExpertsCall& call) {
 }
 
 }  // namespace
-#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation)               \
-  extern "C" int32_t prefold_experts_##name(const ExpertsCall* call) { \
-    return experts<Format, Activation>(*call);                         \
-  }
+#define PREFOLD_EXPORT_EXPERTS(name, Format, Activation) \
+  extern "C" int32_t prefold_experts_##name(const ExpertsCall* call) { return experts<Format, Activation>(*call); }
 
 PREFOLD_EXPORT_EXPERTS(silu_float32, FloatWords, Silu)
 PREFOLD_EXPORT_EXPERTS(silu_bfloat16, Bf16Words, Silu)

@@ -1,4 +1,4 @@
-// Multiplies few rows with a panel of blocks: see few_rows.h.
+// Multiplies few rows with a panel of blocks (few_rows.h).
 #include "few_rows.h"
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace prefold {
 
 namespace {
 
-// Vectors of lanes whose columns make up whole registers, and these columns.
+// Vectors of lanes whose columns fill whole registers, and the number of these columns.
 constexpr int kSides = kParts == 1 ? 2 : 1, kColumns = kSides * kLanes / 2, kSums = kSides * kParts;
 
-// What eight bytes of a line are for lanes of even places, and for those of odd ones.
+// Eight bytes of a line, repeated: four numbers for the lanes of even places, then four for the lanes of odd places.
 PREFOLD_INLINE Part<int32_t> piece(const int8_t* at) {
   uint64_t both;
   memcpy(&both, at, sizeof both);
@@ -23,7 +23,7 @@ PREFOLD_INLINE Part<int32_t> piece(const int8_t* at) {
 }
 
 #ifdef PREFOLD_INT8
-// What unsigned numbers are multiplied as.
+// The matrix's unsigned numbers as a factor.
 template <int BITS>
 struct Factors {
   Words u;
@@ -34,7 +34,8 @@ struct Factors {
 template <int BITS>
 constexpr int kShift = BITS == 8 ? 7 : BITS - 1;
 #else
-// Two products are added in sixteen bits: numbers of eight must be signed, with the sign at the other factor.
+// The instruction sums two products in sixteen bits. So numbers of eight bits become signed, and the other factor gets
+// the sign.
 template <int BITS>
 struct Factors {
   Words u, sign;
@@ -59,7 +60,7 @@ PREFOLD_INLINE void unrolled(const F& body, std::integer_sequence<int, I...>) {
   (body(std::integral_constant<int, I>()), ...);
 }
 
-// body(I) for the numbers up to COUNT, as constants.
+// Run body(I) for every I below COUNT, as constants.
 template <int COUNT, class F>
 PREFOLD_INLINE void unrolled(const F& body) {
   unrolled(body, std::make_integer_sequence<int, COUNT>());
@@ -90,7 +91,7 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
         }
         unrolled<kInRun>([&](auto of_run) __attribute__((always_inline)) {
           constexpr int kG = decltype(of_run)::value, kPieces = B::kGroup / 8;
-          Part<int32_t> acc[LINES][kSums] = {};  // of neighbouring registers
+          Part<int32_t> acc[LINES][kSums] = {};  // in neighbouring registers
           unrolled<kPieces>([&](auto of_group) __attribute__((always_inline)) {
             constexpr int kPiece = kG * kPieces + decltype(of_group)::value;
             for (int side = 0; side < kSides; ++side) {
@@ -106,16 +107,19 @@ PREFOLD_APART void add_panel(const uint8_t* panel, int64_t count, const FewPass&
 #pragma GCC unroll 2
           for (int pair = 0; pair < kSums / 2; ++pair) {
             const int at = first + pair * kPartLanes;
-            const Part<float> scale = scales[kG].scale.part[at / kPartLanes], least = scales[kG].least.part[at / kPartLanes];
+            const Part<float> scale = scales[kG].scale.part[at / kPartLanes],
+                              least = scales[kG].least.part[at / kPartLanes];
 #pragma GCC unroll 8
             for (int i = 0; i < LINES; ++i) {
               const auto half = [&](int odd) {
-                return (Part<int32_t>)every_other((Part<float>)acc[i][2 * pair], (Part<float>)acc[i][2 * pair + 1], odd);
+                return (Part<int32_t>)every_other((Part<float>)acc[i][2 * pair], (Part<float>)acc[i][2 * pair + 1],
+                                                  odd);
               };
               const RowGroup& of = groups[kG * pass.groups_row + i];
               float* to = sums + i * kPanel + column + at;
               Part<int32_t> whole = half(0) + half(1);
-              if constexpr (!kHasMinima<B> && kShift<kWholeBits<B>> >= 0) whole += of.zero * (1 << kShift<kWholeBits<B>>);
+              if constexpr (!kHasMinima<B> && kShift<kWholeBits<B>> >= 0)
+                whole += of.zero * (1 << kShift<kWholeBits<B>>);
               Part<float> sum;
               memcpy(&sum, to, sizeof sum);
               sum = sum + __builtin_convertvector(whole, Part<float>) * (scale * of.scale);
@@ -153,12 +157,13 @@ AddFew add_few(int64_t type, int64_t lines) {
 }
 
 bool are_few(int64_t rows, int64_t digits) {
-  // Tiles multiply more rows while the panel is decoded.
+  // AMX multiplies more rows in the time in which it decodes the panel.
   const int64_t most = digits == 2 && may_use_tiles() ? 1 : kPasses[digits];
   return (rows * digits + kMostLines - 1) / kMostLines <= most;
 }
 
-void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits, float* sums) {
+void multiply_few_rows(const BlockPanel& panel, int64_t k, const Int8Rows& x, int64_t rows, int64_t digits,
+                       float* sums) {
   const int64_t lines = rows * digits, passes = (lines + kMostLines - 1) / kMostLines;
   std::fill(sums, sums + lines * kPanel, 0.0f);
   for (int64_t i = 0; i < passes; ++i) {

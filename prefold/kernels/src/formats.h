@@ -1,24 +1,24 @@
-// The number formats the attention kernel computes in. A format says how keys and values are packed
-// and how a packed number meets a vector of queries:
+// The number formats of the attention kernel. A format defines how keys and values are packed, and how a packed number
+// is multiplied with a vector of queries:
 //
-//   Element     a number of a query, of a key or value that is packed, and of a result
-//   Kept        a number of packed keys and values: a Stored, or a Bf16, which becomes a Stored when a chunk is read
-//   Read        the same format where a Kept is a Stored: what is read from memory already does not depend on Kept
-//   Stored      what one broadcast reads: a float, or two bfloat16 numbers
-//   Lane        what a query's lane holds: the same, as the element type of a vector
-//   kWidth      numbers in one Stored
+//   Element     the type of queries, of results, and of keys and values before packing
+//   Kept        the type of packed keys and values: Stored, or Bf16 that is widened to Stored when a chunk is read
+//   Read        the format after widening, with Kept = Stored
+//   Stored      the type of one broadcast: a float, or two bfloat16 numbers
+//   Lane        the element type of a vector of queries; a lane has as many numbers as a Stored
+//   kWidth      the number of numbers in one Stored
 //   kExactExp   whether probabilities need float32's precision
-//   mul_add     acc + vector x stored (or vector x vector), the inner product of kWidth numbers
+//   mul_add     acc + vector x Stored (or vector x vector), the inner product of kWidth numbers
 //
-// Keys lie as rows of Stored along the head's dimensions. Values lie so that the kWidth numbers of a Stored
-// belong to kWidth consecutive keys, which is what the sum over keys wants.
+// Keys are rows of Stored along the head's dimensions. The kWidth numbers of a Stored of values belong to kWidth
+// consecutive keys, because values are summed over keys.
 #pragma once
 
 #include "vectors.h"
 
 namespace prefold {
 
-// Elements E (float or Bf16), packed as K (float or Bf16), float32 arithmetic.
+// Elements E (float or Bf16), packed as K (float or Bf16), with float32 arithmetic.
 template <class E, class K = float>
 struct InFloat32 {
   using Element = E;
@@ -32,42 +32,41 @@ struct InFloat32 {
   static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<float> x, Stored y) { return acc + x * y; }
   static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<float> x, Part<float> y) { return acc + x * y; }
 
-  // Sixteen Stored along a row, zeros past its `count` numbers; and back.
+  // Load sixteen Stored along a row, with zeros past its `count` numbers; and store them.
   static PREFOLD_INLINE Floats load_row(const E* row, int64_t count) { return load_some(row, count); }
   static PREFOLD_INLINE void store_row(E* row, const Floats& x, int64_t count) { store_some(row, x, count); }
 
-  // A vector of Stored from its kWidth numbers a lane.
+  // Make a vector of Stored from kWidth vectors.
   static PREFOLD_INLINE Floats join(const Floats& first, const Floats&) { return first; }
 
-  // The probabilities of a pair of keys as the vectors that meet their values, `stride` floats apart.
+  // Store the probabilities of a pair of keys as the vectors that are multiplied with the values, `stride` floats
+  // apart.
   static PREFOLD_INLINE void store_probabilities(float* out, int stride, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + stride, second);
   }
   static PREFOLD_INLINE Floats probability(const float* at, int stride, int half) { return load(at + half * stride); }
 
-  // The probabilities of sixteen keys of one query.
+  // Store the probabilities of sixteen keys for one query.
   static PREFOLD_INLINE void store_in_order(float* out, const Floats& x) { store(out, x); }
 
-  // Sixteen dimensions of the values of two consecutive keys, in a packed pair of `dim` dimensions.
+  // Store sixteen dimensions of the values of two consecutive keys into a packed pair of `dim` dimensions.
   static PREFOLD_INLINE void store_values(K* out, int64_t dim, const Floats& first, const Floats& second) {
     store(out, first);
     store(out + dim, second);
   }
-  // The same of one of the two, which leaves the other's as they are.
-  static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) {
-    store(out + half * dim, x);
-  }
-  // Sixteen dimensions of one of the two.
+  // Store sixteen dimensions of one key's values. The other key's values do not change.
+  static PREFOLD_INLINE void store_half(K* out, int64_t dim, const Floats& x, int half) { store(out + half * dim, x); }
+  // Load sixteen dimensions of one key's values.
   static PREFOLD_INLINE Floats load_half(const K* pair, int64_t dim, int half) { return load(pair + half * dim); }
-  // A number of a pair of Stored.
+  // Return one number of one key's values.
   static PREFOLD_INLINE float value(const float* pair, int64_t dim, int64_t d, int half) {
     return pair[half * dim + d];
   }
 };
 
 #ifdef __AVX512BF16__
-// bfloat16 products summed in float32, two numbers a lane. The meanings are those of InFloat32.
+// bfloat16 products summed in float32, with two numbers per lane. InFloat32 documents the members.
 struct InBf16Pairs {
   using Element = Bf16;
   using Kept = uint32_t;
@@ -76,7 +75,7 @@ struct InBf16Pairs {
   using Lane = uint32_t;
   static constexpr int kWidth = 2;
   static constexpr bool kExactExp = false;
-  static constexpr uint32_t kHigh = 0xffff0000u;  // the second number of a lane; as a float, its value
+  static constexpr uint32_t kHigh = 0xffff0000u;  // the bits of a lane's second number; as a float, its value
 
   static PREFOLD_INLINE Part<float> mul_add(Part<float> acc, Part<uint32_t> x, Stored y) {
     return mul_add(acc, x, Part<uint32_t>{} + y);
@@ -91,7 +90,7 @@ struct InBf16Pairs {
       memcpy(&x, row, sizeof x);
     } else {
       Words some(0);
-      if (count > 0) memcpy(&some, row, count * sizeof(Bf16));  // where there is none, row may be null
+      if (count > 0) memcpy(&some, row, count * sizeof(Bf16));  // row may be null if count is 0
       x = some;
     }
     return x;
@@ -126,7 +125,7 @@ struct InBf16Pairs {
     memcpy(out, &halves, sizeof halves);
   }
 
-  // The numbers come from bfloat16, so that nothing is rounded.
+  // The numbers were bfloat16 before, so this rounds nothing.
   static PREFOLD_INLINE void store_values(uint32_t* out, int64_t, const Floats& first, const Floats& second) {
     const Words both = join(first, second);
     memcpy(out, &both, sizeof both);
@@ -157,13 +156,13 @@ using InBf16 = InFloat32<Bf16>;
 using InBf16Slots = InFloat32<Bf16, Bf16>;
 #endif
 
-// Pairs of a chunk as Stored: where they lie, or widened into memory of this object's.
+// The pairs of a chunk as Stored: in packed memory, or widened into this object's memory.
 template <class Format, int PAIRS, int MOST_DIM>
 struct ChunkPairs {
   using Stored = typename Format::Stored;
   static constexpr bool kWidens = !std::is_same_v<typename Format::Kept, Stored>;
 
-  // The pair number `j` of a chunk, which has `size` numbers at `kept`.
+  // Return pair `j` of a chunk, which has `size` numbers at `kept`.
   PREFOLD_INLINE const Stored* at(int j, const typename Format::Kept* kept, int64_t size) {
     if constexpr (kWidens) {
       Stored* out = numbers_ + j * size;

@@ -1,4 +1,4 @@
-// Quantises rows, and multiplies them with units of a matrix: see int8.h.
+// Quantises rows, and multiplies them with units of a matrix (int8.h).
 #include "int8.h"
 
 #include <array>
@@ -18,19 +18,19 @@ namespace prefold {
 namespace {
 
 constexpr int kRun = 32;  // numbers along k
-// Numbers this small count as zeros: what they are divided by has no reciprocal in float32.
+// If the largest number of a group is smaller, all count as zeros: its reciprocal would overflow in float32.
 constexpr float kTiny = 0x1p-100f;
 
 PREFOLD_INLINE Floats absolute(const Floats& x) { return as<float>(as<uint32_t>(x) & Words(0x7fffffffu)); }
 
-// Writes the lowest bytes of sixteen words; of each eight those at even places come first.
+// Write the lowest byte of each of sixteen words. Among every eight bytes, the bytes at even places come first.
 PREFOLD_INLINE void put_bytes(int8_t* to, const Words& words) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)words.part[0]);
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(bytes, order));
 #elif defined(__AVX2__)
-  // Each half of a register has four words, whose bytes go to their places among eight; the rest are zeros.
+  // Each half of a register has four words. Their bytes go to their places among eight; the other places are zeros.
   const __m256i order = _mm256_setr_epi8(0, 8, -1, -1, 4, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                                          -1, -1, 0, 8, -1, -1, 4, 12, -1, -1, -1, -1, -1, -1, -1, -1);
   for (int p = 0; p < kParts; ++p) {
@@ -45,17 +45,19 @@ PREFOLD_INLINE void put_bytes(int8_t* to, const Words& words) {
 #endif
 }
 
-// What the largest number of a group becomes, with so many digits of base 255.
-constexpr float kBase = 255, kLargest[] = {0, 127, 127 * kBase + 127, 64 * kBase * kBase};
+// The largest integer of a group, by the number of digits of base 255.
+constexpr float kBase = 255, kLargest[] = {0, 127, 127 * kBase + 127, 64 * (kBase * kBase)};
 
-// Added to a number below 2^22, it leaves the nearest whole one in the lowest bits, of equally near ones the even one.
+// Adding it to a number below 2^22 rounds that number to the nearest integer, in the lowest bits. Ties go to the even
+// one.
 constexpr float kWhole = 0x1.8p23f;
 
-// `count` numbers of a row, and zeros behind them, up to `group`, a multiple of 32, as rows of digits, `line` bytes apart, the
-// highest first. out [DIGITS]; sixteens [groups of sixteen, `stride` apart][DIGITS]: null where none are wanted
+// Quantise `count` numbers of a row, with zeros up to `group`, a multiple of 32. Each digit is a row of its own, `line`
+// bytes from the next, the highest digit first. out [DIGITS]; sixteens [groups of sixteen, `stride` apart][DIGITS], or
+// null.
 template <int DIGITS, class E>
-void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, int64_t line, RowGroup* out, RowGroup* sixteens,
-                    int64_t stride) {
+void quantise_group(const E* x, int64_t count, int64_t group, int8_t* to, int64_t line, RowGroup* out,
+                    RowGroup* sixteens, int64_t stride) {
   Floats most = zeros();
   Words unsafe(0);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -99,14 +101,14 @@ PREFOLD_INLINE Part<T> load_part(const void* at) {
   return x;
 }
 
-// What is added for a group, the same wherever its whole numbers were summed.
+// Add the sum of a group. All products use this function, so that they have the same bits.
 PREFOLD_INLINE Part<float> plus_group(Part<float> sum, Part<int32_t> whole, Part<float> scale, float of_row) {
   return sum + __builtin_convertvector(whole, Part<float>) * (scale * of_row);
 }
 
 constexpr int kHeader = kPanel * sizeof(float);  // bytes of scales, or of minima
 
-// ROWS rows times two vectors of columns at a time.
+// Multiply ROWS rows with two vectors of columns at a time.
 template <int ROWS, bool MINIMA, bool FETCH>
 PREFOLD_APART void add_rows(const Int8Pass& pass, float* tile) {
   constexpr int kBoth = 2 * kPartLanes, kPasses = kPanel / kBoth;
@@ -164,15 +166,15 @@ constexpr std::array<AddRows, sizeof...(ROWS)> adders(std::integer_sequence<int,
   return {add_rows<ROWS + 1, MINIMA, FETCH>...};
 }
 
-// By the number of rows, less one.
+// The functions by the number of rows, minus one.
 template <bool MINIMA, bool FETCH>
 constexpr auto kAdders = adders<MINIMA, FETCH>(std::make_integer_sequence<int, kBlockRows>());
 
 #ifdef PREFOLD_INT8_TILES
 
-constexpr int kTileNumbers = 64;  // of int8 in a row of a tile
+constexpr int kTileNumbers = 64;  // int8 numbers in a row of a tile
 
-// Adds the whole sums of rows [first, stop) of a group.
+// Add the integer sums of one group to the rows [first, stop).
 PREFOLD_INLINE void add_group(const int32_t* whole, const uint8_t* unit, const RowGroup* groups, Part<int32_t> shift,
                               int first, int stop, float* tile) {
   const Part<float> left = load_part<float>(unit), right = load_part<float>(unit + kPartBytes);
@@ -181,15 +183,15 @@ PREFOLD_INLINE void add_group(const int32_t* whole, const uint8_t* unit, const R
     float* to = tile + r * kPanel;
     const int32_t* from = whole + r * kPanel;
     const Part<float> a = plus_group(load_part<float>(to), load_part<int32_t>(from) + zero, left, groups[r].scale);
-    const Part<float> b =
-        plus_group(load_part<float>(to + kPartLanes), load_part<int32_t>(from + kPartLanes) + zero, right, groups[r].scale);
+    const Part<float> b = plus_group(load_part<float>(to + kPartLanes), load_part<int32_t>(from + kPartLanes) + zero,
+                                     right, groups[r].scale);
     memcpy(to, &a, sizeof a);
     memcpy(to + kPartLanes, &b, sizeof b);
   }
 }
 
-// Sixteen rows, and with TWO as many that begin `second` rows below. While tiles multiply a group, vectors add the sums
-// of the one before.
+// Multiply sixteen rows, and with TWO sixteen more that start at row `second`. While AMX multiplies a group, vectors
+// add the sums of the previous group.
 template <bool TWO>
 PREFOLD_APART void add_tiles(const Int8Pass& pass, int rows, float* tile) {
   alignas(64) int32_t whole[2][2 * kTile * kPanel];
@@ -254,7 +256,8 @@ PREFOLD_APART void add_tiles(const Int8Pass& pass, int rows, float* tile) {
 template <class E>
 Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads,
                   int64_t digits) {
-  constexpr int64_t kBadStride = 2048, kPadding = 64;  // bytes: not all rows into one corner of the nearest cache
+  // Bytes. A row stride that is a multiple of kBadStride would map all rows to the same sets of the nearest cache.
+  constexpr int64_t kBadStride = 2048, kPadding = 64;
   const int64_t padded = int8_padded(k), count = (padded + group - 1) / group, lines = rows * digits;
   const int64_t stride = padded % kBadStride ? padded : padded + kPadding;
   static thread_local Workspace workspace;
@@ -268,8 +271,8 @@ Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t gr
     for (int64_t r = first; r < stop; ++r) {
       for (int64_t g = 0; g < count; ++g) {
         const int64_t at = g * group, size = std::min(group, padded - at), line = r * digits;
-        one(x + r * x_row + at, std::min(size, k - at), size, numbers + line * stride + at, stride, groups + g * lines + line,
-            halves ? halves + at / kLanes * lines + line : nullptr, lines);
+        one(x + r * x_row + at, std::min(size, k - at), size, numbers + line * stride + at, stride,
+            groups + g * lines + line, halves ? halves + at / kLanes * lines + line : nullptr, lines);
       }
     }
   });
@@ -298,7 +301,7 @@ void add_int8_in_tiles(const Int8Pass& pass, int rows, float* sums) {
 
 namespace {
 
-// Panels of a matrix as int8 numbers: units of kS8 groups (blocks.h).
+// Pack a matrix into panels of int8, in units of kS8 groups (blocks.h).
 template <class E>
 int32_t pack_int8(const E* weight, int64_t row, int64_t outputs, int64_t k, int64_t group, uint8_t* out, int threads) {
   const int64_t padded = int8_padded(k), units = padded / group, unit_bytes = kPanel * (group + sizeof(float));
@@ -343,10 +346,10 @@ extern "C" int32_t prefold_has_int8() {
 #endif
 }
 
-#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                           \
+#define PREFOLD_EXPORT_PACK_INT8(name, E)                                                                              \
   extern "C" int32_t prefold_pack_int8_##name(const E* weight, int64_t row, int64_t outputs, int64_t k, int64_t group, \
-                                              uint8_t* out, int32_t threads) {                                      \
-    return pack_int8(weight, row, outputs, k, group, out, threads);                                                 \
+                                              uint8_t* out, int32_t threads) {                                         \
+    return pack_int8(weight, row, outputs, k, group, out, threads);                                                    \
   }
 PREFOLD_EXPORT_PACK_INT8(float32, float)
 PREFOLD_EXPORT_PACK_INT8(bfloat16, Bf16)

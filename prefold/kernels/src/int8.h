@@ -1,17 +1,17 @@
-// Products of rows of int8 with matrices of whole numbers of up to eight bits, whose sums within a group of numbers
-// along k are whole numbers too, and exact.
+// Products of int8 rows with matrices of integers of up to eight bits. The sums within a group of numbers along k are
+// integers too, so they are exact.
 //
-// Rows are quantised once for a product: of each group along k the largest number becomes 127. A matrix's numbers are
-// unsigned, u; what they stand for is scale * (u - zero), or scale * u + minimum, with a scale (and a minimum) for each
-// column and group. So a row a of whole numbers with the scale s gives, of each group,
+// Rows are quantised once per product: the largest number of each group along k becomes 127. A matrix's numbers u are
+// unsigned. They stand for scale * (u - zero), or scale * u + minimum, with a scale (and a minimum) for each column and
+// group. A row of integers a with the scale s adds this for each group:
 //
 //   s * scale * (sum of u a - zero * sum of a),   or   s * scale * sum of u a + minimum * s * sum of a
 //
-// whose first sums are whole numbers below 2^24. Those of groups are added in the order of k, in float32, by the same
-// operations whatever computes the first ones: a row's result does not depend on the rows beside it.
+// The inner sums are integers below 2^24. The results of the groups are added in the order of k, in float32, by the
+// same operations on every path. So a row's result does not depend on the rows beside it.
 //
-// Of every eight numbers along k, those at even places come first: in rows as in matrices. So blocks of files are
-// decoded with few instructions.
+// Among every eight numbers along k, the numbers at even places come first, in rows as in matrices. So blocks of files
+// can be decoded with few instructions.
 #pragma once
 
 #include "amx.h"
@@ -32,57 +32,57 @@
 
 namespace prefold {
 
-// A group of a row.
+// A group of numbers in a row.
 struct RowGroup {
   float scale;
-  float sum;     // of the numbers, times the scale
-  int32_t zero;  // the sum of the whole numbers, with the sign turned
+  float sum;     // the sum of the integers, times the scale
+  int32_t zero;  // minus the sum of the integers
 };
 
-// Rows as whole numbers, [rows][stride], and their groups, [groups][rows]. Groups of sixteen that have the scale of 32
-// are there where a matrix has such groups.
+// Rows as integers, [rows][stride], and their groups, [groups][rows]. sixteens: each group of 32 as two groups of
+// sixteen with the same scale, for matrices with groups of sixteen; null if no matrix needs them.
 struct Int8Rows {
   const int8_t* numbers;
   int64_t stride;
   const RowGroup *groups, *sixteens;
 };
 
-// k with zeros behind, which are whole runs of 32 numbers.
+// k rounded up to whole runs of 32 numbers; the rest are zeros.
 constexpr int64_t int8_padded(int64_t k) { return (k + 31) / 32 * 32; }
 
-// Quantises rows x [rows, k] in groups of `group` numbers, a multiple of 32. With several digits (few_rows.h) a row becomes as
-// many rows, whose sum it is. The memory is that of the calling thread, until its next call.
+// Quantise rows x [rows, k] in groups of `group` numbers, a multiple of 32. With several digits (few_rows.h) a row
+// becomes one row per digit, whose sum it is. The memory belongs to the calling thread, until its next call.
 template <class E>
 Int8Rows quantise(const E* x, int64_t x_row, int64_t rows, int64_t k, int64_t group, bool sixteens, int threads,
                   int64_t digits = 1);
 
-// Rows and a run of groups of a panel. units: as of `Int8Form`
+// Rows, and some groups of a panel. units: see `Int8Form`.
 struct Int8Pass {
   const int8_t* x;
   int64_t x_row;
-  const RowGroup* groups;  // of the first row; those of the next group are `groups_row` behind
+  const RowGroup* groups;  // of the first row; the next group is `groups_row` further on
   int64_t groups_row;
   const uint8_t* units;
   int64_t count;
   const Int8Form* form;
-  int64_t ahead;  // bytes that are fetched ahead of what is read; 0: none
+  int64_t ahead;  // bytes to prefetch ahead of the reading position; 0: do not prefetch
 };
 
-// Adds to sums [rows, kPanel], with up to kBlockRows rows.
+// Add the products to sums [rows, kPanel], for up to kBlockRows rows.
 void add_int8(const Int8Pass& pass, int rows, float* sums);
-// The same with 16 to 32 rows, in AMX's tiles, where groups are multiples of 64 and no minima are added.
+// The AMX version of add_int8, for 16 to 32 rows, groups of a multiple of 64 numbers, and no minima.
 void add_int8_in_tiles(const Int8Pass& pass, int rows, float* sums);
 
 #ifdef PREFOLD_INT8
 
-// Of each lane: sums, plus four products of unsigned bytes with signed ones.
+// For each lane: sums plus four products of unsigned bytes with signed bytes.
 PREFOLD_INLINE Part<int32_t> dot(Part<int32_t> sums, Part<uint32_t> u, Part<int32_t> a) {
 #ifdef __AVX512F__
   return (Part<int32_t>)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)u, (__m512i)a);
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
   return (Part<int32_t>)vusdotq_s32((int32x4_t)sums, (uint8x16_t)u, (int8x16_t)a);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  // Both factors are signed: the highest bit of u, which stands for 128, is a factor of its own, -128.
+  // Both factors are signed here. The highest bit of u, worth 128, is a factor of its own, -128.
   const Part<int32_t> low = (Part<int32_t>)vdotq_s32((int32x4_t)sums, (int8x16_t)(u & 0x7f7f7f7fu), (int8x16_t)a);
   return low - (Part<int32_t>)vdotq_s32(int32x4_t{}, (int8x16_t)(u & 0x80808080u), (int8x16_t)a);
 #else
@@ -91,14 +91,15 @@ PREFOLD_INLINE Part<int32_t> dot(Part<int32_t> sums, Part<uint32_t> u, Part<int3
 }
 
 constexpr int64_t kInt8Slab = 1024;  // numbers along k
-// A unit of 32 numbers with a scale and a minimum for each column, and two of sixteen.
+// The larger of a unit of 32 numbers with a scale and a minimum per column, and two units of sixteen with a scale.
 constexpr int64_t kMostUnitBytes = std::max(kPanel * (32 + 8), 2 * kPanel * (16 + 4));
 
-// Rows [first, stop), at most kGroupRows, times panel p.
+// Multiply rows [first, stop), at most kGroupRows, with panel p.
 inline void multiply_panel_in_int8(const Product& product, const Int8Rows& x, int64_t p, int64_t first, int64_t stop,
-                            const Store& store) {
+                                   const Store& store) {
   const Int8Form& form = *int8_form(product.blocks[p].type);
-  const int64_t rows = stop - first, k = product.steps * 4, columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
+  const int64_t rows = stop - first, k = product.steps * 4,
+                columns = std::min<int64_t>(kPanel, product.columns - p * kPanel);
 #ifdef PREFOLD_INT8_TILES
   const bool in_tiles = rows >= kTile && form.group % 64 == 0 && !form.minima && may_use_tiles();
   const int64_t most_rows = in_tiles ? 2 * kTile : kBlockRows;
@@ -125,7 +126,7 @@ inline void multiply_panel_in_int8(const Product& product, const Int8Rows& x, in
     else units = product.blocks[p].data + at / form.group * form.unit_bytes;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = block_row(b), next = std::min(rows, block_row(b + 1));
-      // The first rows fetch what follows this slab, on their way; few rows what is a little ahead.
+      // The first rows prefetch the data after this slab. Few rows prefetch data that is a little ahead.
       const int64_t ahead = form.decode || b > 0 ? 0 : blocks == 1 ? kAhead : count * form.unit_bytes;
       const Int8Pass pass{x.numbers + (first + row) * x.stride + at,
                           x.stride,
@@ -153,7 +154,7 @@ inline void multiply_panel_in_int8(const Product& product, const Int8Rows& x, in
   }
 }
 
-// The whole product, of x [rows, k] with row stride x_row, in parallel.
+// Multiply x [rows, k], of row stride x_row, with the whole matrix, in parallel.
 template <class E>
 void multiply_all_in_int8(const E* x, int64_t x_row, const BlockPanel* blocks, int64_t rows, int64_t columns, int64_t k,
                           int threads, const Store& store) {

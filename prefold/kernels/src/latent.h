@@ -1,11 +1,14 @@
-// Attention whose keys and values are made of latents (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+// Attention with latents (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 //
-// A row's latent c, and the tail of its key, which all heads share, are what a plane keeps. Head h has the key K[h] c, then
-// the tail, and the value V[h] c. There are two exact forms. Over slots, queries are absorbed: q . (K c) = (K^T q) . c, so
-// that all heads attend over the latents as over the keys of one KV head, whose values are the latents; V comes after the
-// sum over keys. Over the rows of a stream the keys and values of all heads are expanded once a step.
+// A plane stores a row's latent c, and the tail of its key, which all heads share. Head h has the key K[h] c, then the
+// tail, and the value V[h] c. There are two exact forms.
 //
-// Heads are taken in groups, so that what is made for a group stays small.
+// Over slots, queries are absorbed: q . (K c) = (K^T q) . c. So all heads attend over the latents like the keys of a
+// single KV head, whose values are the latents as well. V is applied after the sum over keys.
+//
+// Over the rows of a stream, the keys and values of all heads are expanded once per step.
+//
+// Heads are processed in groups, so that the scratch memory stays small.
 #pragma once
 
 #include <algorithm>
@@ -22,15 +25,16 @@ namespace prefold {
 template <class E>
 class LatentAttention {
  public:
-  // op: a kAttendLatent; rows: the queries
+  // op: a kAttendLatent; rows: the number of queries.
   LatentAttention(const ProgramCall& call, const Operation& op, int64_t rows)
       : call_(call), op_(op), of_(*static_cast<const LatentCall*>(op.call)), rows_(rows) {}
 
-  // Attends over slots into `out`. tiles: has the lists of the queries
+  // Attend over slots into `out`. tiles: the lists of the queries; the other fields are set here.
   int32_t over_slots(TileCall tiles, const SlotPlane& plane, const E* q, int64_t q_row, E* out) const {
     const int64_t numbers = rows_ * (2 * of_.rank + of_.tail + of_.value_dim);
     return for_groups(numbers, [&](int64_t first, int64_t heads, E* room) {
-      E *absorbed = room, *attended = absorbed + rows_ * heads * width(), *restored = attended + rows_ * heads * of_.rank;
+      E *absorbed = room, *attended = absorbed + rows_ * heads * width(),
+        *restored = attended + rows_ * heads * of_.rank;
       int32_t failed = for_heads(first, heads, rows_, [&](int64_t h, int32_t threads) {
         return multiply(q + h * query_dim(), q_row, matrix(of_.absorb, of_.absorb_words, h),
                         absorbed + (h - first) * rows_ * width(), rows_, width(), query_dim(), threads);
@@ -50,9 +54,9 @@ class LatentAttention {
     });
   }
 
-  // Attends over the latents of a path, [path, width], and of the `count` rows of the stream, into `out`.
-  int32_t over_rows(TileCall tiles, const E* path, int64_t path_rows, const E* rows, int64_t row, int64_t count, const E* q,
-                    int64_t q_row, E* out) const {
+  // Attend over the latents of a path, [path, width], and of the stream's `count` new rows, into `out`.
+  int32_t over_rows(TileCall tiles, const E* path, int64_t path_rows, const E* rows, int64_t row, int64_t count,
+                    const E* q, int64_t q_row, E* out) const {
     const int64_t keys = path_rows + count, size = of_.dim + of_.value_dim;
     return for_groups(keys * size + tiles.queries * of_.value_dim, [&](int64_t first, int64_t heads, E* room) {
       E *expanded = room, *attended = expanded + heads * keys * size;
@@ -84,19 +88,19 @@ class LatentAttention {
     });
   }
 
-  // Numbers that a plane keeps of a row.
+  // The numbers per row in a plane.
   int64_t width() const { return of_.rank + of_.tail; }
 
  private:
   static constexpr bool kBf16 = !std::is_same_v<E, float>;
-  static constexpr int64_t kRoom = 32 << 20;  // bytes that a group may take, if it has more than kMaxHeads heads
+  static constexpr int64_t kRoom = 32 << 20;  // bytes of scratch memory for a group of more than kMaxHeads heads
 
   int64_t query_dim() const { return of_.dim + of_.tail; }
   static const uint32_t* matrix(const void* every, int64_t words, int64_t head) {
     return static_cast<const uint32_t*>(every) + head * words;
   }
 
-  // body(first head, heads, memory for `numbers` numbers of each head), group by group.
+  // Run body(first head, heads, memory) for each group. memory: `numbers` numbers for each head.
   template <class F>
   int32_t for_groups(int64_t numbers, const F& body) const {
     static thread_local Workspace workspace;
@@ -110,7 +114,7 @@ class LatentAttention {
     return 0;
   }
 
-  // body(head, threads): heads side by side if there are few rows, else one after the other.
+  // Run body(head, threads). With few rows, heads run in parallel; with many, one after the other.
   template <class F>
   int32_t for_heads(int64_t first, int64_t heads, int64_t rows, const F& body) const {
     constexpr int64_t kFew = 64;
@@ -129,8 +133,8 @@ class LatentAttention {
     return failed;
   }
 
-  static int32_t multiply(const E* x, int64_t x_row, const uint32_t* words, E* out, int64_t rows, int64_t columns, int64_t k,
-                          int32_t threads) {
+  static int32_t multiply(const E* x, int64_t x_row, const uint32_t* words, E* out, int64_t rows, int64_t columns,
+                          int64_t k, int32_t threads) {
     if (!rows) return 0;
     if constexpr (kBf16) {
       return prefold_linear_bfloat16(x, x_row, words, nullptr, nullptr, out, rows, columns, k, threads, nullptr);
@@ -139,7 +143,7 @@ class LatentAttention {
     }
   }
 
-  // Puts [heads, rows, value_dim] into their columns of out [rows, all heads, value_dim].
+  // Copy [heads, rows, value_dim] into these heads' columns of out [rows, all heads, value_dim].
   void put(const E* from, E* out, int64_t first, int64_t heads) const {
     const int64_t size = of_.value_dim;
     parallel_ranges(rows_, heads * size, call_.threads, [&](int64_t begin, int64_t stop) {

@@ -1,4 +1,4 @@
-// What the compiler makes of interface.h. `scripts/generate` writes this file.
+// Reports sizes, offsets and signatures of interface.h. `scripts/generate` writes this file.
 #include "layout.h"
 
 #define PLACE(type, field) {#type "." #field, offsetof(type, field), sizeof(type::field)}

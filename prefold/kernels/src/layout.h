@@ -1,5 +1,5 @@
-// What a compiler makes of interface.h, as lines of text: values, places in memory, and signatures. Python makes the
-// same lines from its own structures (kernels/interface.py), and compares the two when it loads a library.
+// Reports interface.h as the compiler has it, in lines of text: values, offsets and sizes, signatures. Python writes
+// the same lines from its own structures (kernels/interface.py), and compares both when it loads a library.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Value {
   int64_t value;
 };
 
-// A structure, or a field of one.
+// A structure, or a field of a structure.
 struct Place {
   const char* name;
   size_t offset, size;
@@ -26,7 +26,7 @@ struct Signature {
   std::string letters;
 };
 
-// The letter of a type that a function takes or returns: `LETTERS` of kernels/interface.py.
+// The letter for a parameter or result type: `LETTERS` of kernels/interface.py.
 template <class T>
 constexpr char letter() {
   constexpr bool is_number = std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, float>;

@@ -1,17 +1,17 @@
-// What is asked of rows of logits: the logarithm of the sum of their exponentials, the largest numbers, the entropy of the
-// probabilities that they stand for, and ranks.
+// Statistics of rows of logits: log-sum-exp, the largest numbers, the entropy of the probabilities, and ranks.
+#include "logits.h"
+
 #include <cmath>
 
 #include "interface.h"
-#include "logits.h"
 #include "parallel.h"
 
 namespace prefold {
 namespace {
 
-constexpr int64_t kTopChunk = 256;  // numbers that are compared with the least of the largest at once
+constexpr int64_t kTopChunk = 256;  // numbers to compare at once with the smallest of the largest
 
-// Where there is nothing to sum: NaN, or the largest number itself.
+// The log-sum-exp if the largest number is not finite: NaN if any number is NaN, else the largest number.
 float not_summed(const float* x, int64_t count, float top) {
   for (int64_t i = 0; i < count; ++i) {
     if (std::isnan(x[i])) return x[i];
@@ -36,7 +36,7 @@ struct Spread {
   float log_sum_exp, entropy;
 };
 
-// With p = exp(x - top) / sum the entropy is log sum - sum p (x - top); a number of -inf adds nothing to it.
+// With p = exp(x - top) / sum, the entropy is log(sum) - sum of p (x - top). A logit of -inf adds nothing.
 Spread spread_of(const float* x, int64_t count, float top) {
   if (!std::isfinite(top)) return {not_summed(x, count, top), std::nanf("")};
   const Floats scale(1.44269504f), shift(top), lowest(-1e30f);
@@ -52,10 +52,10 @@ Spread spread_of(const float* x, int64_t count, float top) {
   return {static_cast<float>(top + std::log(sum)), static_cast<float>(std::log(sum) - total / sum)};
 }
 
-// NaN counts as the least number.
+// NaN counts as the lowest number.
 float key(float x) { return std::isnan(x) ? kLowest : x; }
 
-// values, places [count]: the largest numbers of a row so far, falling; of equals the first comes first.
+// The largest numbers of a row so far, in descending order: values, places [count]. Ties go to the lower place.
 struct Top {
   const float* x;
   int64_t count;
@@ -63,7 +63,7 @@ struct Top {
   int64_t* places;
   int64_t held = 0;
 
-  // Numbers are taken in the order of their places, so an equal number goes behind those before it.
+  // Places come in ascending order, so a number is inserted after its equals.
   void take(int64_t place) {
     const float own = key(x[place]);
     if (held == count) {
@@ -77,7 +77,7 @@ struct Top {
   }
 };
 
-// Chunks without a number that is larger than the last one held are passed over.
+// Skip chunks in which no number exceeds the smallest number held.
 void find_top(const float* x, int64_t columns, int64_t count, float* values, int64_t* places) {
   Top top{x, count, values, places};
   int64_t at = 0;
@@ -94,7 +94,7 @@ void find_top(const float* x, int64_t columns, int64_t count, float* values, int
 int64_t count_larger(const float* x, int64_t columns, float value) {
   int64_t total = 0;
   for (int64_t first = 0; first < columns; first += kChunk) {
-    int32_t here = 0;  // as wide as the numbers, for vectors
+    int32_t here = 0;  // as wide as a float, so that the loop vectorises
     const int64_t stop = std::min(columns, first + kChunk);
     for (int64_t i = first; i < stop; ++i) here += x[i] > value;
     total += here;

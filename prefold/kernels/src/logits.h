@@ -1,4 +1,4 @@
-// Going through a row of logits, sixteen numbers at a time.
+// Loops over a row of logits, sixteen numbers at a time.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace prefold {
 
-constexpr int64_t kChunk = 1024;   // numbers
-constexpr int kSums = 4;           // vectors that are summed side by side
+constexpr int64_t kChunk = 1024;  // numbers
+constexpr int kSums = 4;          // independent vectors of sums
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// body(which of kSums, numbers) for [0, count) in vectors; past the end the lanes are -inf.
+// Run body(i, vector) for all numbers in [0, count), with i below kSums. Lanes past the end are -inf.
 template <class Body>
 PREFOLD_INLINE void for_numbers(const float* x, int64_t count, const Body& body) {
   int64_t d = 0;
@@ -26,7 +26,7 @@ PREFOLD_INLINE void for_numbers(const float* x, int64_t count, const Body& body)
   }
 }
 
-// NaN is not the largest of anything.
+// NaN is ignored.
 inline float max_of(const float* x, int64_t count) {
   Floats top[kSums];
   for (Floats& t : top) t = Floats(kLowest);
@@ -36,7 +36,7 @@ inline float max_of(const float* x, int64_t count) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// The first of the largest numbers, and where it is; -inf at 0 where all are -inf or NaN.
+// The largest number and its first index; -inf and 0 if all numbers are -inf or NaN.
 struct Largest {
   float value;
   int64_t at;

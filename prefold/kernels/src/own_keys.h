@@ -1,9 +1,9 @@
-// The keys that one query sees and too few others of its tile: dimensions lie on the lanes, and a task's heads go
-// side by side, so that each key is read once for all of them.
+// The keys that one query sees, but too few other queries of its tile. Dimensions lie on the lanes, and a task's heads
+// are processed together, so each key is read once for all of them.
 //
-// The sums go on from those of the tile's lists, where there are any; scores, online softmax and values come in
-// chunks as there. A score is a sum across lanes: those of as many keys as there are lanes are added up in one
-// tree that ends with a key a lane.
+// The sums continue from the tile's lists, if it has lists. Scores, online softmax and values are computed chunk by
+// chunk, as in tile_keys.h. A score is a sum across lanes. The scores of as many keys as a part has lanes are summed in
+// one tree, which ends with one key per lane.
 #pragma once
 
 #include <cmath>
@@ -13,10 +13,10 @@
 
 namespace prefold {
 
-constexpr int kOwnPairs = 32;  // of a chunk
-constexpr int64_t kLine = 64;  // bytes that memory gives at once
+constexpr int kOwnPairs = 32;  // per chunk
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// Lane i of the result is x[i] + x[i ^ DISTANCE], or with y in place of x in the lanes that have the bit DISTANCE.
+// Lane i of the result is x[i] + x[i ^ DISTANCE]. Lanes whose number has the bit DISTANCE use y instead of x.
 template <int DISTANCE>
 PREFOLD_INLINE Part<float> add_across(Part<float> x, Part<float> y) {
   const Part<int32_t> lane = lane_numbers(0);
@@ -25,7 +25,8 @@ PREFOLD_INLINE Part<float> add_across(Part<float> x, Part<float> y) {
          pick(x, y, upper ? lane + (kPartLanes - DISTANCE) : lane + DISTANCE);
 }
 
-// One query and H heads, with their sums over keys that were read; as TileQueries, it does not know how keys are kept.
+// One query and H heads, with their sums over the keys so far. Like TileQueries, it does not depend on how keys are
+// stored.
 template <class Format, int H>
 class OneQuery {
   using Element = typename Format::Element;
@@ -34,7 +35,7 @@ class OneQuery {
   static constexpr int kWidth = Format::kWidth;
 
  protected:
-  // Keys whose scores are accumulated at once, and parts of a result's dimensions.
+  // Keys whose scores are summed at once, and parts of a result's dimensions that are.
   static constexpr int kKeys = power_of_two(std::min(kPartLanes, kAccumulators / H));
   static constexpr int kDimParts = power_of_two(kAccumulators / H);
 
@@ -82,7 +83,7 @@ class OneQuery {
     for (int key = 0; key < 2 * pairs_; key += kPartLanes) score_part(key);
   }
 
-  // The scores of as many keys as a part has lanes; blocks past the last key are left out.
+  // Compute the scores of as many keys as a part has lanes. Skip blocks past the last key.
   PREFOLD_APART void score_part(int key) {
     for (int j = key / 2; j < std::min(key / 2 + kPartLanes / 2, pairs_); ++j) fetch(kept_value_at_[j], value_bytes_);
     constexpr int kBlocks = kPartLanes / kKeys;
@@ -99,7 +100,7 @@ class OneQuery {
     }
   }
 
-  // Sums of kKeys keys from pair `pair` on: lane i holds a share of key i % kKeys.
+  // Compute the sums of kKeys keys from pair `pair` on. Lane i has a partial sum for key i % kKeys.
   PREFOLD_INLINE void score_block(int pair, Part<float>* sums) {
     const Stored* const* keys = key_at_ + pair;
     const Part<Lane>* queries = reinterpret_cast<const Part<Lane>*>(query_at_);
@@ -116,7 +117,7 @@ class OneQuery {
     }
   }
 
-  // BYTES of each key from step `d` on; the query's numbers past them are zeros.
+  // Multiply BYTES of each key from step `d` on. After them the query's numbers are zeros.
   template <size_t BYTES>
   PREFOLD_INLINE void score_step(const Stored* const* keys, int d, const Part<Lane>* queries, int part,
                                  Part<float> (*acc)[kKeys]) {
@@ -132,8 +133,9 @@ class OneQuery {
     }
   }
 
-  // Adds up COUNT vectors into the first: lane i gets the sum of its own SPAN * COUNT neighbours in vector
-  // i / SPAN % COUNT. COUNT and SPAN are powers of two.
+  // Sum COUNT vectors into the first one. Its lane i becomes a sum over vector i / SPAN % COUNT: of the COUNT lanes
+  // whose distance from i is a multiple of SPAN, within the aligned group of SPAN * COUNT lanes. Both are powers of
+  // two.
   template <int COUNT, int SPAN>
   static PREFOLD_INLINE void add_tree(Part<float>* x) {
     if constexpr (COUNT > 1) {
@@ -143,7 +145,7 @@ class OneQuery {
     }
   }
 
-  // As in TileKeys, a head at a time.
+  // See TileKeys; one head at a time.
   PREFOLD_APART void soften() {
     const Floats scale(call_.scale * 1.44269504f);  // exp(x) = 2^(x log2 e)
     for (int h = 0; h < H; ++h) {
@@ -176,8 +178,8 @@ class OneQuery {
 
   Stored* probabilities(int head) { return probabilities_ + head * 2 * kOwnPairs / kWidth; }
 
-  // out_ = out_ * rescale_ + p . v, for the parts of the dimensions from `part` on: as many blocks of DIMS as
-  // fit, then smaller ones.
+  // out_ = out_ * rescale_ + p . v, for the dimensions from part `part` on: as many blocks of DIMS parts as fit, then
+  // smaller blocks.
   template <int DIMS>
   PREFOLD_INLINE void add_values(int part) {
     for (; part + DIMS <= dim_parts_; part += DIMS) add_value_block<DIMS>(part);
@@ -219,7 +221,7 @@ class OneQuery {
 
   Part<float>& out_part(int part, int head) { return out_[part / kParts * H + head].part[part % kParts]; }
 
-  // As in TileKeys: where a value beside one that is seen is not finite.
+  // See TileKeys. For pairs in which the query does not see a value that is not finite.
   void add_values_by_choice() {
     for (int i = 0; i < dim_ / kLanes * H; ++i) out_[i] *= Floats(rescale_[i % H]);
     for (int key = 0; key < 2 * pairs_; ++key) {
@@ -248,12 +250,12 @@ class OneQuery {
 
   const TileCall& call_;
   const Tile& tile_;
-  const int64_t dim_, value_row_, key_bytes_, value_bytes_;  // of values: padded dimensions, and as of Packed
+  const int64_t dim_, value_row_, key_bytes_, value_bytes_;  // padded dimensions of values; value_row_: see Packed
   const int steps_, dim_parts_;
   int pairs_;
   uint64_t visible_;  // bit i: whether the query sees key i of the pairs
   const Stored *key_at_[kOwnPairs + kLanes], *value_at_[kOwnPairs];
-  const void *kept_value_at_[kOwnPairs], *next_key_at_[kOwnPairs];  // for `fetch`
+  const void *kept_value_at_[kOwnPairs], *next_key_at_[kOwnPairs];  // to prefetch
   float max_[H], sum_[H], rescale_[H];
   float scores_[H * 2 * kOwnPairs];
   Stored probabilities_[H * 2 * kOwnPairs / kWidth];
@@ -261,7 +263,7 @@ class OneQuery {
   Floats out_[kMaxDim / kLanes * H];
 };
 
-// The keys of the runs of one query, where they are kept.
+// The keys in the own runs of one query, in packed memory.
 template <class Format, int H>
 class OwnKeys : public OneQuery<typename Format::Read, H> {
   using Base = OneQuery<typename Format::Read, H>;
@@ -273,7 +275,7 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
   OwnKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
       : Base(call, packed, tile), packed_(packed) {}
 
-  // `sums` of the tile's lists, or null where they are empty.
+  // sums: of the tile's lists; null if the tile has no lists.
   void run(int query, const TileSums* sums) {
     const int64_t* offset = call_.own_offsets + tile_.first_query + query;
     run_ = call_.own + offset[0];
@@ -299,14 +301,14 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
   }
 
  private:
-  // Pairs of slots; bit i of `visible` says whether the query sees key i of them.
+  // Pairs of slots. Bit i of `visible`: the query sees key i of the pairs.
   struct Chunk {
     int pairs;
     uint64_t visible;
     int32_t pair[kOwnPairs];
   };
 
-  // The next pairs of the query's runs; none at their end.
+  // Find the next pairs of the query's runs. There are 0 pairs at the end.
   void find_chunk(Chunk& chunk) {
     chunk.pairs = 0;
     chunk.visible = 0;
@@ -322,8 +324,8 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
     }
   }
 
-  // Goes on to the chunk that was found, and finds the one behind it, whose keys are fetched while this one's values
-  // are added up: the memory's own foresight ends with a page and with a run.
+  // Move on to the chunk that was found, and find the next one. Its keys are prefetched while the values of this chunk
+  // are summed: the hardware does not prefetch across the end of a page or a run.
   void take_chunk() {
     const Kept* keys = packed_.key_pairs(tile_.kv_head);
     const Kept* values = packed_.value_pairs(tile_.kv_head);
@@ -334,14 +336,14 @@ class OwnKeys : public OneQuery<typename Format::Read, H> {
       key_at_[j] = chunk_keys_.at(j, keys + pair_[j] * packed_.key_size, packed_.key_size);
       kept_value_at_[j] = values + pair_[j] * packed_.value_size;
     }
-    // A register block of scores takes whole numbers of keys.
+    // A register block of scores needs a whole number of keys.
     for (int j = pairs_; j % (kKeys / 2) != 0; ++j) key_at_[j] = key_at_[pairs_ - 1];
     find_chunk(next_);
     for (int j = 0; j < next_.pairs; ++j) next_key_at_[j] = keys + next_.pair[j] * packed_.key_size;
     for (int j = next_.pairs; j < pairs_; ++j) next_key_at_[j] = kept_value_at_[j];
   }
 
-  // The chunk's values, which were fetched while its keys were scored.
+  // Find the values of the chunk, which were prefetched while its keys were scored.
   void find_values() {
     for (int j = 0; j < pairs_; ++j) {
       value_at_[j] = chunk_values_.at(j, static_cast<const Kept*>(kept_value_at_[j]), packed_.value_size);

@@ -1,4 +1,4 @@
-// Packing keys and values for the attention kernel, in parallel.
+// Packs keys and values for the attention kernel, in parallel.
 #pragma once
 
 #include <atomic>
@@ -11,13 +11,13 @@
 
 namespace prefold {
 
-// Where the rows of keys (or values) lie: carried ones, then new ones.
+// The rows of keys (or values): rows of the path, then new rows.
 template <class E>
 struct RowSource {
   const E *path, *rows;
   int64_t path_count, count, path_row, path_head, row, head;
 
-  // Null past the last row: zeros are packed there.
+  // Return null past the last row. Zeros are packed there.
   const E* at(int64_t key, int64_t kv_head) const {
     if (key < path_count) return path + key * path_row + kv_head * path_head;
     key -= path_count;
@@ -25,14 +25,14 @@ struct RowSource {
   }
 };
 
-// The last numbers of keys, which all KV heads share.
+// The last numbers of keys, if all KV heads share them.
 template <class E>
 struct KeyTails {
   RowSource<E> rows;
-  int64_t dim;  // 0: there are none
+  int64_t dim;  // 0: keys have no shared numbers
 };
 
-// A row of keys, or zeros where `row` is null.
+// Pack a row of keys, or zeros if `row` is null.
 template <class Format>
 PREFOLD_INLINE void pack_key(typename Format::Kept* out, const typename Format::Element* row, int64_t dim,
                              int64_t padded) {
@@ -44,7 +44,7 @@ PREFOLD_INLINE void pack_key(typename Format::Kept* out, const typename Format::
       store(out + d, x);
     } else if (padded - d >= kStep) {
       memcpy(out + d / Format::kWidth, &x, sizeof x);
-    } else {  // a row ends after eight pairs where its dimensions are an odd multiple of sixteen
+    } else {  // half a step is left if the dimensions are an odd multiple of sixteen
       memcpy(out + d / Format::kWidth, &x, sizeof x / 2);
     }
   }
@@ -67,7 +67,7 @@ void pack_keys(const Packed<Format>& packed, const RowSource<typename Format::El
   }
 }
 
-// All bits set in the lanes that hold an infinity or NaN, or what bfloat16 rounds to an infinity.
+// Set all bits in lanes with an infinity or NaN, or with a number that bfloat16 rounds to an infinity.
 PREFOLD_INLINE Words not_finite(const Floats& x) {
   return Words::make([&](int p) {
     const Part<int32_t> size = (Part<int32_t>)x.part[p] & 0x7fffffff;
@@ -75,13 +75,13 @@ PREFOLD_INLINE Words not_finite(const Floats& x) {
   });
 }
 
-// Zero in place of what is not finite, or what bfloat16 rounds to an infinity.
+// Replace infinities, NaN, and numbers that bfloat16 rounds to an infinity by zero.
 PREFOLD_INLINE Floats finite_or_zero(const Floats& x) {
   const Words bad = not_finite(x);
   return Floats::make([&](int p) { return (Part<float>)((Part<uint32_t>)x.part[p] & ~bad.part[p]); });
 }
 
-// True where all values of the pair are finite.
+// Pack a pair of values. Return whether all of them are finite.
 template <class Format>
 bool pack_values(const Packed<Format>& packed, const RowSource<typename Format::Element>& source, int64_t dim,
                  int64_t head, int64_t pair) {
@@ -113,8 +113,8 @@ Packed<Format> pack(const RowCall& call, Workspace& workspace) {
 
   const auto source = [&](const void* path, const void* rows, int64_t path_row, int64_t path_head, int64_t row,
                           int64_t head) {
-    return RowSource<E>{static_cast<const E*>(path), static_cast<const E*>(rows), call.path, call.rows,
-                        path_row, path_head, row, head};
+    return RowSource<E>{
+        static_cast<const E*>(path), static_cast<const E*>(rows), call.path, call.rows, path_row, path_head, row, head};
   };
   const auto keys = source(call.path_k, call.k, call.path_k_row, call.path_k_head, call.k_row, call.k_head);
   const auto values = source(call.path_v, call.v, call.path_v_row, call.path_v_head, call.v_row, call.v_head);

@@ -6,12 +6,13 @@
 
 namespace prefold {
 
-// Numbers to read or write, and products to sum, below which another thread costs more than it saves: some
-// microseconds, and far more on a busy machine.
+// The least work per thread: numbers to read or write, and products to sum. With less, another thread costs more than
+// it saves: some microseconds, and far more on a busy machine.
 constexpr int64_t kNumbersPerThread = 16384;
 constexpr int64_t kProductsPerThread = 500000;
 
-// A function object that outlives the call it is passed to. Functions that take one are compiled once, not for each body.
+// A reference to a function object that outlives the call. Functions with a Body parameter are compiled once, not once
+// for each function object.
 template <class... Arguments>
 class Body {
  public:
@@ -26,21 +27,21 @@ class Body {
   void (*call_)(const void*, Arguments...);
 };
 
-// body(participant) by up to `threads` threads at once; one call of body must be enough to do all the work.
+// Run body(participant) on up to `threads` threads at once. One call of body must be able to do all the work.
 void together(int threads, const Body<int>& body);
 
-// body(i) for every i of [0, n), taken one by one in ascending order by whichever thread is free.
+// Run body(i) for every i of [0, n). Each free thread takes the next i, in ascending order.
 void parallel_tasks(int64_t n, int threads, const Body<int64_t>& body);
 
-// Called in each thread of a loop with the thread's part of it, which it calls once.
+// Each thread of a loop calls it with the thread's part of the loop. It must call that part exactly once.
 using Around = Body<const Body<>&>;
 
-// body(i) for every i of [0, n): each thread one after the other of its own equal share, then of what others have
-// not come to. For work on memory that is fetched ahead.
+// Run body(i) for every i of [0, n). Each thread goes through its own equal share in order, then helps with the rest of
+// the other shares. For work that prefetches the memory of the next i.
 void parallel_shares(int64_t n, int threads, const Body<int64_t>& body, const Around& around);
 void parallel_shares(int64_t n, int threads, const Body<int64_t>& body);
 
-// body(first, last) on contiguous pieces of [0, n); `size` numbers each.
+// Run body(first, last) on contiguous pieces of [0, n). size: numbers per i, for the choice of the number of threads.
 void parallel_ranges(int64_t n, int64_t size, int threads, const Body<int64_t, int64_t>& body);
 
 }  // namespace prefold

@@ -1,9 +1,9 @@
-// Writing down the keys of a tile by their places, so that a query's keys are added up in the same portions whatever the
-// tile's other queries see.
+// Writes the keys of a tile by their places. So the keys of a query are summed in the same portions, no matter which
+// keys the tile's other queries see.
 //
-// The keys on a query's path are numbered from the root. Keys [kPlaces * c, kPlaces * (c + 1)) are portion c, and a chunk
-// holds one portion of each of its queries: queries whose paths part within a portion get a chunk each for it, and the
-// keys before the fork stand in both chunks.
+// The keys on a query's path are numbered from the root. Portion c has the keys [kPlaces * c, kPlaces * (c + 1)). A
+// chunk has one portion of each of its queries. If the paths of two queries part within a portion, each query gets its
+// own chunk for this portion, and both chunks contain the keys before the fork.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class PlacedWriter {
  public:
   explicit PlacedWriter(TileLists& lists) : lists_(lists) {}
 
-  // Takes the pieces of a tile of `count` queries in any order; the keys of a path have different depths.
+  // Add a piece of a tile of `count` queries, in any order. Keys on the same path must have different depths.
   void add(const PathPiece& piece, int count) {
     count_ = count;
     if (!piece.queries) return;
@@ -49,7 +49,7 @@ class PlacedWriter {
         open_.push_back(pieces[order_[next++]]);
       }
       const PathPiece& one = open_.front();
-      if (open_.size() == 1 && one.depth <= portion * kPlaces) {  // alone, for so many portions
+      if (open_.size() == 1 && one.depth <= portion * kPlaces) {  // the only open piece, for whole portions
         int64_t stop = one.stop() / kPlaces;
         if (next < order_.size()) stop = std::min(stop, pieces[order_[next]].depth / kPlaces);
         if (stop > portion) {
@@ -71,15 +71,17 @@ class PlacedWriter {
     uint32_t queries[kPlaces];
   };
 
-  // Queries that see the same key at each place where both see one share a chunk.
+  // Queries share a chunk if they see the same key at each place at which both see a key.
   void write_portion(int64_t portion) {
     groups_.clear();
     for (int r = 0; r < count_; ++r) {
       const uint32_t bit = 1u << r;
-      if (std::none_of(open_.begin(), open_.end(), [&](const PathPiece& piece) { return piece.queries & bit; })) continue;
-      const auto fits = [&](const Group& group) { return each_key(portion, bit, [&](int64_t place, int64_t key) {
-        return group.key[place] < 0 || group.key[place] == key;
-      }); };
+      if (std::none_of(open_.begin(), open_.end(), [&](const PathPiece& piece) { return piece.queries & bit; }))
+        continue;
+      const auto fits = [&](const Group& group) {
+        return each_key(portion, bit,
+                        [&](int64_t place, int64_t key) { return group.key[place] < 0 || group.key[place] == key; });
+      };
       auto group = std::find_if(groups_.begin(), groups_.end(), fits);
       if (group == groups_.end()) {
         groups_.emplace_back();
@@ -106,7 +108,7 @@ class PlacedWriter {
     }
   }
 
-  // Whether body(place, key) is true for all keys of a portion that a query sees.
+  // Return whether body(place, key) is true for all keys of a portion that the query `bit` sees.
   template <class Body>
   bool each_key(int64_t portion, uint32_t bit, const Body& body) const {
     const int64_t begin = portion * kPlaces;
@@ -121,7 +123,8 @@ class PlacedWriter {
   }
 
   void append(int64_t first, int64_t count, int64_t place, uint32_t queries) {
-    // Lanes past the last query are never stored: let them see what all others see, so that no mask is needed.
+    // Lanes past the last query are never stored. Let them see all keys, so that a run that all queries see has no
+    // mask.
     lists_.placed.push_back({static_cast<int32_t>(first), static_cast<int32_t>(count), static_cast<int32_t>(place),
                              queries == (1u << count_) - 1 ? kAllQueries : queries});
   }

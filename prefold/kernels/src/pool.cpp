@@ -1,13 +1,14 @@
-// Threads of our own, which neither wait for each other at a barrier nor keep a core busy that somebody else needs.
+// prefold's own threads. They do not wait for each other at a barrier, and do not keep a core busy that another process
+// needs.
 //
-// A parallel loop in OpenMP ends when every thread of the team has come to its end, also one that the system has not
-// let run at all because another process has its core. Here the calling thread begins at once, the threads that come
-// in time help, and the caller waits only for threads that are in the middle of something.
+// A parallel loop in OpenMP ends when every thread of the team has reached its end, even a thread that never ran
+// because another process has its core. Here the calling thread starts at once, and threads that arrive in time help.
+// The caller waits only for threads that are in the middle of some work.
 //
-// Waking a thread that sleeps costs as much as a short loop takes, on a virtual machine more. So threads spin from
-// one loop to the next, for as long as the gaps between loops have lately been, and sleep when the next loop does not
-// come by then. Spinning is free only while nobody else wants the core: the involuntary context switches of the
-// threads tell when somebody does, and then threads sleep after microseconds (`patience.h`).
+// Waking a sleeping thread costs as much as a short loop, and more on a virtual machine. So threads spin from one loop
+// to the next, for about as long as recent gaps between loops, and sleep if the next loop has not come by then.
+// Spinning is free only while no other process wants the core. The involuntary context switches of the threads show
+// when one does. Then threads sleep after microseconds (`patience.h`).
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -22,14 +23,14 @@
 namespace prefold {
 namespace {
 
-// Pieces that a thread's share of a loop is cut into, so that others can take what it has not come to.
+// Pieces of each thread's share of a loop. Other threads can run the pieces that the thread has not started.
 constexpr int64_t kPieces = 4;
 
 class Pool {
   static constexpr int kMostThreads = 1024;
 
  public:
-  // The pool of this process; one that was made before a fork is left to the parent.
+  // The pool of this process. A pool from before a fork belongs to the parent.
   static Pool& of_process() {
     static std::once_flag registered;
     std::call_once(registered, in_forks, [] { current().store(nullptr); });
@@ -41,8 +42,9 @@ class Pool {
     return *pool;
   }
 
-  // body(participant) in the calling thread, as participant 0, and in up to `threads - 1` others that come before it
-  // is done. One call of body must be enough to do all the work. Where another thread is in `run`, it is.
+  // Run body(participant) on the calling thread, as participant 0, and on up to `threads - 1` other threads that arrive
+  // before it is done. One call of body must be able to do all the work: if another thread is in `run`, only the
+  // calling thread runs it.
   void run(int threads, const Body<int>& body) {
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     if (!turn) return body(0);
@@ -72,7 +74,7 @@ class Pool {
   }
 
  private:
-  // gate_: the number of the loop (upper half), whether it is open to who comes, and how many are in it.
+  // gate_: the number of the loop (upper half), whether threads may still enter, and how many threads are in it.
   static constexpr uint32_t kOpen = 1u << 31;
   static uint32_t number(uint64_t gate) { return static_cast<uint32_t>(gate >> 32); }
   static bool open(uint64_t gate) { return gate & kOpen; }
@@ -92,7 +94,7 @@ class Pool {
     if (threads_ + 1 >= threads) return;
     try {
       for (; threads_ + 1 < threads; ++threads_) start_thread([this, number = threads_ + 1] { work(number); });
-    } catch (const std::system_error&) {  // as many as there are, then
+    } catch (const std::system_error&) {  // continue with the threads that exist
     }
   }
 
@@ -125,7 +127,7 @@ class Pool {
     }
   }
 
-  std::mutex turn_;  // of those who call `run`
+  std::mutex turn_;  // held by the thread that calls `run`
   int threads_ = 0;
   const Body<int>* body_ = nullptr;
   int participants_ = 0;
@@ -133,7 +135,7 @@ class Pool {
   alignas(64) std::atomic<int> sleeping_{0};
   std::atomic<bool> caller_sleeps_{false};
   Patience patience_;
-  std::mutex mutex_;  // of those who sleep
+  std::mutex mutex_;  // of wake_ and done_
   std::condition_variable wake_, done_;
 };
 
@@ -186,8 +188,7 @@ void parallel_ranges(int64_t n, int64_t size, int threads, const Body<int64_t, i
     return;
   }
   const int64_t pieces = std::min<int64_t>(n, workers * kPieces);
-  parallel_shares(pieces, static_cast<int>(workers),
-                  [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
+  parallel_shares(pieces, static_cast<int>(workers), [&](int64_t i) { body(n * i / pieces, n * (i + 1) / pieces); });
 }
 
 }  // namespace prefold

@@ -1,22 +1,21 @@
-// The linears of a layer, and the LM head: products of rows with a matrix packed as products.h says.
-#include "amx_products.h"
+// The linears of a layer, and the LM head: products of rows with a packed matrix (products.h).
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <new>
 
+#include "amx_products.h"
 #include "epilogue.h"
 #include "few_rows.h"
 #include "int8.h"
 #include "interface.h"
 #include "ranks.h"
 
-#include <atomic>
-#include <cmath>
-#include <memory>
-#include <new>
-
 namespace prefold {
 namespace {
 
-// Rows of x in the form that products take them: widened to float32 where there is no other way, and not at
-// distances that put them all into one corner of the nearest cache.
+// Rows of x in the form that products read. They are copied if they must be widened to float32, or if their stride
+// would map all of them to the same sets of the nearest cache.
 template <class Format>
 class Rows {
   using Element = typename Format::Element;
@@ -54,15 +53,16 @@ inline bool is_bf16(const BlockPanel* blocks, int64_t columns) {
 
 #ifdef PREFOLD_FEW_ROWS
 
-// x [rows, k] times the matrix, if there is a product of few rows for some of its panels; returns whether there is. The
-// other panels are decoded.
+// Multiply x [rows, k] with the matrix, if few_rows.h is fast for this number of rows and supports at least one panel.
+// Return false otherwise. Panels that it does not support are decoded.
 template <class Format>
 bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockPanel* blocks, int64_t rows,
                   int64_t columns, int64_t k, int threads, const Store& store) {
   using Element = typename Format::Element;
   const int64_t digits = blocks->type & kInInt8 ? 1 : kDigits<Element>;
   if (!are_few(rows, digits)) return false;
-  Product product{nullptr, 0, nullptr, rows, columns, static_cast<int64_t>(k * sizeof(Element) / sizeof(uint32_t)), blocks};
+  Product product{nullptr, 0, nullptr, rows, columns, static_cast<int64_t>(k * sizeof(Element) / sizeof(uint32_t)),
+                  blocks};
   int64_t in_few = 0;
   bool sixteens = false;
   for (int64_t p = 0; p < product.panels(); ++p) {
@@ -76,7 +76,8 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
     product.x = floats->data, product.x_row = floats->row;
   }
   const Int8Rows given = quantise(x, x_row, rows, k, 32, sixteens, 1, digits);
-  for_panels(product, kMostPasses * kMostLines, kMostPasses * kMostLines, threads, [&](int64_t p, int64_t first, int64_t) {
+  for_panels(product, kMostPasses * kMostLines, kMostPasses * kMostLines, threads,
+             [&](int64_t p, int64_t first, int64_t) {
     if (!add_few(blocks[p].type, 1)) return multiply_panel<Format>(product, p, first, rows, store);
     alignas(64) float sums[kFewSums];
     multiply_few_rows(blocks[p], k, given, rows, digits, sums);
@@ -87,15 +88,17 @@ bool multiply_few(const typename Format::Element* x, int64_t x_row, const BlockP
 
 #endif
 
-// x [rows, k] times the matrix; store(row, column, number of rows, number of columns, sums [rows, kPanel]). Returns 0,
-// or 1 where memory is short.
+// Multiply x [rows, k] with the matrix, and call store(row, column, number of rows, number of columns, sums [rows,
+// kPanel]). Return 0, or kNoMemory.
 template <class Format>
 int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
                 int64_t rows, int64_t columns, int64_t k, int threads, const Store& store) {
   if (rows == 0 || columns == 0) return 0;
   try {
 #ifdef PREFOLD_FEW_ROWS
-    if (blocks && !(blocks->type & kOneForm) && multiply_few<Format>(x, x_row, blocks, rows, columns, k, threads, store)) return 0;
+    if (blocks && !(blocks->type & kOneForm) &&
+        multiply_few<Format>(x, x_row, blocks, rows, columns, k, threads, store))
+      return 0;
 #endif
 #ifdef PREFOLD_INT8
     if (blocks && int8_form(blocks->type)) {
@@ -106,19 +109,20 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
     const int64_t steps = k * sizeof(typename Format::Element) / sizeof(uint32_t);
 #ifdef PREFOLD_TILES
     if constexpr (Format::kWidth == 2) {
-      if (may_use_tiles()) {  // which read whole cache lines of rows, at any distance
+      if (may_use_tiles()) {  // tiles read whole cache lines of rows, so any stride is fast
         const int64_t distance = x_row * sizeof(typename Format::Element);
-        multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps, blocks}, threads,
-                              store);
+        multiply_all_in_tiles({reinterpret_cast<const char*>(x), distance, packed, rows, columns, steps, blocks},
+                              threads, store);
         return 0;
       }
     }
 #endif
     const Rows<Format> given(x, x_row, rows, k);
     if constexpr (std::is_same_v<Format, FloatWords>) {
-      // More rows gain by decoding what they all meet.
+      // With more rows, it is faster to decode the matrix once for all of them.
       if (blocks && rows <= 2 * kBlockRows && is_bf16(blocks, columns)) {
-        multiply_all<WidenedWords>({given.data, given.row, nullptr, rows, columns, k / 2, blocks, true}, threads, store);
+        multiply_all<WidenedWords>({given.data, given.row, nullptr, rows, columns, k / 2, blocks, true}, threads,
+                                   store);
         return 0;
       }
     }
@@ -129,16 +133,16 @@ int32_t product(const typename Format::Element* x, int64_t x_row, const uint32_t
   }
 }
 
-// out [rows, columns] = x times the matrix, plus bias where there is one, activated.
+// out [rows, columns] = activation(x times the matrix, plus the adapters' sums and the bias, if any).
 template <class Format, class Out>
-int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-               const BlockPanel* blocks, const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
+int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
+               const typename Format::Element* bias, Out* out, int64_t rows, int64_t columns, int64_t k, int threads,
                const Epilogue* epilogue) {
   constexpr bool kExact = std::is_same_v<Out, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
   const int32_t activation = epilogue ? epilogue->activation : kLinearly;
-  return product<Format>(x, x_row, packed, blocks, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
-                                                                          int64_t width, float* tile) {
+  return product<Format>(x, x_row, packed, blocks, rows, columns, k, threads,
+                         [&](int64_t row, int64_t column, int64_t count, int64_t width, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       Out* to = out + (row + r) * columns + column;
@@ -151,17 +155,17 @@ int32_t linear(const typename Format::Element* x, int64_t x_row, const uint32_t*
   });
 }
 
-// out [rows, width] = activation(gate_scale gate) * up, where a panel's columns are sixteen of the gate and the same of up.
+// out [rows, width] = activation(gate_scale * gate) * up. A panel has sixteen columns of the gate, then sixteen of up.
 template <class Format, class Activation>
-int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed,
-                     const BlockPanel* blocks, const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
+int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks,
+                     const typename Format::Element* bias, typename Format::Element* out, int64_t rows, int64_t width,
                      int64_t k, int threads, const Epilogue* epilogue) {
   static_assert(kPanel == 2 * kLanes);
   constexpr bool kExact = std::is_same_v<typename Format::Element, float>;
   const RowLow* adapted = epilogue ? epilogue->adapted : nullptr;
   const float scale = epilogue ? epilogue->gate_scale : 1.0f;
-  return product<Format>(x, x_row, packed, blocks, rows, 2 * width, k, threads, [&](int64_t row, int64_t column, int64_t count,
-                                                                            int64_t, float* tile) {
+  return product<Format>(x, x_row, packed, blocks, rows, 2 * width, k, threads,
+                         [&](int64_t row, int64_t column, int64_t count, int64_t, float* tile) {
     if (adapted) add_low_rank<typename Format::Element>(adapted, row, column, count, tile);
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       Floats g = load(tile), u = load(tile + kLanes);
@@ -171,16 +175,16 @@ int32_t gated_linear(const typename Format::Element* x, int64_t x_row, const uin
   });
 }
 
-// A number that grows with x, and with equal x falls with the column: of NaN it is the largest.
+// A key that orders numbers: it rises with x, and for equal x falls with the column. NaN has the largest key.
 inline uint64_t rank_of(float x, int64_t column) {
-  x += 0.0f;  // no zero is below another one
+  x += 0.0f;  // -0 becomes +0, so that all zeros are equal
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   bits = std::isnan(x) ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return uint64_t{bits} << 32 | (~static_cast<uint32_t>(column));
 }
 
-// The number that has this rank; NaN for a rank below those of all numbers.
+// The number that has this key; NaN if the key is below the keys of all numbers.
 inline float number_of(uint64_t rank) {
   uint32_t bits = rank >> 32;
   bits = bits & 0x80000000u ? bits & 0x7fffffffu : ~bits;
@@ -193,13 +197,13 @@ PREFOLD_INLINE Words not_below(const Floats& x, const Floats& y) {
   return Words::make([&](int p) { return (Part<uint32_t>)~(x.part[p] < y.part[p]); });
 }
 
-// best [rows] = the largest rank_of of each row of the product.
+// best [rows] = the largest `rank_of` in each row of the product.
 template <class Format>
-int32_t largest(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, std::atomic<uint64_t>* best, int64_t rows,
-                int64_t columns, int64_t k, int threads, int64_t first) {
+int32_t largest(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks,
+                std::atomic<uint64_t>* best, int64_t rows, int64_t columns, int64_t k, int threads, int64_t first) {
   for (int64_t r = 0; r < rows; ++r) best[r].store(0, std::memory_order_relaxed);
-  return product<Format>(x, k, packed, blocks, rows, columns, k, threads, [&](int64_t row, int64_t column, int64_t count,
-                                                                     int64_t width, const float* tile) {
+  return product<Format>(x, k, packed, blocks, rows, columns, k, threads,
+                         [&](int64_t row, int64_t column, int64_t count, int64_t width, const float* tile) {
     for (int64_t r = 0; r < count; ++r, tile += kPanel) {
       uint64_t here = 0, before = best[row + r].load(std::memory_order_relaxed);
       const Floats top(number_of(before));
@@ -211,18 +215,18 @@ int32_t largest(const typename Format::Element* x, const uint32_t* packed, const
   });
 }
 
-// ids [rows]: where the first of the largest numbers of each row of the product is; `none` where it is not finite. Of a
-// product whose columns several ranks have, this one's begin with the column `first`.
+// ids [rows] = the column of the largest number in each row of the product. Ties go to the first column. `none` if the
+// largest number is not finite. If the columns are split over ranks, this rank's columns start at `first`.
 template <class Format>
-int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids, int64_t rows, int64_t columns,
-               int64_t k, int64_t none, int threads, int64_t first, RanksView* ranks) {
+int32_t greedy(const typename Format::Element* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids,
+               int64_t rows, int64_t columns, int64_t k, int64_t none, int threads, int64_t first, RanksView* ranks) {
   static_assert(sizeof(std::atomic<uint64_t>) == sizeof(int64_t));
   auto* best = reinterpret_cast<std::atomic<uint64_t>*>(ids);
   if (const int32_t failed = largest<Format>(x, packed, blocks, best, rows, columns, k, threads, first)) return failed;
   if (ranks) {
     if (const int32_t unmet = Ranks{*ranks}.most(reinterpret_cast<uint64_t*>(ids), rows)) return unmet;
   }
-  constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // of the upper halves
+  constexpr uint64_t kInfinity = 0xff800000u, kLowest = 0x007fffffu;  // upper halves of +inf (NaN is above), of -inf
   for (int64_t r = 0; r < rows; ++r) {
     const uint64_t rank = best[r].load(std::memory_order_relaxed), upper = rank >> 32;
     ids[r] = upper >= kInfinity || upper <= kLowest ? none : static_cast<int64_t>(~static_cast<uint32_t>(rank));
@@ -243,33 +247,30 @@ extern "C" int32_t prefold_has_products(int32_t is_bf16) {
 #endif
 }
 
-#define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                               \
-  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed,                     \
-                                           const BlockPanel* blocks, const E* bias, Out* out, int64_t rows,       \
-                                           int64_t columns, int64_t k, int32_t threads,                           \
-                                           const Epilogue* epilogue) {                                            \
-    return linear<Format>(x, x_row, packed, blocks, bias, out, rows, columns, k, threads, epilogue);              \
+#define PREFOLD_EXPORT_LINEAR(name, Format, E, Out)                                                                 \
+  extern "C" int32_t prefold_linear_##name(const E* x, int64_t x_row, const uint32_t* packed,                       \
+                                           const BlockPanel* blocks, const E* bias, Out* out, int64_t rows,         \
+                                           int64_t columns, int64_t k, int32_t threads, const Epilogue* epilogue) { \
+    return linear<Format>(x, x_row, packed, blocks, bias, out, rows, columns, k, threads, epilogue);                \
   }
 PREFOLD_EXPORT_LINEAR(float32, FloatWords, float, float)
 PREFOLD_EXPORT_LINEAR(bfloat16, Bf16Words, Bf16, Bf16)
 PREFOLD_EXPORT_LINEAR(bfloat16_float32, Bf16Words, Bf16, float)
 
-#define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                    \
-  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const BlockPanel* blocks,          \
-                                           int64_t* ids, int64_t rows, int64_t columns, int64_t k, int64_t none,  \
-                                           int32_t threads, int64_t first, RanksView* ranks) {                    \
-    return greedy<Format>(x, packed, blocks, ids, rows, columns, k, none, threads, first, ranks);                 \
+#define PREFOLD_EXPORT_GREEDY(name, Format, E)                                                                         \
+  extern "C" int32_t prefold_greedy_##name(const E* x, const uint32_t* packed, const BlockPanel* blocks, int64_t* ids, \
+                                           int64_t rows, int64_t columns, int64_t k, int64_t none, int32_t threads,    \
+                                           int64_t first, RanksView* ranks) {                                          \
+    return greedy<Format>(x, packed, blocks, ids, rows, columns, k, none, threads, first, ranks);                      \
   }
 PREFOLD_EXPORT_GREEDY(float32, FloatWords, float)
 PREFOLD_EXPORT_GREEDY(bfloat16, Bf16Words, Bf16)
 
-#define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                         \
-  extern "C" int32_t prefold_gated_linear_##name(const E* x, int64_t x_row, const uint32_t* packed,               \
-                                                 const BlockPanel* blocks, const E* bias, E* out, int64_t rows,   \
-                                                 int64_t width, int64_t k, int32_t threads,                       \
-                                                 const Epilogue* epilogue) {                                      \
-    return gated_linear<Format, Activation>(x, x_row, packed, blocks, bias, out, rows, width, k, threads,         \
-                                            epilogue);                                                            \
+#define PREFOLD_EXPORT_GATED(name, Format, Activation, E)                                                            \
+  extern "C" int32_t prefold_gated_linear_##name(                                                                    \
+      const E* x, int64_t x_row, const uint32_t* packed, const BlockPanel* blocks, const E* bias, E* out,            \
+      int64_t rows, int64_t width, int64_t k, int32_t threads, const Epilogue* epilogue) {                           \
+    return gated_linear<Format, Activation>(x, x_row, packed, blocks, bias, out, rows, width, k, threads, epilogue); \
   }
 PREFOLD_EXPORT_GATED(silu_float32, FloatWords, Silu, float)
 PREFOLD_EXPORT_GATED(silu_bfloat16, Bf16Words, Silu, Bf16)

@@ -1,13 +1,13 @@
 // Rows times a packed matrix, summed in float32 in registers.
 //
-// The matrix comes in panels of 32 columns: [columns / 32][steps][32] words, zeros past the last column. A word
-// is a float, or two bfloat16 numbers that follow each other along k. A panel is one stream of memory, cut into
-// slabs that fit into the second-level cache. A block of up to twelve rows goes through a slab, in one pass or in
-// several; each pass fetches an equal part of the next slab on its way, so that reading the matrix costs nothing while
-// multiplying takes longer. With few rows the time is that of reading it.
+// The matrix comes in panels of 32 columns: [columns / 32][steps][32] words, with zeros past the last column. A word is
+// a float, or two bfloat16 numbers that are neighbours along k. A panel is one stream of memory, cut into slabs that
+// fit into the second-level cache. A block of up to twelve rows goes through a slab in one or more passes. Each pass
+// prefetches an equal part of the next slab, so that reading the matrix costs nothing while multiplying takes longer.
+// With few rows, reading the matrix takes all of the time.
 //
-// Every row's sums run in the order of k, whatever rows are beside it: a row's result does not depend on its
-// company, nor on the number of threads.
+// Each row's sums run in the order of k. So a row's result does not depend on the rows beside it, nor on the number of
+// threads.
 #pragma once
 
 #include <array>
@@ -19,39 +19,39 @@
 
 namespace prefold {
 
-// With eight lanes and sixteen registers, six rows by two vectors need fewer loads than twelve by one.
+// With eight lanes and sixteen registers, six rows by two vectors need fewer loads than twelve rows by one vector.
 constexpr int kBlockRows = kPartBytes == 32 ? 6 : 12;
 constexpr int kBlockSums = 12 * (kRegisters / 16);  // vectors of sums: three quarters of the registers
 
-// Vectors of a panel's columns that so many rows are multiplied with at once: as many as there are registers for their
-// sums, at most all. The fewer times rows go through a panel, the better its memory is read.
+// Vectors of a panel's columns that are multiplied with `rows` rows at once: as many as have registers for their sums.
+// The fewer passes the rows make through a panel, the faster its memory is read.
 constexpr int block_parts(int rows) {
   int parts = kPanel / kPartLanes;
   while (parts > 1 && rows * parts > kBlockSums) parts /= 2;
   return parts;
 }
 
-// How often so many rows go through a panel.
+// The number of passes that `rows` rows make through a panel.
 constexpr int block_passes(int rows) { return kPanel / kPartLanes / block_parts(rows); }
 
-constexpr int kLine = 64;                                             // bytes
-constexpr int64_t kStepBytes = kPanel * sizeof(uint32_t);             // of a panel
-// Rows whose time is that of reading the matrix.
+constexpr int kLine = 64;                                  // bytes
+constexpr int64_t kStepBytes = kPanel * sizeof(uint32_t);  // of a panel
+// With at most so many rows, a product takes the time of reading the matrix.
 constexpr int kFewRows = 5;
-// Rows that go through a panel in one pass and do little else than read it: the hardware sees so simple a stream
-// coming by itself.
+// Rows that go through a panel in one pass and do little more than read it. The hardware prefetches such a simple
+// stream by itself.
 constexpr int kOnePassRows = kPartBytes == 32 ? 3 : kFewRows;
-// Rows that go through the matrix together: so many stay in the second-level cache.
+// Rows that go through the matrix together. They stay in the second-level cache.
 constexpr int kGroupRows = 384;
 constexpr int64_t kSlabSteps = 1024;
 
-// A number format with how its numbers lie in a word. kParts: numbers of a word that are multiplied apart.
+// A number format, and the order of its numbers in a word. kParts: numbers of a word that are multiplied separately.
 struct FloatWords : InFloat32<float> {
   static constexpr int kParts = 1;
   static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int) { return (Part<Lane>)words; }
 };
 
-// bfloat16 words that meet rows of float32.
+// bfloat16 words for rows of float32.
 struct WidenedWords : InFloat32<Bf16> {
   static constexpr int kParts = 2;
   static PREFOLD_INLINE Part<Lane> lanes(Part<uint32_t> words, int part) {
@@ -68,8 +68,8 @@ struct Bf16Words : InBf16 {
 using Bf16Words = WidenedWords;
 #endif
 
-// Keeps x in a register: GCC would read it from memory again for each product with AVX2, which can read two vectors a
-// cycle, as many as it can multiply.
+// Keep x in a register. Without this, GCC with AVX2 reads it from memory again for each product, and AVX2 can read only
+// two vectors per cycle, as many as it can multiply.
 template <class Vector>
 PREFOLD_INLINE void keep_in_register(Vector& x) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -77,8 +77,9 @@ PREFOLD_INLINE void keep_in_register(Vector& x) {
 #endif
 }
 
-// tile [ROWS, kPanel] = (tile +, where `more`) ROWS rows times a slab. x has `steps` * kParts Stored a row, rows
-// x_row bytes apart. Each step of a pass fetches LINES cache lines from `ahead` on, which moves by `stride` bytes.
+// Set tile [ROWS, kPanel] to ROWS rows times a slab, plus the old tile if `more`. A row of x has `steps` * kParts
+// numbers of type Stored; rows are x_row bytes apart. Each step of a pass prefetches LINES cache lines from `ahead` on,
+// and then moves `ahead` by `stride` bytes.
 template <class Format, int ROWS, int LINES>
 PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, int64_t steps, const char* ahead,
                             int64_t stride, float* tile, bool more) {
@@ -94,7 +95,7 @@ PREFOLD_APART void multiply(const char* x, int64_t x_row, const uint32_t* slab, 
         memcpy(acc[r], tile + r * kPanel + pass * kBlockParts * kPartLanes, sizeof acc[r]);
       }
     }
-    // A pointer every three rows, so that all addresses fit into the registers.
+    // One pointer per three rows, so that all addresses fit into the registers.
     constexpr int kBases = (ROWS + 2) / 3;
     const char* base[kBases];
     for (int i = 0; i < kBases; ++i) base[i] = x + 3 * i * x_row;
@@ -138,12 +139,12 @@ constexpr std::array<Multiply<Format>, sizeof...(ROWS)> multiply_rows(std::integ
   return {multiply<Format, ROWS + 1, LINES>...};
 }
 
-// By the number of rows, less one.
+// The functions by the number of rows, minus one.
 template <class Format, int LINES>
 constexpr auto kMultiply = multiply_rows<Format, LINES>(std::make_integer_sequence<int, kBlockRows>());
 
-// Rows and a packed matrix, in words or, where `blocks` is not null, in blocks: of bfloat16, `as_words`, which are words
-// already. x as `multiply` takes it.
+// Rows and a packed matrix. The matrix is in words, or in blocks if `blocks` is not null. as_words: the blocks are
+// bfloat16, which need no decoding. x: as for `multiply`.
 struct Product {
   const char* x;
   int64_t x_row;
@@ -156,23 +157,23 @@ struct Product {
   int64_t panels() const { return (columns + kPanel - 1) / kPanel; }
 };
 
-// Memory for the words of a slab that is decoded from blocks.
+// Memory for the words of one decoded slab.
 struct alignas(64) Decoded {
   uint32_t words[kSlabSteps * kPanel];
 };
 
-// Steps [first, first + steps) of panel p; decoded into `room` where they are in blocks.
+// Return steps [first, first + steps) of panel p. Blocks are decoded into `room`.
 template <class Format>
 const uint32_t* slab_of(const Product& product, int64_t p, int64_t first, int64_t steps, uint32_t* room) {
   if (!product.blocks) return product.packed + (p * product.steps + first) * kPanel;
   if (product.as_words) return reinterpret_cast<const uint32_t*>(product.blocks[p].data) + first * kPanel;
-  constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);  // of a step
+  constexpr int64_t kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);  // per step
   decode(product.blocks[p], first * kNumbers, steps * kNumbers, kNumbers == 2, room);
   return room;
 }
 
-// The steps of a slab that so many rows go through. What is decoded for few of them is short, so that decoding the next
-// slab begins while this one is still multiplied.
+// The number of steps in a slab for `rows` rows. If few rows use a decoded slab, it is short, so that decoding the next
+// slab starts while this one is still multiplied.
 template <class Format>
 int64_t slab_steps(const Product& product, int64_t rows) {
   constexpr int64_t kFew = 24, kShort = 128, kNumbers = sizeof(uint32_t) / sizeof(typename Format::Element);
@@ -182,7 +183,7 @@ int64_t slab_steps(const Product& product, int64_t rows) {
 // store(row, column, number of rows, number of columns, sums [rows, kPanel]), called for each block of a product.
 using Store = Body<int64_t, int64_t, int64_t, int64_t, float*>;
 
-// Rows [first, stop), at most kGroupRows, times panel p, in blocks as equal as can be.
+// Multiply rows [first, stop), at most kGroupRows, with panel p, in blocks of about equal size.
 template <class Format>
 void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t stop, const Store& store) {
   const int64_t rows = stop - first, blocks = (rows + kBlockRows - 1) / kBlockRows;
@@ -203,26 +204,23 @@ void multiply_panel(const Product& product, int64_t p, int64_t first, int64_t st
     const char* ahead = reinterpret_cast<const char*>(slab + steps * kPanel);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t row = block_row(b);
-      const auto& functions = !fetch       ? kMultiply<Format, 0>
-                              : passes > 1 ? kMultiply<Format, 1>
-                                           : kMultiply<Format, 2>;
+      const auto& functions = !fetch ? kMultiply<Format, 0> : passes > 1 ? kMultiply<Format, 1> : kMultiply<Format, 2>;
       const int64_t count = block_row(b + 1) - row;
-      // Sums that no later slab adds to stay near.
+      // If there is only one slab, all blocks reuse the same memory, which stays in the cache.
       float* tile = tiles + (product.steps > most ? row * kPanel : 0);
-      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile,
-                           step > 0);
+      functions[count - 1](x + row * product.x_row, product.x_row, slab, steps, ahead, stride, tile, step > 0);
       ahead += stride * steps * block_passes(count);
       if (done) store(first + row, p * kPanel, count, columns, tile);
     }
   }
 }
 
-// body(panel, first row, stop) for all of a product, in parallel, each with at most `group_rows` rows, and with as many
-// as a block if there are so many; `around` as of `parallel_shares`.
+// Run body(panel, first row, stop row) over a whole product, in parallel. Each call has at most `group_rows` rows, and
+// about `block_rows` rows or more if the product has as many. around: see `parallel_shares`.
 inline void for_panels(const Product& product, int block_rows, int group_rows, int threads,
                        const Body<int64_t, int64_t, int64_t>& body, const Around& around) {
   const int64_t panels = product.panels();
-  // Reading a word takes as long as multiplying it with so many rows.
+  // Reading a word takes as long as multiplying it with kFewRows rows.
   const int64_t products = std::max<int64_t>(product.rows, kFewRows) * product.columns * product.steps;
   const int workers = static_cast<int>(std::min<int64_t>(threads, 1 + products / kProductsPerThread));
   const int64_t wanted = std::max((product.rows + group_rows - 1) / group_rows, (4 * workers + panels - 1) / panels);
@@ -233,7 +231,7 @@ inline void for_panels(const Product& product, int block_rows, int group_rows, i
   }, around);
 }
 
-// The whole product, in parallel.
+// Multiply the whole product, in parallel.
 template <class Format>
 void multiply_all(const Product& product, int threads, const Store& store) {
   for_panels(product, kBlockRows, kGroupRows, threads, [&](int64_t panel, int64_t first, int64_t stop) {

@@ -1,8 +1,8 @@
-// The forward pass of a step as one call: a program is the list of what a model does to its rows, made once when the
-// model is loaded, and the call runs it for the rows of one step.
+// Runs the forward pass of a step in one call. A program is the list of a model's operations, built once when the model
+// is loaded. A call runs it for the rows of one step.
 //
-// Rows lie in buffers, [rows, width] each. An operation names the buffers it reads and writes; where nothing is said,
-// it takes all rows. After kPick only the rows that are read go on.
+// Rows lie in buffers, [rows, width] each. An operation names the buffers that it reads and writes. Operations process
+// all rows, and after a kPick only the rows that are read.
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -31,7 +31,7 @@ struct Pass {
   static constexpr bool kBf16 = std::is_same_v<E, Bf16>;
   const ProgramCall& call;
   int64_t rows;
-  bool all;  // whether these are all rows, not those that are read
+  bool all;  // whether `rows` are all rows, not only the rows that are read
 
   E* buffer(int number) const { return reinterpret_cast<E*>(call.buffers[number]); }
 
@@ -60,7 +60,7 @@ struct Pass {
     scaled(pick_of<E>(prefold_add_rms_norm_float32, prefold_add_rms_norm_bfloat16), static_cast<const E*>(op.weight));
   }
 
-  // The RMS norm of numbers of which each rank has some: the squares are added up over the ranks.
+  // The RMS norm of a row whose numbers are split over the ranks: the squares are summed over the ranks.
   int32_t split_norm(const Operation& op) const {
     if constexpr (kBf16) {
       if (op.wide) return split_norm(op, static_cast<const float*>(op.weight));
@@ -126,7 +126,7 @@ struct Pass {
     return Ranks{*call.ranks}.sum(buffer(op.out), rows * columns, call.threads, is_given);
   }
 
-  // Multiplies rows that have an adapter with its A: neighbours with the same adapter together.
+  // Multiply each row that has an adapter with the adapter's A. Neighbours with the same adapter are one product.
   int32_t lower(const Operation& op) const {
     const int64_t k = call.widths[op.source];
     for (int64_t r = 0; r < rows; ++r) {
@@ -144,8 +144,8 @@ struct Pass {
         }
         if (!adapter) continue;
         auto* const function = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32);
-        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks, k, 1,
-                     nullptr)) {
+        if (function(buffer(op.source) + first * k, k, adapter->a, nullptr, nullptr, low, next - first, adapter->ranks,
+                     k, 1, nullptr)) {
           failed.store(kNoMemory, std::memory_order_relaxed);
         }
       }
@@ -153,7 +153,7 @@ struct Pass {
     return failed.load(std::memory_order_relaxed);
   }
 
-  // Puts the cosines and sines of the rows side by side.
+  // Gather the cosines and sines of all rows.
   void turn() const {
     for (int64_t t = 0; t < call.num_tables; ++t) {
       const int64_t dim = call.dims[t];
@@ -173,7 +173,7 @@ struct Pass {
     return angles;
   }
 
-  // Copies a row of a matrix that is packed in words.
+  // Copy one row of a matrix that is packed in words.
   static void copy_words(const uint32_t* packed, int64_t row, int64_t width, E* to) {
     const int64_t words = width * static_cast<int64_t>(sizeof(E)) / static_cast<int64_t>(sizeof(uint32_t));
     const uint32_t* from = packed + row / kPanel * words * kPanel + row % kPanel;
@@ -194,14 +194,14 @@ struct Pass {
     const auto *table = static_cast<const E*>(op.weight), *learned = static_cast<const E*>(op.bias);
     if (op.blocks) {
       pick_of<E>(prefold_block_rows_float32, prefold_block_rows_bfloat16)(op.blocks, tokens, buffer(op.out), rows,
-                                                                         width, call.threads);
+                                                                          width, call.threads);
       if (op.eps == 1 && !learned) return 0;
     }
     parallel_ranges(rows, width, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         E* to = buffer(op.out) + r * width;
         const int64_t token = tokens[r] - op.at;
-        if (token < 0 || token >= op.columns) {  // another rank's
+        if (token < 0 || token >= op.columns) {  // it belongs to another rank
           std::memset(static_cast<void*>(to), 0, width * sizeof(E));
           continue;
         }
@@ -236,10 +236,10 @@ struct Pass {
     return op.summed ? Ranks{*call.ranks}.sum(x, rows * width, call.threads, false) : 0;
   }
 
-  // The distance of heads.
+  // The distance from one head to the next.
   static int64_t stride(const Operation& op) { return op.stride ? op.stride : op.dim; }
 
-  // Rounds the sigmoid or the GELU before the product, as PyTorch does.
+  // The sigmoid or GELU is rounded before the product, as in PyTorch.
   void gate(const Operation& op) const {
     const int64_t row = call.widths[op.source], gates_row = call.widths[op.beside], apart = stride(op);
     const auto of_gate = [&](const Floats& gate) {
@@ -265,9 +265,9 @@ struct Pass {
 
   void norm_heads(const Operation& op) const {
     const auto *weight = static_cast<const float*>(op.weight), *bias = static_cast<const float*>(op.bias);
-    pick_of<E>(prefold_norm_heads_float32, prefold_norm_heads_bfloat16)(
-        buffer(op.source) + op.at, weight, bias, rows, op.heads, op.dim, call.widths[op.source], stride(op), op.columns,
-        op.eps, call.threads);
+    pick_of<E>(prefold_norm_heads_float32, prefold_norm_heads_bfloat16)(buffer(op.source) + op.at, weight, bias, rows,
+                                                                        op.heads, op.dim, call.widths[op.source],
+                                                                        stride(op), op.columns, op.eps, call.threads);
   }
 
   void xielu(const Operation& op) const {
@@ -302,7 +302,8 @@ struct Pass {
     const int64_t count = op.heads, others = op.kv_heads, gates = op.columns;
     const auto* weight = static_cast<const float*>(op.weight);
     E* at[2 * kMostMixed];
-    for (int64_t i = 0; i < count + others; ++i) at[i] = buffer(static_cast<int32_t>(static_cast<const int64_t*>(op.bias)[i]));
+    for (int64_t i = 0; i < count + others; ++i)
+      at[i] = buffer(static_cast<int32_t>(static_cast<const int64_t*>(op.bias)[i]));
     const int64_t width = call.widths[static_cast<const int64_t*>(op.bias)[0]], by_row = call.widths[op.beside];
     const E* by = buffer(op.beside);
     parallel_ranges(rows, (count + others) * width, call.threads, [&](int64_t first, int64_t stop) {
@@ -328,7 +329,7 @@ struct Pass {
     });
   }
 
-  // The mean of the squares of a row.
+  // The mean square of a row.
   static float mean_square(const E* x, int64_t width) {
     Floats sums = zeros();
     for (int64_t d = 0; d < width; d += kLanes) {
@@ -350,7 +351,7 @@ struct Pass {
     });
   }
 
-  // What lies behind the `columns` results of a row is filled with zeros.
+  // The numbers after a row's `columns` results become zeros.
   void sparse_gate(const Operation& op) const {
     const int64_t width = op.columns, row = call.widths[op.source], out_row = call.widths[op.out];
     parallel_ranges(rows, 4 * width, call.threads, [&](int64_t first, int64_t stop) {
@@ -397,11 +398,12 @@ struct Pass {
     parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         const int64_t position = call.positions[all ? r : call.read[r]];
-        if (position < op.positions) continue;  // a factor of 1
+        if (position < op.positions) continue;  // the factor is 1
         const Floats factor(1 + op.eps * std::log(static_cast<float>(1 + position / op.positions)));
         for (int64_t h = 0; h < op.heads; ++h) {
           E* x = buffer(op.source) + r * row + op.at + h * stride(op);
-          for (int64_t d = 0; d < op.dim; d += kLanes) store_some(x + d, load_some(x + d, op.dim - d) * factor, op.dim - d);
+          for (int64_t d = 0; d < op.dim; d += kLanes)
+            store_some(x + d, load_some(x + d, op.dim - d) * factor, op.dim - d);
         }
       }
     });
@@ -432,7 +434,8 @@ struct Pass {
         E* out = buffer(op.out) + r * out_row;
         for (int64_t d = 0; d < op.columns; d += kLanes) {
           const int64_t count = op.columns - d;
-          store_some(out + d, activated<true>(op.activation, load_some(gate + d, count)) * load_some(up + d, count), count);
+          store_some(out + d, activated<true>(op.activation, load_some(gate + d, count)) * load_some(up + d, count),
+                     count);
         }
       }
     });
@@ -460,8 +463,8 @@ struct Pass {
     auto* logits = static_cast<float*>(workspace.reserve(rows * experts.experts * sizeof(float)));
     const int64_t k = call.widths[op.source], router_k = call.widths[op.beside];
     if (const int32_t failed = pick_of<E>(prefold_linear_float32, prefold_linear_bfloat16_float32)(
-            buffer(op.beside), router_k, static_cast<const uint32_t*>(op.weight), op.blocks, static_cast<const E*>(op.bias),
-            logits, rows, experts.experts, router_k, call.threads, nullptr)) {
+            buffer(op.beside), router_k, static_cast<const uint32_t*>(op.weight), op.blocks,
+            static_cast<const E*>(op.bias), logits, rows, experts.experts, router_k, call.threads, nullptr)) {
       return failed;
     }
     experts.x = buffer(op.source), experts.x_row = experts.hidden = k, experts.logits = logits;
@@ -479,7 +482,7 @@ struct Pass {
     return Ranks{*call.ranks}.sum(buffer(op.out), rows * k, call.threads, false);
   }
 
-  // Fills in what mixers have in common. They read all rows, of the stream with sharing "mlp".
+  // Set the fields that all mixers have. Mixers read all rows; with sharing "mlp", these are the rows of the stream.
   template <class Call>
   void set_mixer(const Operation& op, Call& mixer) const {
     const StateStep& step = *call.state_step;
@@ -521,8 +524,8 @@ struct Pass {
 
   int32_t choose(const Operation& op) const {
     return pick_of<E>(prefold_greedy_float32, prefold_greedy_bfloat16)(
-        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns, call.widths[op.source],
-        call.none, call.threads, op.at, call.ranks);
+        buffer(op.source), static_cast<const uint32_t*>(op.weight), op.blocks, call.ids, rows, op.columns,
+        call.widths[op.source], call.none, call.threads, op.at, call.ranks);
   }
 
   void rope(const Operation& op) const {
@@ -543,7 +546,7 @@ struct Pass {
       return rope(x, table, weight, rows, op.heads, turned, width, stride(op), op.eps, call.threads);
     }
     if (!weight) return;
-    // The kernel norms what it rotates, so the norm of whole heads comes apart from it.
+    // The kernel norms only the numbers that it rotates. So the norm of whole heads is a call of its own.
     parallel_ranges(rows, op.heads * op.dim, call.threads, [&](int64_t first, int64_t stop) {
       for (int64_t r = first; r < stop; ++r) {
         E* row = x + r * width;
@@ -571,7 +574,7 @@ struct Pass {
     return tiles;
   }
 
-  // Where the keys and values of the rows lie; a plane may keep values as numbers of the keys.
+  // The keys and values of the new rows. A plane may store values as the first numbers of the keys.
   struct NewRows {
     const E *keys, *values;
     int64_t row, key_size, value_size;
@@ -597,8 +600,9 @@ struct Pass {
       return prefold_slot_attention(&over, kBf16);
     }
     const PathPlane& path = call.paths[op.plane];
-    RowCall over{tiles(op), fresh.keys,     fresh.values, path.keys,        path.values, fresh.row, op.dim,   fresh.row,
-                 op.columns, fresh.key_size, op.dim,       fresh.value_size, op.columns,  call.rows, call.path};
+    RowCall over{tiles(op), fresh.keys,       fresh.values, path.keys,  path.values,
+                 fresh.row, op.dim,           fresh.row,    op.columns, fresh.key_size,
+                 op.dim,    fresh.value_size, op.columns,   call.rows,  call.path};
     over.tail_dim = 0;
     if (call.scatter) unfold(over);
     if (const int32_t failed = prefold_row_attention(&over, kBf16)) return failed;
@@ -616,15 +620,17 @@ struct Pass {
     const E *q = buffer(op.source), *fresh = buffer(op.beside);
     if (call.slots) {
       const SlotPlane& plane = call.planes[op.plane];
-      const WriteCall write{plane, call.slots, fresh, fresh, latent_row, width, latent_row, width, call.rows, call.threads};
+      const WriteCall write{plane, call.slots, fresh, fresh,     latent_row,
+                            width, latent_row, width, call.rows, call.threads};
       if (const int32_t failed = prefold_write_slots(&write, kBf16)) return failed;
       return latent.over_slots(tiles(op), plane, q, q_row, buffer(op.out));
     }
     const PathPlane& path = call.paths[op.plane];
     const auto* before = reinterpret_cast<const E*>(path.keys);
     if (!call.scatter) {
-      if (const int32_t failed = latent.over_rows(tiles(op), before, call.path, fresh, latent_row, call.rows, q, q_row,
-                                                  buffer(op.out))) return failed;
+      if (const int32_t failed =
+              latent.over_rows(tiles(op), before, call.path, fresh, latent_row, call.rows, q, q_row, buffer(op.out)))
+        return failed;
       carry(path.next_keys, path.keys, fresh, width, latent_row);
       return 0;
     }
@@ -635,15 +641,16 @@ struct Pass {
     copy_rows(fresh, latent_row, call.scatter, latents, nullptr, call.unfolded, width);
     TileCall over = tiles(op);
     over.queries = queries;
-    if (const int32_t failed = latent.over_rows(over, before, call.path, latents, width, call.unfolded, unfolded_q, q_width,
-                                                attended)) return failed;
+    if (const int32_t failed =
+            latent.over_rows(over, before, call.path, latents, width, call.unfolded, unfolded_q, q_width, attended))
+      return failed;
     fold(attended, buffer(op.out), call.widths[op.out]);
     carry(path.next_keys, path.keys, latents, width, width);
     return 0;
   }
 
-  // Copies the rows [count, parts * width] that stand at `from` to where they are wanted, or each to its place. The
-  // parts of a row of the source are `apart` from each other.
+  // Copy `count` rows of `parts * width` numbers. Row i comes from row from[i] of `source` (null: row i), and goes to
+  // row to[i] of `out` (null: row i). The parts of a source row are `apart` from each other.
   void copy_rows(const E* source, int64_t row, const int64_t* from, E* out, const int64_t* to, int64_t count,
                  int64_t width, int64_t parts = 1, int64_t apart = 0) const {
     parallel_ranges(count, parts * width, call.threads, [&](int64_t first, int64_t stop) {
@@ -655,34 +662,34 @@ struct Pass {
     });
   }
 
-  // Lets a call attend over all rows of the stream.
+  // Change a call so that it attends over all rows of the stream.
   void unfold(RowCall& over) const {
     TileCall& tiles = over.tiles;
     const int64_t queries = tiles.heads * tiles.dim, keys = tiles.kv_heads * tiles.dim;
     const int64_t values = tiles.kv_heads * tiles.value_dim;
     E *q = reinterpret_cast<E*>(call.unfolded_room), *k = q + call.unfolded * queries, *v = k + call.unfolded * keys;
     tiles.queries = all ? call.unfolded : rows;
-    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr, tiles.queries,
-              tiles.dim, tiles.heads, tiles.q_head);
+    copy_rows(static_cast<const E*>(tiles.q), tiles.q_row, all ? call.scatter : call.read_order, q, nullptr,
+              tiles.queries, tiles.dim, tiles.heads, tiles.q_head);
     copy_rows(static_cast<const E*>(over.k), over.k_row, call.scatter, k, nullptr, call.unfolded, keys);
     copy_rows(static_cast<const E*>(over.v), over.v_row, call.scatter, v, nullptr, call.unfolded, values);
     tiles.q = q, tiles.q_row = queries, tiles.q_head = tiles.dim, tiles.out = v + call.unfolded * values;
     over.k = k, over.v = v, over.k_row = keys, over.v_row = values, over.rows = call.unfolded;
   }
 
-  // Takes the result of attention to the rows.
+  // Copy the results of attention from the rows of the stream to the rows of the step.
   void fold(const E* attended, E* out, int64_t width) const {
     copy_rows(attended, width, all ? call.gather : nullptr, out, all ? nullptr : call.read_order, rows, width);
   }
 
-  // Copies the rows that the next step needs, of the path and of the new ones.
+  // Copy the path rows and the new rows that form the path of the next step.
   void carry(char* to, const char* path, const E* fresh, int64_t size, int64_t width) const {
     const int64_t bytes = size * sizeof(E);
     for (int64_t i = 0; i < call.kept_path; ++i, to += bytes) std::memcpy(to, path + call.keep_path[i] * bytes, bytes);
     for (int64_t i = 0; i < call.kept_new; ++i, to += bytes) std::memcpy(to, fresh + call.keep_new[i] * width, bytes);
   }
 
-  // Moves the rows that are read to the front of a buffer: in ascending order, so that none is written before it is
+  // Move the rows that are read to the front of a buffer. Ascending order, so that no row is overwritten before it is
   // moved.
   void pick(const Operation& op) const {
     const int64_t width = call.widths[op.source];
@@ -732,9 +739,7 @@ struct Pass {
             turn();
           }
           break;
-        case kEmbed:
-          failed = embed(op);
-          break;
+        case kEmbed: failed = embed(op); break;
         case kHead:
           if (call.ids) failed = choose(op);
           break;

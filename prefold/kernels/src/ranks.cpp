@@ -1,4 +1,4 @@
-// Meetings of ranks, and what they exchange outside of programs.
+// Meetings of ranks, and exchanges outside of programs.
 #include "ranks.h"
 
 #include <algorithm>
@@ -15,22 +15,21 @@ namespace {
 
 void in_pieces(int64_t count, int threads, const Body<int64_t, int64_t>& body) {
   constexpr int64_t kPiece = 1024;
-  parallel_ranges((count + kPiece - 1) / kPiece, kPiece, threads, [&](int64_t begin, int64_t stop) {
-    body(begin * kPiece, std::min(stop * kPiece, count));
-  });
+  parallel_ranges((count + kPiece - 1) / kPiece, kPiece, threads,
+                  [&](int64_t begin, int64_t stop) { body(begin * kPiece, std::min(stop * kPiece, count)); });
 }
 
 }  // namespace
 
-// Waits until a rank is at the next meeting: spins, then lets other threads have the core, then sleeps. Returns 0, or a
-// Failure.
+// Wait until another rank comes to the next meeting: spin, then yield the core to other threads, then sleep. Return 0,
+// or a Failure.
 int32_t Ranks::wait_for(int64_t other) const {
   const auto is_there = [&] { return line(other).met.load(std::memory_order_acquire) > view.met; };
   constexpr Clock::duration kSpin = std::chrono::microseconds(30), kYield = std::chrono::milliseconds(2);
-  constexpr double kLook = 0.01;  // seconds from one look at the pipes to the next
+  constexpr double kLook = 0.01;  // seconds between two checks of the pipes
   if (is_there() || spin(kSpin, is_there)) return 0;
   const auto begun = Clock::now();
-  double waited = 0;  // without the time in which this process was stopped
+  double waited = 0;  // without the time while this process was stopped
   auto looked = begun;
   while (!is_there()) {
     const auto now = Clock::now();
@@ -107,9 +106,9 @@ int32_t Ranks::most(uint64_t* x, int64_t count) {
   return 0;
 }
 
-#define PREFOLD_EXPORT_SUM(name, E)                                                                                 \
-  extern "C" int32_t prefold_sum_ranks_##name(RanksView* ranks, E* x, int64_t count, int32_t threads) {              \
-    return Ranks{*ranks}.sum(x, count, threads, false);                                                              \
+#define PREFOLD_EXPORT_SUM(name, E)                                                                     \
+  extern "C" int32_t prefold_sum_ranks_##name(RanksView* ranks, E* x, int64_t count, int32_t threads) { \
+    return Ranks{*ranks}.sum(x, count, threads, false);                                                 \
   }
 PREFOLD_EXPORT_SUM(float32, float)
 PREFOLD_EXPORT_SUM(bfloat16, Bf16)

@@ -1,8 +1,8 @@
-// Planning over slots: cuts the queries into tiles, and deals each tile's keys out to the tile's lists, for those
-// that many of its queries see, and to the queries' own lists.
+// Plans attention over slots: cuts the queries into tiles. Keys that many queries of a tile see go into the tile's
+// lists, other keys into the lists of single queries.
 //
-// Whatever the plan, the result is the same; what is decided here is how long it takes. The unit of all costs is
-// one key in one vector of a tile, for sixteen lanes.
+// The plan does not change the result, only the time. The unit of all costs is one key for one vector of a tile, which
+// has sixteen lanes.
 #include <algorithm>
 #include <new>
 #include <numeric>
@@ -14,18 +14,18 @@
 namespace prefold {
 namespace {
 
-// What a key costs that a query reads from a list of its own: so much, and so much a head. That is where it is
-// decided how many of a tile's queries must see a key for it to go into the tile's lists: of sixteen queries 5, 8, 10
-// or 11 where one, two, three or four heads share a KV head. Measured on a Zen 4 core, K/V in its caches: in bfloat16
-// with 64 dimensions 0.24, 0.27, 0.34 and 0.43 for one to four heads (a unit being 21 ns), with 128 dimensions 0.19,
-// 0.23, 0.27 and 0.36; in float32 0.19, 0.24, 0.30 and 0.33.
+// The cost of a key in a query's own list: kOwnKey, plus kOwnHead per head. It decides how many of a tile's sixteen
+// queries must see a key for it to go into the tile's lists: 5, 8, 10 or 11 if one, two, three or four heads share a KV
+// head. Measured on a Zen 4 core with K/V in its caches, for one to four heads (one unit is 21 ns): bfloat16 with 64
+// dimensions 0.24, 0.27, 0.34 and 0.43; with 128 dimensions 0.19, 0.23, 0.27 and 0.36; float32 0.19, 0.24, 0.30 and
+// 0.33.
 constexpr float kOwnKey = 0.15f, kOwnHead = 0.05f;
-// What the first key costs more, for each vector of a tile and for a query's own list; measured in the same way.
+// The extra cost of the first key: per vector of a tile, and for a query's own list. Measured in the same way.
 constexpr float kTileStart = 20, kOwnStart = 6;
-// With places, a query's own keys go through the loop of the tiles, as a tile of one query.
+// If keys have places, a query's own keys run through the loop for tiles, as a tile of one query.
 constexpr float kOwnPlaced = 1;
 
-// As KeyRuns of attention/slot_plan.py.
+// The `KeyRuns` of the attention package (slot_plan.py).
 struct SlotRequest {
   const int64_t *start, *count, *position, *first, *last;
   int64_t runs, queries;
@@ -34,26 +34,27 @@ struct SlotRequest {
   bool placed;
 };
 
-// Keys in neighbouring slots, at neighbouring positions: key j is seen by queries [first + j * step, last). New
+// Keys in consecutive slots at consecutive positions. Key j is seen by the queries [first + j * step, last). The new
 // rows of a prompt are one chain of step 1.
 struct Chain {
   int64_t slot, count, position, first, last;
   int step;
 };
 
-// Slots [slot, slot + count), at positions from `position` on, seen by the queries of `mask`.
+// The slots [slot, slot + count) at positions from `position` on, seen by the queries in `mask`.
 struct Piece {
   int64_t slot, count, position;
   uint32_t mask;
-  bool shared = false;  // goes into the tile's lists, not into those of its queries
+  bool shared = false;  // belongs to the tile's lists, not to the lists of its queries
 
   float queries() const { return static_cast<float>(__builtin_popcount(mask)); }
 };
 
 class SlotPlanner {
  public:
-  SlotPlanner(const SlotRequest& request, SlotLists& lists) : request_(request), lists_(lists), writer_(lists), placed_writer_(lists) {
-    // As in the kernel: the heads of a group in parts of up to four.
+  SlotPlanner(const SlotRequest& request, SlotLists& lists)
+      : request_(request), lists_(lists), writer_(lists), placed_writer_(lists) {
+    // Like the kernel: the heads of a group in parts of up to four.
     const int64_t parts = (request.group + kMaxHeads - 1) / kMaxHeads;
     heads_ = (request.group + parts - 1) / parts;
     own_key_ = request.placed ? kOwnPlaced : kOwnKey + kOwnHead * static_cast<float>(heads_);
@@ -71,7 +72,7 @@ class SlotPlanner {
   }
 
  private:
-  // Runs by their first query, those that continue each other joined.
+  // Sort the runs by their first query, and join runs that continue each other.
   void find_chains() {
     std::vector<int64_t> order(request_.runs);
     std::iota(order.begin(), order.end(), 0);
@@ -101,8 +102,8 @@ class SlotPlanner {
     return false;
   }
 
-  // How many keys each query sees, and how many it has in common with the query before it; windows make that less,
-  // which only the choice of tiles depends on.
+  // Count the keys that each query sees, and the keys that it shares with the query before it. With windows the counts
+  // are estimates: only the choice of tiles depends on them.
   void find_sharing() {
     seen_.assign(request_.queries + 2, 0);
     common_.assign(request_.queries + 2, 0);
@@ -124,7 +125,8 @@ class SlotPlanner {
     }
   }
 
-  // Up to sixteen queries from `first` on; fewer where it is cheaper to cut at the place with the least in common.
+  // Return the end of the tile from `first` on: up to sixteen queries, or fewer if it is cheaper to cut between the two
+  // neighbours that share the fewest keys.
   int64_t tile_end(int64_t first) const {
     int64_t stop = std::min<int64_t>(first + kTile, request_.queries);
     while (stop - first > 1) {
@@ -138,11 +140,11 @@ class SlotPlanner {
     return stop;
   }
 
-  // Vectors of a tile of so many queries.
+  // The number of vectors in a tile of `queries` queries.
   float vectors(int64_t queries) const { return static_cast<float>((queries * heads_ + kLanes - 1) / kLanes); }
 
-  // About what queries [first, stop) cost as one tile. How many keys are seen by how many of them follows from
-  // what neighbours have in common, as in a suffix array: the keys of a stack are open at the current query.
+  // Estimate the cost of queries [first, stop) as one tile. The keys that neighbours share tell how many queries see
+  // how many keys, as in a suffix array. The stack has the keys that are open at the current query.
   float cost(int64_t first, int64_t stop) const {
     const float tile_key = vectors(stop - first);
     float total = 0, saved = 0;
@@ -191,12 +193,12 @@ class SlotPlanner {
     }
   }
 
-  // As above. A query's keys stand along its path, first those in the tile's list, which end with a whole portion of
-  // kPlaces keys unless they are all.
+  // Plan a tile whose keys have places. On a query's path, the keys in the tile's lists come first. They end with a
+  // whole portion of kPlaces keys, unless they are all of the query's keys.
   void place_tile(int64_t first, int count, bool split) {
     int64_t limit[kTile] = {};  // the first position of a query's own keys
     if (split) {
-      // What stands before a shared piece on a path is shared too.
+      // Keys before a shared piece on a path are shared too.
       uint32_t below = 0;
       for (auto piece = pieces_.rbegin(); piece != pieces_.rend(); ++piece) {
         piece->shared |= (piece->mask & below) != 0;
@@ -212,7 +214,7 @@ class SlotPlanner {
         if (!all) limit[r] = limit[r] / kPlaces * kPlaces;
       }
       for (const Piece& piece : pieces_) {
-        // A piece is cut at the limits of its queries.
+        // Cut the piece at the limits of its queries.
         for (int64_t from = piece.position, stop = from + piece.count; piece.shared && from < stop;) {
           uint32_t queries = 0;
           int64_t to = stop;
@@ -238,20 +240,22 @@ class SlotPlanner {
     }
   }
 
-  // The list of the tile's query r: what it sees from position `limit` on, behind a gap up to the first key's place.
+  // Write the own list of the tile's query r: its keys from position `limit` on, after a gap up to the first key's
+  // place.
   void add_placed_runs(int r, int64_t limit) {
     bool fresh = true;
     for (const Piece& piece : pieces_) {
       const int64_t skip = std::max<int64_t>(0, limit - piece.position);
       if (!(piece.mask >> r & 1) || skip >= piece.count) continue;
-      if (const int64_t place = (piece.position + skip) % kPlaces; fresh && place) lists_.own.push_back({-1, static_cast<int32_t>(place)});
+      if (const int64_t place = (piece.position + skip) % kPlaces; fresh && place)
+        lists_.own.push_back({-1, static_cast<int32_t>(place)});
       add_own_run(piece.slot + skip, piece.count - skip, fresh);
       fresh = false;
     }
     lists_.own_offsets.push_back(static_cast<int64_t>(lists_.own.size()));
   }
 
-  // Adds slots to the list of a query. fresh: the list is empty.
+  // Append slots to the own list of a query. fresh: the list is empty.
   void add_own_run(int64_t slot, int64_t count, bool fresh) {
     std::vector<OwnRun>& own = lists_.own;
     if (!fresh && own.back().first + own.back().count == slot) {
@@ -261,10 +265,10 @@ class SlotPlanner {
     }
   }
 
-  // Decides which pieces go into the tile's lists; false where it is best that none does.
+  // Choose the pieces for the tile's lists. Return false if it is best to put no piece there.
   bool choose_lists(int count) {
     const float tile_key = vectors(count);
-    // What each query saves with a list of its own: it must be worth the beginning of one.
+    // The saving of each query if it gets its own list. It must exceed the cost of starting one.
     float saved[kTile] = {};
     for (const Piece& piece : pieces_) {
       const float queries = piece.queries(), gain = tile_key - queries * own_key_;
@@ -286,7 +290,7 @@ class SlotPlanner {
     return split < all;
   }
 
-  // What queries [first, first + count) see.
+  // Find the keys that queries [first, first + count) see.
   void find_pieces(int64_t first, int count) {
     pieces_.clear();
     const auto has_ended = [&](const Chain& chain) { return chain.last <= first; };
@@ -315,8 +319,8 @@ class SlotPlanner {
     }
   }
 
-  // The pieces of a chain of which the queries of `mask` do not all see the same keys: a query sees those from
-  // the edge of its window up to itself.
+  // Cut a chain into pieces if the queries in `mask` do not all see the same keys of it. A query sees the keys from the
+  // edge of its window up to itself.
   void cut_pieces(const Chain& chain, int64_t first, uint32_t mask) {
     int64_t from[kTile], to[kTile], cuts[2 * kTile];
     int num_cuts = 0;
@@ -343,7 +347,7 @@ class SlotPlanner {
     }
   }
 
-  // The list of the tile's query r: all that it sees, or what is not shared.
+  // Write the own list of the tile's query r: all of its keys, or only the keys that are not shared.
   void add_own_runs(int r, bool but_shared) {
     const std::vector<OwnRun>& own = lists_.own;
     for (const Piece& piece : pieces_) {
@@ -362,9 +366,9 @@ class SlotPlanner {
   SlotLists& lists_;
   TileWriter writer_;
   PlacedWriter placed_writer_;
-  int64_t heads_;  // of a task
-  float own_key_, own_start_;  // costs for all of them
-  std::vector<Chain> chains_, open_;  // all; those that began and have not ended
+  int64_t heads_;                     // of a task
+  float own_key_, own_start_;         // costs for all heads of a task
+  std::vector<Chain> chains_, open_;  // all chains; the chains that the current tile may see
   size_t next_ = 0;
   std::vector<int64_t> seen_, common_;
   std::vector<Piece> pieces_;
@@ -378,7 +382,8 @@ extern "C" SlotLists* prefold_plan_slots(const int64_t* start, const int64_t* co
   SlotLists* lists = nullptr;
   try {
     lists = new SlotLists;
-    const SlotRequest request{start, count, position, first, last, runs, queries, query_positions, window, group, placed != 0};
+    const SlotRequest request{start,   count,           position, first, last,       runs,
+                              queries, query_positions, window,   group, placed != 0};
     SlotPlanner(request, *lists).plan();
     return lists;
   } catch (const std::bad_alloc&) {

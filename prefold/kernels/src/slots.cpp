@@ -1,5 +1,5 @@
-// Writing rows into the slots of a KV store, which lie as the attention kernel reads them: a step that attends
-// over many keys and adds a few packs only the few.
+// Writes rows into the slots of a KV store, in the layout that the attention kernel reads. So a step that attends over
+// many keys and adds a few packs only these few.
 #include "attention.h"
 #include "formats.h"
 #include "interface.h"
@@ -36,7 +36,7 @@ void write(const WriteCall& call) {
   const Packed<Format> packed = prefold::packed<Format>(call.plane);
   const int64_t numbers = call.rows * call.plane.kv_heads * (call.plane.dim + call.plane.value_dim) * 2;
   const int64_t workers = std::min<int64_t>(call.threads, 1 + numbers / kNumbersPerThread);
-  // A piece takes whole pairs, whichever rows those are in: two slots of a pair share words.
+  // Each piece has whole pairs, whatever their rows, because the two slots of a pair share words.
   parallel_tasks(workers, static_cast<int>(workers), [&](int64_t w) {
     for (int64_t row = 0; row < call.rows; ++row) {
       if (call.slots[row] / 2 % workers != w) continue;

@@ -1,4 +1,4 @@
-// Waiting for what another thread or process does within microseconds.
+// Short waits for another thread or process.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Whether `ready` came true while spinning, for so long at most.
+// Spin until ready() is true, or for the time `most`. Return the last value of ready().
 template <class Ready>
 bool spin(Clock::duration most, const Ready& ready) {
   const auto until = Clock::now() + most;

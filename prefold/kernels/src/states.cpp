@@ -1,10 +1,11 @@
-// Layers whose state runs along the sequence: the gated short convolution, the gated delta net (Yang et al. 2024), and
+// Layers with a state that each row changes: the gated short convolution, the gated delta net (Yang et al. 2024), and
 // Mamba-2 (Dao and Gu 2024).
 //
-// The delta rule is computed row by row. The chunkwise form has more products than that (those of a chunk's rows with each
-// other), and is of use where matrices of a state do not fit beside the arithmetic units: here some columns of one head's
-// state stay in the nearest cache while all rows of a run go by, and each number of it is read and written once a row.
-// Mamba-2 is computed in the same way. A row's result has the same bits however its path is cut into runs: hence `fused`.
+// The delta rule is computed row by row. The chunkwise form needs additional products, between the rows of a chunk. It
+// pays off on hardware that cannot hold a state near its arithmetic units. Here, some columns of one head's state stay
+// in the nearest cache during all rows of a run, and each number of them is read and written once per row. Mamba-2 is
+// computed in the same way. A row's result has the same bits, no matter how its path is cut into runs. That is why
+// `fused` is used.
 #include <cmath>
 #include <vector>
 
@@ -16,21 +17,21 @@
 namespace prefold {
 namespace {
 
-// Vectors of columns of a state that go through a run together: of a long run, whose part of the state is to fit into the
-// nearest cache (four are a sixth faster than two with AVX-512), and of a short run, whose part is to be one stream of
+// Vectors of a state's columns that are processed together. For a long run, this part of the state should fit into the
+// nearest cache (with AVX-512, four vectors are a sixth faster than two). For a short run, it should be one stream of
 // memory.
 constexpr int kLongVectors = kPartBytes == 64 ? 4 : 2, kShortVectors = 8;
 constexpr int64_t kShortRun = 2;  // rows
-// Rows of neighbouring runs that a thread takes at once.
+// A task takes neighbouring runs until they have this many rows.
 constexpr int64_t kTaskRows = 16;
 
-// Where a row of a convolution lies.
+// The address of a row that a convolution reads.
 template <class E>
 PREFOLD_INLINE const E* row_at(const ConvCall& call, int64_t row) {
   return static_cast<const E*>(call.x) + (call.row_of ? call.row_of[row] : row) * call.x_row;
 }
 
-// Sixteen channels of a convolution at one row. column(row, channel): what x is convolved of.
+// Convolve sixteen channels at one row. column(row, channel, count): the numbers to convolve.
 template <class E, class Column>
 PREFOLD_INLINE Floats convolved(const ConvCall& call, int64_t row, int64_t c, int64_t count, const Column& column) {
   const auto* states = static_cast<const E*>(call.states);
@@ -45,7 +46,8 @@ PREFOLD_INLINE Floats convolved(const ConvCall& call, int64_t row, int64_t c, in
   return sum;
 }
 
-// A column of a state may be read out of the place that an older column of the same state goes to, but not before it.
+// Store the states at the ends of runs. If a state replaces the state that it was made from, its columns move to the
+// places of older columns. They are copied oldest first, so each column is read before it is overwritten.
 template <class E, class Column>
 void store_ends(const ConvCall& call, int threads, const Column& column) {
   auto* states = static_cast<E*>(call.states);
@@ -86,9 +88,11 @@ void short_conv(const ShortConvCall& call) {
   store_ends<E>(conv, call.threads, column);
 }
 
-// What layers share whose states change with each row. `rows_` has float32 numbers of each row, which begin with those
-// behind the convolution. Derived computes:
-//   run_columns<V>(run, head, column, part): V vectors of columns of one head's state through one run;
+// The common part of layers with a state that changes with each row. `rows_` has float32 numbers for each row, first
+// the results of the convolution. Derived defines:
+//   prepare(x, to): computes the other numbers of a row;
+//   run_columns<V>(run, head, column, part): runs V vectors of one head's columns through a run;
+//   finish(x, of_row, out): computes the result of a row;
 //   kLong, kShort: V for long and for short runs.
 template <class Derived, class E, class Call>
 class Scan {
@@ -97,8 +101,8 @@ class Scan {
       : call_(call), channels_(channels), row_((channels + numbers + kLanes - 1) / kLanes * kLanes) {}
 
  protected:
-  // The rows of all runs, in threads: what Derived::prepare makes of a row, the columns and states at the ends, and
-  // Derived::finish of each row that is picked. column(row, channel, count): what is convolved.
+  // Process the rows of all runs, in parallel: the convolution and Derived::prepare, the states to store, the runs, and
+  // Derived::finish for the rows that are picked. column(row, channel, count): the numbers to convolve.
   template <class Column>
   void run_with(const Column& column) {
     static thread_local Workspace workspace;
@@ -127,15 +131,15 @@ class Scan {
     });
   }
 
-  // A row of a state behind a row of the run.
+  // One row of a state after a row of the run.
   static PREFOLD_INLINE Floats moved(const Floats& decay, const Floats& s, const Floats& added, float by) {
     return fused(added, Floats(by), decay * s);
   }
 
   static float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-  // Runs that do not depend on each other. Those of one thread that start from one state follow each other, so that a
-  // head's part of it is read from memory once.
+  // Process runs that do not depend on each other. Runs that start from the same state follow each other on one thread,
+  // so that a head's part of the state is read from memory once.
   void run_wave(int64_t first, int64_t stop) {
     struct Piece {
       int64_t first, stop;
@@ -197,13 +201,12 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
         keys_(call.key_heads * call.key_dim) {}
 
   void run() {
-    this->run_with([&](int64_t row, int64_t c, int64_t count) __attribute__((always_inline)) {
-      return load_some(row_at<E>(call_.conv, row) + c, count);
-    });
+    this->run_with([&](int64_t row, int64_t c, int64_t count)
+                       __attribute__((always_inline)) { return load_some(row_at<E>(call_.conv, row) + c, count); });
   }
 
  private:
-  // A row's q and k of length 1, then the decays, beta, and the products of q and k.
+  // Compute a row's q and k with unit length, then the decays, beta, and the products of q and k.
   void prepare(const E* x, float* to) {
     const int64_t dim = call_.key_dim;
     float *decays = to + channels_, *betas = decays + call_.heads, *products = betas + call_.heads;
@@ -235,9 +238,11 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
     }
   }
 
-  // V vectors of columns of one head's state through one run. What row t adds is put into the state in the pass in which
-  // row t + 1 reads it:
-  //   S = decay S + k d^T of row t; sums k^T S and q^T S of row t + 1; d = beta (v - decay k^T S); o = decay q^T S + (q k) d.
+  // Run V vectors of one head's columns through a run. The sum of row t is added to the state in the pass in which row
+  // t + 1 reads the state:
+  //   S = decay S + k d^T                            (of row t)
+  //   d = beta (v - decay k^T S)                     (of row t + 1)
+  //   o = decay q^T S + (q k) d                      (of row t + 1)
   template <int V>
   void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
     const int64_t dim = call_.key_dim, wide = call_.value_dim;
@@ -245,7 +250,7 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
     const int64_t first = call_.runs.first[run], stop = call_.runs.stop[run], left = wide - column;
     const bool whole = left >= V * kLanes;
     const auto sums_of = [&](int64_t i, const float* q, const float* k, const Floats* s, Floats* by_k, Floats* by_q)
-        __attribute__((always_inline)) {
+                             __attribute__((always_inline)) {
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         by_k[v] = fused(s[v], Floats(k[i]), by_k[v]);
@@ -266,7 +271,8 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
-            s[v] = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+            s[v] =
+                whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
             store(part + (i * V + v) * kLanes, s[v]);
           }
           sums_of(i, q, k, s, by_k, by_q);
@@ -284,7 +290,7 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
       const float* of_heads = of_row + channels_;
       const Floats beta(of_heads[call_.heads + head]), product(of_heads[2 * call_.heads + key_head]);
       decay = Floats(of_heads[head]), last_k = k;
-      float* value = of_row + 2 * keys_ + head * wide + column;  // o takes the place of v
+      float* value = of_row + 2 * keys_ + head * wide + column;  // o overwrites v
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         const int64_t count = left - v * kLanes;
@@ -308,7 +314,7 @@ class DeltaNet : public Scan<DeltaNet<E>, E, DeltaCall> {
     }
   }
 
-  // The norm of each head's o, gated with silu(z).
+  // Norm each head's o, and gate it with silu(z).
   void finish(const E* input, const float* of_row, E* out) {
     const int64_t dim = call_.value_dim;
     const float* o = of_row + 2 * keys_;
@@ -335,7 +341,7 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
   using Base = Scan<Mamba2<E>, E, MambaCall>;
   friend Base;
   using Base::call_, Base::channels_, Base::row_, Base::rows_, Base::state, Base::moved;
-  // A row of a state is usually 64 numbers.
+  // A row of a state usually has 64 numbers.
   static constexpr int kLong = kLongVectors, kShort = 4;
 
  public:
@@ -350,7 +356,7 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
   }
 
  private:
-  // A row's time steps and decays.
+  // Compute a row's time steps and decays.
   void prepare(const E* x, float* to) {
     const E* dt = x + values_ + channels_;
     float *decays = to + channels_, *steps = decays + call_.heads;
@@ -361,9 +367,9 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
     }
   }
 
-  // V vectors of columns of one head's state through one run:
+  // Run V vectors of one head's columns through a run:
   //   S = decay S + b (t x)^T; y = c^T S + skip x.
-  // The first row of a run reads its state where it is, and the last one writes it to where it is to be.
+  // The first row reads the state at its source. The last row writes it to its destination.
   template <int V>
   void run_columns(int64_t run, int64_t head, int64_t column, float* part) {
     const int64_t dim = call_.key_dim, wide = call_.value_dim, group = head * call_.groups / call_.heads;
@@ -376,21 +382,23 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
       float* of_row = rows_ + row * row_;
       const float *b = of_row + values_ + group * dim, *c = b + call_.groups * dim;
       const Floats decay(of_row[channels_ + head]), step(of_row[channels_ + call_.heads + head]);
-      float* value = of_row + head * wide + column;  // y takes the place of x
+      float* value = of_row + head * wide + column;  // y overwrites x
       Floats added[V], y[V];
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         added[v] = step * load_some(value + v * kLanes, left - v * kLanes);
         y[v] = zeros();
       }
-      // from_state, to_state: whether the numbers lie as in a state, not as in `part`.
-      const auto pass = [&](auto from_state, auto to_state, const float* from, float* to) __attribute__((always_inline)) {
+      // from_state, to_state: whether these numbers have the layout of a state, not of `part`.
+      const auto pass = [&](auto from_state, auto to_state, const float* from, float* to)
+                            __attribute__((always_inline)) {
         for (int64_t i = 0; i < dim; ++i) {
 #pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
             Floats s;
             if constexpr (from_state) {
-              s = whole ? load(from + i * wide + v * kLanes) : load_some(from + i * wide + v * kLanes, left - v * kLanes);
+              s = whole ? load(from + i * wide + v * kLanes)
+                        : load_some(from + i * wide + v * kLanes, left - v * kLanes);
             } else {
               s = load(from + (i * V + v) * kLanes);
             }
@@ -425,7 +433,7 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
     }
   }
 
-  // y silu(gate), and the RMS norm of each group: of the product, or of y before it, or none.
+  // Compute y silu(gate), and the RMS norm of each group: of this product, or of y before it, or no norm.
   void finish(const E* x, float* y, E* out) {
     const int64_t size = values_ / call_.groups;
     const auto gate = [&](int64_t d, int64_t count, const Floats& value) __attribute__((always_inline)) {
@@ -452,7 +460,7 @@ class Mamba2 : public Scan<Mamba2<E>, E, MambaCall> {
   int64_t values_;
 };
 
-// Returns 0, or kNoMemory.
+// Return 0, or kNoMemory.
 template <class Layer, class Call>
 int32_t run_layer(const Call& call) {
   try {
@@ -464,9 +472,9 @@ int32_t run_layer(const Call& call) {
 }
 
 }  // namespace
-#define PREFOLD_EXPORT_STATES(name, E)                                                                               \
-  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); }                     \
-  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return run_layer<DeltaNet<E>>(*call); }       \
+#define PREFOLD_EXPORT_STATES(name, E)                                                                         \
+  extern "C" void prefold_short_conv_##name(const ShortConvCall* call) { short_conv<E>(*call); }               \
+  extern "C" int32_t prefold_delta_net_##name(const DeltaCall* call) { return run_layer<DeltaNet<E>>(*call); } \
   extern "C" int32_t prefold_mamba2_##name(const MambaCall* call) { return run_layer<Mamba2<E>>(*call); }
 
 PREFOLD_EXPORT_STATES(float32, float)

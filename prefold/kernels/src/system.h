@@ -1,4 +1,4 @@
-// What is asked of the system beside the C++ library, and how it differs between systems.
+// Calls to the operating system that the C++ library lacks.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 
 namespace prefold {
 
-// Starts a thread that gets no signals: those are for the threads that the program knows of.
+// Start a detached thread with all signals blocked. The program's own threads handle the signals.
 template <class Body>
 void start_thread(Body body) {
 #ifdef _WIN32
@@ -35,15 +35,15 @@ void start_thread(Body body) {
 #endif
 }
 
-// Calls a function in every process that is forked from this one from now on.
+// Register a function to be called in every process that is forked from this one from now on.
 inline void in_forks([[maybe_unused]] void (*call)()) {
 #ifndef _WIN32
   pthread_atfork(nullptr, nullptr, call);
 #endif
 }
 
-// How often the system has taken this thread's core for another thread. Where no system call says so, each call
-// reports enough of them for threads to sleep early, as is right where nothing is known.
+// Return how often the system has taken this thread's core for another thread. Without a system call that counts this,
+// the result rises by 100 with each call, so that threads sleep early.
 inline long involuntary_switches() {
 #ifdef RUSAGE_THREAD
   rusage usage;
@@ -53,7 +53,7 @@ inline long involuntary_switches() {
   return unknown += 100;
 }
 
-// Whether the other end of a pipe is closed. Windows has no such pipes, and no ranks that share memory.
+// Return whether the other end of any pipe is closed. False on Windows, which has neither these pipes nor ranks.
 inline bool has_ended([[maybe_unused]] const int32_t* pipes, [[maybe_unused]] int64_t count) {
 #ifdef _WIN32
   return false;

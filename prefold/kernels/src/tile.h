@@ -1,4 +1,4 @@
-// A task of the attention kernels: a tile of queries and some heads that share a KV head.
+// A task of the attention kernels: a tile of queries, and some heads that share a KV head.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@ namespace prefold {
 constexpr int kMaxDim = 576;
 constexpr int kMaxHeads = 4;  // of a task
 
-// Vectors that one register block accumulates; the rest hold what meets them.
+// Vectors of sums in a register block. The remaining registers hold the factors.
 constexpr int kAccumulators = kRegisters * 3 / 4;
 
-// The greatest power of two up to n.
+// The largest power of two that is at most n.
 constexpr int power_of_two(int n) {
   int size = 1;
   while (size * 2 <= n) size *= 2;
@@ -24,7 +24,7 @@ constexpr int power_of_two(int n) {
 struct Tile {
   int64_t number, first_query, kv_head, first_head;
   int queries, heads;
-  int stride;  // lanes from one head to the next: at least `queries`
+  int stride;  // lanes from one head to the next; at least `queries`
 
   template <class Element>
   const Element* query(const TileCall& call, int query, int head) const {
@@ -37,7 +37,7 @@ struct Tile {
   }
 };
 
-// Which query and head the lanes of vector `g` belong to, one after the other.
+// Walks through the lanes of vector `g`, with the query and the head of each.
 struct LaneWalk {
   LaneWalk(const Tile& tile, int g) : query(g * kLanes % tile.stride), head(g * kLanes / tile.stride), tile_(tile) {}
 

@@ -1,7 +1,7 @@
-// The keys that a tile of queries shares. Queries lie on the lanes of vectors; numbers of keys and values are
-// broadcast against them, so that no sum ever runs across lanes. Keys come in chunks: scores of a chunk, online
-// softmax (Milakov and Gimelshein 2018), then the chunk's values. What a query does not see is chosen away, never
-// multiplied by zero, so that a NaN of one sequence stays in that sequence.
+// The keys that the queries of a tile share. Queries lie on the lanes of vectors, and numbers of keys and values are
+// broadcast, so no sum runs across lanes. Keys come in chunks: the scores of a chunk, online softmax (Milakov and
+// Gimelshein 2018), then the chunk's values. Keys that a query does not see are masked by selection, not multiplied by
+// zero. So a NaN stays in its own sequence.
 #pragma once
 
 #include "amx.h"
@@ -12,25 +12,24 @@
 
 namespace prefold {
 
-// The sums of a tile's lanes over the keys of its lists, for those who go on from there. Lane i of the tile has
-// the maximum max[i], the sum sum[i], and dimensions [16 b, 16 b + 16) in out[(16 b + i % 16) * vectors + i / 16].
+// The sums of a tile's lanes over the keys of its lists, from which OwnKeys continues. Lane i of the tile has the
+// maximum max[i], the sum sum[i], and dimensions [16 b, 16 b + 16) in out[(16 b + i % 16) * vectors + i / 16].
 struct TileSums {
   const float *max, *sum;
   const Floats* out;
   int vectors;
 };
 
-// Keys of a register block of scores, for so many vectors of queries: whole pairs.
-constexpr int key_block(int vectors) {
-  return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes);
-}
+// The keys in a register block of scores, for `vectors` vectors of queries: whole pairs.
+constexpr int key_block(int vectors) { return std::clamp(kAccumulators / vectors / 2 * 2, 2, kLanes); }
 
-// Dimensions of a register block of the result: a power of two, so that it divides the padded dimensions.
+// The dimensions in a register block of the result: a power of two, so that it divides the padded dimensions.
 constexpr int dim_block(int vectors) { return power_of_two(std::min(kAccumulators / vectors, kLanes)); }
 
-// One tile of queries and some heads that share a KV head, with their sums over keys that were read. Lane i of its V
-// vectors is query i % stride of head i / stride: where a tile has sixteen queries a vector is a head, where it has fewer
-// a vector holds several. It does not know how keys are kept, so that formats which differ in this alone share it.
+// One tile of queries and some heads that share a KV head, with their sums over the keys so far. Lane i of its V
+// vectors is query i % stride of head i / stride. In a tile with sixteen queries, a vector is one head. With fewer
+// queries, a vector has several heads. This class does not depend on how keys are stored, so formats that differ only
+// in storage share it.
 template <class Format, int V>
 class TileQueries {
   template <class, int>
@@ -42,20 +41,20 @@ class TileQueries {
   static constexpr int kWidth = Format::kWidth;
 
  public:
-  // dim, value_dim: padded; value_row: as of Packed
+  // dim, value_dim: padded; value_row: see Packed.
   TileQueries(const TileCall& call, int64_t dim, int64_t value_dim, int64_t value_row, const Tile& tile)
       : call_(call), tile_(tile), dim_(value_dim), value_row_(value_row), steps_(static_cast<int>(dim / kWidth)) {
     for (int h = 0; h < tile.heads; ++h) heads_ |= uint64_t{1} << (h * tile.stride);
   }
 
-  // Starts from nothing.
+  // Start with empty sums.
   void begin() {
     load_queries();
     clear_sums();
     for (int i = 0; i < dim_ * V; ++i) out_[i] = zeros();
   }
 
-  // Starts from the sums of one query of a tile. This tile is of this query alone.
+  // Start with the sums of one query of another tile. This tile has only this query.
   template <int W>
   void begin(const TileQueries<Format, W>& tile, int query) {
     begin();
@@ -69,7 +68,7 @@ class TileQueries {
     }
   }
 
-  // The results, where the tile's lists are all its keys.
+  // Store the results, if the lists have all keys of the tile.
   void store_out() {
     for (int g = 0; g < V; ++g) {
       const Floats inverse = Floats(1.0f) / (call_.sinks ? sum_[g] + sink_weights(g) : sum_[g]);
@@ -77,7 +76,7 @@ class TileQueries {
       for (int step = 0; step < steps; step += kLanes) {
         Vector block[kLanes];
         for (int i = 0; i < kLanes; ++i) {
-          if (step + i >= steps) {  // the lanes of dimensions that are not there; never stored
+          if (step + i >= steps) {  // padding, never stored
             block[i] = Vector(0);
             continue;
           }
@@ -95,7 +94,7 @@ class TileQueries {
     }
   }
 
-  // The sums as they are, each lane's dimensions side by side.
+  // Return the unfinished sums, with each lane's dimensions side by side.
   TileSums turn_out() {
     for (int g = 0; g < V; ++g) {
       for (int d = 0; d < dim_; d += kLanes) {
@@ -116,7 +115,7 @@ class TileQueries {
     for (int g = 0; g < V; ++g) max_[g] = Floats(-1e30f), sum_[g] = zeros();
   }
 
-  // Queries as [step][vector]; lanes past the last query or head repeat another.
+  // Load the queries as [step][vector]. Lanes past the last query or head repeat another lane.
   void load_queries() {
     for (int g = 0; g < V; ++g) {
       const Element* rows[kLanes];
@@ -136,7 +135,7 @@ class TileQueries {
     }
   }
 
-  // What the sinks of the lanes' heads add to their sums.
+  // The weights of the sinks, for the heads of the lanes of vector g.
   Floats sink_weights(int g) const {
     float of_lane[kLanes] = {};
     LaneWalk lane(tile_, g);
@@ -146,7 +145,7 @@ class TileQueries {
     return exp2<true>((load(of_lane) - max_[g] * Floats(call_.scale)) * Floats(1.44269504f));
   }
 
-  // A mask of queries as a mask of the lanes, sixteen bits a vector.
+  // Turn a mask of queries into a mask of lanes, with sixteen bits per vector.
   uint64_t lanes(uint32_t queries) const { return (queries & ((1u << tile_.stride) - 1)) * heads_; }
 
   // scores_[key][head] = q . k
@@ -162,14 +161,14 @@ class TileQueries {
     score_blocks<key_block(V)>(pair, pairs);
   }
 
-  // As many blocks of KEYS keys as fit, then smaller ones.
+  // As many blocks of KEYS keys as fit, then smaller blocks.
   template <int KEYS>
   PREFOLD_INLINE void score_blocks(int pair, int pairs) {
     for (; pair + KEYS / 2 <= pairs; pair += KEYS / 2) score_block<KEYS>(pair);
     if constexpr (KEYS > 2) score_blocks<KEYS / 4 * 2>(pair, pairs);
   }
 
-  // KEYS keys from pair `pair` on, a part of the queries at a time.
+  // Score KEYS keys from pair `pair` on, one part of the queries at a time.
   template <int KEYS>
   PREFOLD_APART void score_block(int pair) {
     const Stored* keys[KEYS / 2];
@@ -195,8 +194,8 @@ class TileQueries {
     }
   }
 
-  // Scores to probabilities (over the running maximum), in place; updates the maximum and the sum, and
-  // leaves in rescale_ what earlier chunks' sums must be multiplied by.
+  // Turn scores into probabilities relative to the running maximum, in place. Update the maximum and the sum. Set
+  // rescale_ to the factor for the sums of earlier chunks.
   PREFOLD_APART void soften(const Chunk& chunk) {
     if (call_.cap > 0) {
       const Cap cap(call_);
@@ -243,13 +242,13 @@ class TileQueries {
     for (int g = 0; g < V; ++g) sum_[g] = sum[g];
   }
 
-  // The probabilities take the place of scores already read: a pair's need at most the room of two keys.
+  // The memory of a pair's probabilities. They overwrite scores that were already read: at most the scores of two keys.
   Floats* probabilities(int pair, int g) { return scores_ + pair * (2 / kWidth) * V + g; }
 
 #ifdef PREFOLD_TILES
-  // Sixteen keys from pair `pair` on.
+  // Score sixteen keys from pair `pair` on.
   PREFOLD_APART void score_tile(int pair) {
-    Words copies[kTile * kMaxDim / 2 / kLanes];  // of keys that do not lie one after the other
+    Words copies[kTile * kMaxDim / 2 / kLanes];  // of keys that are not contiguous
     const Stored* keys = key_at_[pair];
     for (int i = 1; i < kTile / 2; ++i) {
       if (key_at_[pair + i] == keys + i * 2 * steps_) continue;
@@ -270,7 +269,7 @@ class TileQueries {
     }
   }
 
-  // `add_values`, in tiles: of sixteen dimensions, and of sixteen pairs, with zeros in place of pairs that are not there.
+  // `add_values` in tiles of sixteen dimensions and sixteen pairs. Missing pairs are zeros.
   PREFOLD_APART void add_value_tiles(int pairs, bool first) {
     const int whole = (pairs + kTile - 1) / kTile * kTile;
     for (int j = pairs; j < whole; ++j) {
@@ -308,7 +307,7 @@ class TileQueries {
     }
   }
 
-  // DIMS dimensions from d on, a part of the queries.
+  // Add the values of DIMS dimensions from d on, for one part of the queries.
   template <int DIMS>
   PREFOLD_INLINE void add_value_block(int pairs, bool first, int d, int part) {
     Part<float> acc[DIMS][V];
@@ -340,8 +339,8 @@ class TileQueries {
     }
   }
 
-  // The same where a value that not all queries see is infinite or NaN: zero times that is NaN, so each
-  // product is chosen by the key's mask. Slow, and rare.
+  // The version of `add_values` for an infinite or NaN value that not all queries see. Zero times this value is NaN, so
+  // each product is selected by the key's mask. Slow, and rare.
   void add_values_by_choice(const Chunk& chunk, bool first) {
     for (int i = 0; i < dim_ * V; ++i) out_[i] = first ? zeros() : out_[i] * rescale_[i % V];
     for (int j = 0; j < chunk.count; ++j) {
@@ -362,10 +361,10 @@ class TileQueries {
 
   const TileCall& call_;
   const Tile& tile_;
-  const int64_t dim_, value_row_;  // of values, padded; as of Packed
-  const int steps_;                // Stored of a key
+  const int64_t dim_, value_row_;  // of values: padded; see Packed
+  const int steps_;                // Stored per key
   const bool in_tiles_ = kWidth == 2 && steps_ % kLanes == 0 && may_use_tiles();
-  uint64_t heads_ = 0;  // bit 0 of every head's lanes
+  uint64_t heads_ = 0;  // the first lane of each head
   const Stored *key_at_[kChunkPairs], *value_at_[kChunkPairs];
   Floats max_[V], sum_[V], rescale_[V];
   Vector queries_at_[kMaxDim / kWidth * V];
@@ -373,14 +372,14 @@ class TileQueries {
   Floats out_[kMaxDim * V];
 };
 
-// A tile and its keys where they are kept.
+// A tile, and its keys in packed memory.
 template <class Format, int V>
 class TileKeys : public TileQueries<typename Format::Read, V> {
   using Base = TileQueries<typename Format::Read, V>;
   using Kept = typename Format::Kept;
-  using Base::call_, Base::tile_, Base::in_tiles_, Base::key_at_, Base::value_at_, Base::out_, Base::lanes, Base::lane_of,
-      Base::probabilities, Base::load_queries, Base::clear_sums, Base::score, Base::soften, Base::add_values,
-      Base::add_values_by_choice;
+  using Base::call_, Base::tile_, Base::in_tiles_, Base::key_at_, Base::value_at_, Base::out_, Base::lanes,
+      Base::lane_of, Base::probabilities, Base::load_queries, Base::clear_sums, Base::score, Base::soften,
+      Base::add_values, Base::add_values_by_choice;
 
  public:
   TileKeys(const TileCall& call, const Packed<Format>& packed, const Tile& tile)
@@ -404,7 +403,8 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
     }
   }
 
-  // Adds keys that have places. A lane's numbers and their portions do not depend on the other lanes.
+  // Add keys that have places. A lane's numbers, and the portions in which they are summed, do not depend on other
+  // lanes.
   template <class R>
   void go_on(PlacedReader<R> reader) {
     PlacedChunk chunk;
@@ -412,7 +412,7 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
     while (reader.next(chunk)) {
       const bool unsafe = find_places(chunk);
       int pairs = chunk.count;
-      if (in_tiles_) {  // which take eight pairs at a time: what further ones give is not read
+      if (in_tiles_) {  // tiles read eight pairs at a time; the results of the additional pairs are not used
         for (; pairs % 8; ++pairs) key_at_[pairs] = key_at_[chunk.count - 1];
       }
       score(pairs);
@@ -432,8 +432,8 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
     }
   }
 
-  // The pairs of a chunk whose keys have places: where two neighbours lie, or copied together. Returns whether a value
-  // that not all queries see is not finite; such values become zeros in the copy.
+  // Find the pairs of a chunk whose keys have places: in packed memory if two keys are neighbours there, else in a
+  // copy. Return whether any value that not all queries see is not finite. The copy has zeros in place of such values.
   bool find_places(const PlacedChunk& chunk) {
     bool unsafe = false;
     for (int j = 0; j < chunk.count; ++j) {
@@ -458,7 +458,7 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
 
   bool is_unsafe(int32_t key) const { return key >= 0 && packed_.is_unsafe(tile_.kv_head, key / 2); }
 
-  // Copies a key and its value, or zeros, into one half of a pair. quiet: zeros in place of what is not finite
+  // Copy a key and its value, or zeros, into one half of a pair. quiet: replace numbers that are not finite by zeros.
   void copy(int32_t from, Kept* key, Kept* value, int half, bool quiet) const {
     const int64_t size = packed_.key_size / 2;
     if (from < 0) {
@@ -475,7 +475,7 @@ class TileKeys : public TileQueries<typename Format::Read, V> {
     }
   }
 
-  // What values that `find_places` took for zeros give the lanes that see them: an infinity or NaN.
+  // Add the values that `find_places` replaced by zeros, in the lanes that see them. Those become infinite or NaN.
   void add_not_finite(const PlacedChunk& chunk) {
     for (int key = 0; key < 2 * chunk.count; ++key) {
       const int j = key / 2, half = key & 1;

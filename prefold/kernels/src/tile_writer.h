@@ -1,4 +1,4 @@
-// Writing down the lists of a tile.
+// Writes the lists of a tile.
 #pragma once
 
 #include "tiles.h"
@@ -8,7 +8,7 @@ namespace prefold {
 constexpr int kTile = 16;
 constexpr uint32_t kAllQueries = 0xffff;
 
-// Keys [first, first + count), numbers [depth, depth + count) from the root on the paths of the queries in `queries`.
+// Keys [first, first + count) at the depths [depth, depth + count) below the root, seen by the queries in `queries`.
 struct PathPiece {
   int64_t first, count, depth;
   uint32_t queries;
@@ -16,13 +16,13 @@ struct PathPiece {
   int64_t stop() const { return depth + count; }
 };
 
-// Takes the keys of a tile of `count` queries, best in ascending order, and writes its runs and masked pairs.
+// Turns the keys of a tile of `count` queries into its runs and masked pairs. Ascending keys make the shortest lists.
 class TileWriter {
  public:
   explicit TileWriter(TileLists& lists) : lists_(lists) {}
 
   void add(const PathPiece& piece, int count) {
-    // Lanes past the last query are never stored: let them see what all others see, so that it is a run.
+    // Lanes past the last query are never stored. Let them see all keys, so that these keys become a run.
     if (piece.queries == (1u << count) - 1) return add_run(piece.first, piece.first + piece.count);
     for (int64_t i = 0; i < piece.count; ++i) add_key(piece.first + i, piece.queries);
   }
@@ -34,7 +34,7 @@ class TileWriter {
     last_.mask |= mask << (key & 1 ? 16 : 0);
   }
 
-  // Keys [first, stop), visible to every query.
+  // Add the keys [first, stop), which every query sees.
   void add_run(int64_t first, int64_t stop) {
     if (first < stop && (first & 1)) add_key(first++, kAllQueries);
     if (const int64_t pairs = (stop - first) / 2; pairs > 0) {

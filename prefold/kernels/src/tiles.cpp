@@ -1,22 +1,21 @@
-// Planning: walks the keys once in depth-first order with a stack of the open ones, and writes down for
-// every tile of sixteen queries the keys that all of them see, and with masks those that some see. The keys of a span
-// (an image, whose rows see each other both ways) open together, at its first row.
+// Plans attention over rows. The planner walks the keys once, depth-first, with a stack of the open keys. For each tile
+// of sixteen queries it writes the keys that all of them see, and with masks the keys that only some see. The keys of a
+// span (an image, whose rows see each other both ways) open together, at the first row of the span.
 //
-// The stack holds the keys whose interval [j, end[j]) covers the current row. Intervals are nested, so the
-// keys that end first lie on top, and the keys a whole tile sees are a stretch of the stack: long runs of
-// consecutive keys, however many keys that are. A key needs a mask only in the tiles in which it begins or
-// ends (or crosses the edge of the window), so the lists stay small where the visible pairs are many.
-#include "placed_writer.h"
-
+// The stack holds the keys whose interval [j, end[j]) covers the current row. Intervals are nested, so the keys that
+// end first lie on top. The keys that a whole tile sees are a contiguous part of the stack: long runs of consecutive
+// keys. A key needs a mask only in the tiles in which it begins or ends, or crosses the edge of the window. So the
+// lists stay short even if very many pairs are visible.
 #include <algorithm>
 #include <new>
 
 #include "interface.h"
+#include "placed_writer.h"
 
 namespace prefold {
 namespace {
 
-// What is asked for. first is null where there are no spans, positions where there is no window.
+// The arguments of a plan. first: null if there are no spans; positions: null if there is no window.
 struct Request {
   const int64_t* end;
   int64_t keys;
@@ -24,17 +23,17 @@ struct Request {
   const int64_t* positions;
   int64_t window;
 
-  // The first row that sees a key: its own, or that of the span it is in.
+  // The first row that sees a key: the key's own row, or the first row of its span.
   int64_t first_of(int64_t key) const { return first ? first[key] : key; }
 };
 
-// The keys open at the current row, ascending; `run_starts` are the places in `keys` where a run of
-// consecutive keys begins.
+// The keys that are open at the current row, ascending. run_starts: the indices in `keys` at which a run of consecutive
+// keys begins.
 class OpenKeys {
  public:
   explicit OpenKeys(const Request& request) : request_(request) {}
 
-  // Walks up to and including `row`, and the span it is in. False where a key outlives the one below it: not a trie.
+  // Walk up to `row`, and on to the end of its span. Return false if a key ends after the key below it: not a trie.
   bool advance(int64_t row) {
     for (; next_ < request_.keys && request_.first_of(next_) <= row; ++next_) {
       while (!keys.empty() && request_.end[keys.back()] <= next_) pop();
@@ -45,7 +44,7 @@ class OpenKeys {
     return true;
   }
 
-  // The first key that it has not come to.
+  // The first key that the walk has not reached.
   int64_t next() const { return next_; }
 
   std::vector<int32_t> keys, run_starts;
@@ -65,7 +64,7 @@ class OpenKeys {
   int64_t next_ = 0;
 };
 
-// One tile: `rows` are the key rows of its queries, ascending.
+// Plans one tile. rows: the key rows of its queries, ascending.
 class TilePlanner {
  public:
   TilePlanner(const Request& request, const int64_t* rows, int count) : request_(request), rows_(rows), count_(count) {
@@ -76,7 +75,7 @@ class TilePlanner {
     farthest_start_ = request.positions[*high] - request.window;
   }
 
-  // sink: takes each key that a query could see, and finishes the tile.
+  // Pass each key that a query may see to `sink`, then finish the tile.
   template <class Sink>
   bool plan(OpenKeys& open, Sink& sink) const {
     if (!open.advance(rows_[0])) return false;
@@ -92,8 +91,8 @@ class TilePlanner {
   }
 
  private:
-  // The keys the first query could see: those out of every window, those that some queries see, those
-  // that all see, and on top those that end within the tile.
+  // Add the keys that the first query may see. From the bottom of the stack: keys outside of every window, keys that
+  // some queries see, keys that all see, and on top the keys that end within the tile.
   template <class Sink>
   void add_stack(const OpenKeys& open, Sink& sink) const {
     const std::vector<int32_t>& keys = open.keys;
@@ -112,7 +111,7 @@ class TilePlanner {
     for (int64_t i = first; i < stop; ++i) sink.add({open.keys[i], 1, i, queries(open.keys[i])}, count_);
   }
 
-  // Places [first, stop) of the stack, which every query sees.
+  // Add the part [first, stop) of the stack, which every query sees.
   template <class Sink>
   void add_runs(const OpenKeys& open, int64_t first, int64_t stop, Sink& sink) const {
     auto next = std::upper_bound(open.run_starts.begin(), open.run_starts.end(), first);
@@ -123,7 +122,7 @@ class TilePlanner {
     }
   }
 
-  // The first place of the stack with a position above `position`; positions ascend along a path.
+  // The first index in the stack whose position is above `position`. Positions ascend along a path.
   int64_t first_after(const std::vector<int32_t>& keys, int64_t position) const {
     if (!request_.positions) return 0;
     const auto before = [&](int32_t key) { return request_.positions[key] <= position; };

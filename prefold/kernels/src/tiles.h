@@ -7,8 +7,8 @@
 
 namespace prefold {
 
-// Tile t reads runs [run_offsets[t], run_offsets[t + 1]) and masked pairs likewise, each in ascending order; or placed
-// runs, along each query's path.
+// Tile t reads runs [run_offsets[t], run_offsets[t + 1]) and masked pairs [mask_offsets[t], mask_offsets[t + 1]), both
+// in ascending order. A placed plan has placed runs instead, along each query's path.
 struct TileLists {
   std::vector<int64_t> run_offsets{0}, mask_offsets{0}, placed_offsets{0};
   std::vector<Run> runs;
@@ -22,8 +22,8 @@ struct TileLists {
   }
 };
 
-// The same over slots, where tiles are not all of sixteen queries and a query may have keys of its own: tile t is
-// queries [tile_starts[t], tile_starts[t + 1]), and query i also reads own runs [own_offsets[i], own_offsets[i + 1]).
+// Lists over slots. A tile may have fewer than sixteen queries, and a query may have keys of its own. Tile t has the
+// queries [tile_starts[t], tile_starts[t + 1]). Query i also reads the own runs [own_offsets[i], own_offsets[i + 1]).
 struct SlotLists : TileLists {
   std::vector<int64_t> tile_starts{0}, own_offsets{0};
   std::vector<OwnRun> own;

@@ -1,9 +1,9 @@
-// Sixteen numbers at a time, in the vector extensions of GCC and Clang, so that one source serves
-// every instruction set; AVX-512 is named only where the generic form is clearly slower.
+// Vectors of sixteen numbers, in the vector extensions of GCC and Clang, so that one source serves every instruction
+// set. Intrinsics are used only if the generic form is clearly slower.
 //
-// The sixteen are one register with AVX-512, two with AVX2, four with SSE or NEON: a Vec is an array of
-// such parts. What is written for whole Vecs need not know; inner loops that must fit into the registers
-// work on one part at a time.
+// Sixteen numbers are one register with AVX-512, two with AVX2, and four with SSE or NEON. A Vec is an array of such
+// parts. Code for whole Vecs need not know this. Inner loops that must fit into the registers work on one part at a
+// time.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace prefold {
 
 #define PREFOLD_INLINE inline __attribute__((always_inline))
-// For inner loops that need every register: constants of the code around them must not sit in any.
+// For inner loops that need every register: constants of the surrounding code must not occupy any.
 #define PREFOLD_APART __attribute__((noinline))
 
 #if defined(__AVX512F__)
@@ -40,17 +40,17 @@ constexpr int kLanes = 16;
 constexpr int kParts = 64 / kPartBytes;
 constexpr int kPartLanes = kLanes / kParts;
 
-// may_alias: scratch memory holds floats first and bfloat16 pairs later.
+// may_alias, because scratch memory first has floats and later bfloat16 pairs.
 template <class T>
 using Part __attribute__((vector_size(kPartBytes), may_alias)) = T;
 
-// Parts are named one by one, and most functions of them capture nothing: through loops and captures by reference GCC
-// finds only late that parts are registers, and a source takes up to twice as long to compile.
+// Parts are accessed one by one, and most functions of parts capture nothing. With loops and captures by reference, GCC
+// recognises late that parts are registers, and a source takes up to twice as long to compile.
 template <class T>
 struct Vec {
   Part<T> part[kParts];
 
-  // From what `lane_part(p)` gives for part p.
+  // Part p of the result is lane_part(p).
   template <class F>
   static PREFOLD_INLINE Vec make(const F& lane_part) {
     Vec x;
@@ -60,7 +60,7 @@ struct Vec {
     return x;
   }
 
-  // From what `f` gives for the parts of other vectors at the same place.
+  // Each part of the result is `f` of the parts at the same place in the other vectors.
   template <class F, class... V>
   static PREFOLD_INLINE Vec map(const F& f, const V&... from) {
     Vec x;
@@ -78,9 +78,9 @@ struct Vec {
     if constexpr (kParts > 2) part[2] = all, part[3] = all;
   }
 
-#define PREFOLD_OPERATOR(op)                                                         \
-  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {                \
-    return map([](Part<T> x, Part<T> y) { return (Part<T>)(x op y); }, a, b);        \
+#define PREFOLD_OPERATOR(op)                                                  \
+  friend PREFOLD_INLINE Vec operator op(const Vec& a, const Vec& b) {         \
+    return map([](Part<T> x, Part<T> y) { return (Part<T>)(x op y); }, a, b); \
   }
   PREFOLD_OPERATOR(+)
   PREFOLD_OPERATOR(-)
@@ -97,12 +97,12 @@ struct Vec {
 using Floats = Vec<float>;
 using Words = Vec<uint32_t>;
 
-// A bfloat16 as it lies in memory.
+// A bfloat16 number in memory.
 struct Bf16 {
   uint16_t bits;
 };
 
-// The same bits as another type.
+// Reinterpret the bits as another type.
 template <class To, class From>
 PREFOLD_INLINE Vec<To> as(const Vec<From>& x) {
   return Vec<To>::map([](Part<From> part) { return (Part<To>)part; }, x);
@@ -110,7 +110,8 @@ PREFOLD_INLINE Vec<To> as(const Vec<From>& x) {
 
 PREFOLD_INLINE Floats zeros() { return Floats(0.0f); }
 
-// Sixteen numbers of memory, and back: part by part, since GCC copies what is larger than a register through the stack.
+// Load sixteen numbers, and store them. Part by part, because GCC copies objects larger than a register through the
+// stack.
 template <class T>
 PREFOLD_INLINE Vec<T> load_bits(const void* p) {
   return Vec<T>::make([=](int i) {
@@ -132,8 +133,8 @@ PREFOLD_INLINE void store_bits(void* p, const Vec<T>& x) {
 PREFOLD_INLINE Floats load(const float* p) { return load_bits<float>(p); }
 PREFOLD_INLINE void store(float* p, const Floats& x) { store_bits(p, x); }
 
-// a * b + c, rounded once if the processor can. With the operators, the compiler chooses in each place which product of
-// a sum is not rounded, so that the same sum may have other bits elsewhere.
+// a * b + c, rounded once if the processor can. With plain operators, the compiler decides in each place which product
+// of a sum to fuse, so the same sum may have other bits elsewhere.
 PREFOLD_INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
   return Floats::map([](Part<float> a, Part<float> b, Part<float> c) {
 #if defined(__AVX512F__)
@@ -148,7 +149,7 @@ PREFOLD_INLINE Floats fused(const Floats& a, const Floats& b, const Floats& c) {
   }, a, b, c);
 }
 
-// c - a * b, rounded as `fused` does.
+// c - a * b, rounded like `fused`.
 PREFOLD_INLINE Floats fused_less(const Floats& a, const Floats& b, const Floats& c) {
   return Floats::map([](Part<float> a, Part<float> b, Part<float> c) {
 #if defined(__AVX512F__)
@@ -181,7 +182,7 @@ PREFOLD_INLINE Floats load(const Bf16* p) {
   });
 }
 
-// To bfloat16: rounds to nearest even, as PyTorch does; NaN stays NaN.
+// Round to bfloat16: to nearest even, as PyTorch does. NaN stays NaN.
 PREFOLD_INLINE HalfPart narrow(Part<float> x) {
 #ifdef __AVX512BF16__
   return (HalfPart)_mm512_cvtneps_pbh((__m512)x);
@@ -211,19 +212,19 @@ PREFOLD_INLINE float number_at(const Bf16* p) {
   return x;
 }
 
-// As a float after it has been stored as E.
+// Round as if stored as E and loaded again.
 template <class E>
 PREFOLD_INLINE Floats rounded_to(const Floats& x) {
   if constexpr (std::is_same_v<E, float>) return x;
   return Floats::map([](Part<float> part) { return widen(narrow(part)); }, x);
 }
 
-// The first `count` of up to sixteen numbers, and zeros.
+// Load the first `count` of up to sixteen numbers, and zeros for the rest.
 template <class E>
 PREFOLD_INLINE Floats load_some(const E* p, int64_t count) {
   if (count >= kLanes) return load(p);
   E lanes[kLanes] = {};
-  if (count > 0) memcpy(lanes, p, count * sizeof(E));  // where there is none, p may be null
+  if (count > 0) memcpy(lanes, p, count * sizeof(E));  // p may be null if count is 0
   return load(lanes);
 }
 
@@ -242,13 +243,12 @@ PREFOLD_INLINE Part<int32_t> lane_numbers(int part) {
   return x;
 }
 
-// Lane r of the result is a's where bit r of `bits` is set, else b's. A choice, not a product: what is
-// not chosen may be NaN.
+// Lane r of the result is lane r of a if bit r of `bits` is set, else of b. This is a selection, not a product: the
+// other lanes may be NaN.
 PREFOLD_INLINE Floats choose(uint32_t bits, const Floats& a, const Floats& b) {
 #ifdef __AVX512F__
-  return Floats::make([&](int p) {
-    return (Part<float>)_mm512_mask_mov_ps((__m512)b.part[p], (__mmask16)bits, (__m512)a.part[p]);
-  });
+  return Floats::make(
+      [&](int p) { return (Part<float>)_mm512_mask_mov_ps((__m512)b.part[p], (__mmask16)bits, (__m512)a.part[p]); });
 #else
   return Floats::make([&](int p) {
     Part<int32_t> lane_bit;
@@ -258,7 +258,7 @@ PREFOLD_INLINE Floats choose(uint32_t bits, const Floats& a, const Floats& b) {
 #endif
 }
 
-// b where a is NaN.
+// The larger number. b if a is NaN.
 PREFOLD_INLINE Floats larger(const Floats& a, const Floats& b) {
   return Floats::map([](Part<float> a, Part<float> b) {
 #ifdef __AVX512F__
@@ -294,8 +294,8 @@ PREFOLD_INLINE float max_of(const Floats& x) {
 #endif
 }
 
-// 2^f for f in [0, 1): minimax polynomials, exact at 0. Relative error 8e-8, or 9e-5 where the result is
-// rounded to bfloat16 (2e-3) anyway.
+// 2^f for f in [0, 1), by minimax polynomials that are exact at 0. The relative error is 8e-8, or 9e-5 for results that
+// are rounded to bfloat16 (2e-3) anyway.
 template <bool kExact>
 PREFOLD_INLINE Part<float> exp2_fraction(Part<float> f) {
   Part<float> p{};
@@ -311,13 +311,13 @@ PREFOLD_INLINE Part<float> exp2_fraction(Part<float> f) {
   return p * f + 1.0f;
 }
 
-// 2^x: the whole part goes into the exponent, the fraction through the polynomial. NaN stays NaN; what is
-// too small becomes zero (AVX-512) or 2^-126.
+// 2^x: the integer part becomes the exponent, and the fraction goes through the polynomial. NaN stays NaN. Results that
+// are too small become zero (AVX-512) or 2^-126.
 template <bool kExact>
 PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
   return Floats::map([](Part<float> x) {
 #ifdef __AVX512DQ__
-    const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);  // x - floor(x)
+    const Part<float> f = (Part<float>)_mm512_reduce_ps((__m512)x, 0x09);               // x - floor(x)
     return (Part<float>)_mm512_scalef_ps((__m512)exp2_fraction<kExact>(f), (__m512)x);  // times 2^floor(x)
 #else
     const Part<float> least = Part<float>{} - 126.0f, most = Part<float>{} + 127.99999f;
@@ -333,7 +333,7 @@ PREFOLD_INLINE Floats exp2(const Floats& whole_and_fraction) {
   }, whole_and_fraction);
 }
 
-// Two vectors' lanes, by number: 0.. of a, then kPartLanes.. of b.
+// Select lanes of two vectors by number: 0 and up from a, kPartLanes and up from b.
 template <class P>
 PREFOLD_INLINE P pick(P a, P b, Part<int32_t> lanes) {
 #ifdef __clang__
@@ -345,8 +345,8 @@ PREFOLD_INLINE P pick(P a, P b, Part<int32_t> lanes) {
 #endif
 }
 
-// Transposes sixteen vectors of sixteen lanes: at distance 8, 4, 2, 1 two vectors swap the blocks that
-// lie off the diagonal. At a distance of whole parts, parts change places.
+// Transpose sixteen vectors of sixteen lanes: at the distances 8, 4, 2 and 1, two vectors swap the blocks off the
+// diagonal. At a distance of whole parts, parts are swapped.
 template <class T>
 PREFOLD_INLINE void transpose(Vec<T>* rows) {
 #pragma GCC unroll 4
@@ -358,7 +358,8 @@ PREFOLD_INLINE void transpose(Vec<T>* rows) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
       if (i & distance) continue;
-      Vec<T> &a = rows[i], &b = rows[i + distance];
+      Vec<T>& a = rows[i];
+      Vec<T>& b = rows[i + distance];
 #pragma GCC unroll 4
       for (int p = 0; p < kParts; ++p) {
         const int away = distance / kPartLanes;  // in parts

@@ -1,4 +1,4 @@
-// Packs the rows of a matrix into the panels of words that products.h multiplies.
+// Packs the rows of a matrix into panels of words (products.h).
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -15,7 +15,7 @@ struct F16 {
 
 namespace {
 
-constexpr int64_t kTile = 64;  // words of each column that are converted at once
+constexpr int64_t kTile = 64;  // words of each column to convert at once
 
 inline uint32_t bits_of(float x) {
   uint32_t bits;
@@ -23,25 +23,25 @@ inline uint32_t bits_of(float x) {
   return bits;
 }
 
-// A number as float32 has it.
+// The bits of a number after conversion to float32.
 inline uint32_t widen_bits(float x) { return bits_of(x); }
 inline uint32_t widen_bits(Bf16 x) { return uint32_t{x.bits} << 16; }
 inline uint32_t widen_bits(F16 x) {
   const uint32_t sign = uint32_t{x.bits} << 16 & 0x80000000u, rest = x.bits & 0x7fffu;
-  const uint32_t wide = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);  // or an infinity, or NaN
+  const uint32_t wide = (rest << 13) + (rest < 0x7c00u ? 112u << 23 : 224u << 23);           // or an infinity, or NaN
   const uint32_t tiny = bits_of(static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f);  // exact in float32
   return sign | (rest < 0x0400u ? tiny : wide);
 }
 
-// float32 to bfloat16, to nearest even. No vector instruction: that of AVX-512 makes zeros of numbers that are below
-// float32's normal ones.
+// Round float32 to bfloat16, to nearest even. Not with the AVX-512 instruction, which turns subnormal numbers into
+// zeros.
 inline uint32_t round_bits(uint32_t bits) {
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
 }
 
-// Numbers [first, first + count) of a row as type To, in memory for whole words; zeros from number `k` on. The rows of a
-// mapped file may lie at any byte, so that they are copied before they are read.
+// Write the numbers [first, first + count) of a row as type To, with zeros from number `k` on. A row of a mapped file
+// may start at any byte, so it is copied before it is read.
 template <class From, class To>
 void convert(const From* row, int64_t first, int64_t count, int64_t k, char* out) {
   const int64_t left = row ? std::clamp<int64_t>(k - first, 0, count) : 0;
@@ -72,7 +72,7 @@ inline Four load_four(const char* p) {
   return x;
 }
 
-// The first, or the last, two lanes of a and b in turn.
+// Interleave the first two lanes of a and b, or the last two.
 #if defined(__clang__) || __GNUC__ >= 12
 inline Four first_in_turn(Four a, Four b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
 inline Four last_in_turn(Four a, Four b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
@@ -81,15 +81,15 @@ inline Four first_in_turn(Four a, Four b) { return __builtin_shuffle(a, b, Four{
 inline Four last_in_turn(Four a, Four b) { return __builtin_shuffle(a, b, Four{2, 6, 3, 7}); }
 #endif
 
-// Words of each column side by side. The rows are a bit longer than what they hold: the same word of all columns would
-// lie in one set of the cache otherwise.
+// The words of each column, one column after the other. The rows are padded: otherwise the same word of all columns
+// would fall into one set of the cache.
 struct Tile {
   alignas(16) char rows[kPanel][(kTile + 4) * sizeof(uint32_t)];
 
   const char* at(int64_t column, int64_t word) const { return rows[column] + word * sizeof(uint32_t); }
 };
 
-// The words of a tile, to words of all columns side by side: out [count][kPanel].
+// Transpose a tile: out [count][kPanel] has the same word of all columns together.
 void transpose(const Tile& tile, int64_t count, uint32_t* out) {
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {
@@ -97,7 +97,8 @@ void transpose(const Tile& tile, int64_t count, uint32_t* out) {
       const Four a = load_four(tile.at(column, i)), b = load_four(tile.at(column + 1, i));
       const Four c = load_four(tile.at(column + 2, i)), d = load_four(tile.at(column + 3, i));
       const Four ac = first_in_turn(a, c), bd = first_in_turn(b, d), ac2 = last_in_turn(a, c), bd2 = last_in_turn(b, d);
-      const Four words[4] = {first_in_turn(ac, bd), last_in_turn(ac, bd), first_in_turn(ac2, bd2), last_in_turn(ac2, bd2)};
+      const Four words[4] = {first_in_turn(ac, bd), last_in_turn(ac, bd), first_in_turn(ac2, bd2),
+                             last_in_turn(ac2, bd2)};
       for (int64_t w = 0; w < 4; ++w) memcpy(out + (i + w) * kPanel + column, &words[w], sizeof words[w]);
     }
   }

@@ -1,4 +1,4 @@
-// Memory that a thread keeps between its calls.
+// Scratch memory that a thread reuses from call to call.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace prefold {
 
-// Memory of one thread's calls, kept between them: a step has a call a layer, all of one size, and fresh
-// pages would cost as much as the packing.
+// Scratch memory of one thread. A step calls each kernel once per layer with the same sizes, and fresh pages would cost
+// as much as packing does.
 class Workspace {
  public:
   ~Workspace() { release(); }
