@@ -114,7 +114,7 @@ def _executor(kernels: str) -> str:
     return f"native; {torch} for what it lacks" if torch else f"native (PyTorch, for GPUs and training: {install})"
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option(
     "--version",
     is_flag=True,

@@ -15,17 +15,17 @@ from typing import Any
 import click
 
 from ..spec.job import DEFAULT_MODEL, JobSpec
-from .options import engine_options, machine_options, model_options, number, sample_options
+from .options import command, engine_options, machine_options, model_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
 MODES = ("full", "mlp", "off")
 
 
-@click.command(short_help="Time sharing full, mlp and off.")
-@sample_options(number("--repeat", "Runs of each mode.", 3), needs_input=False)
+@command(short_help="Time sharing full, mlp and off.")
+@sample_options(number("--repeat", "Number of runs of each mode.", 3), needs_input=False)
 @machine_options
-@number("--max-batch-rows", "Rows of a step.")
+@number("--max-batch-rows", "Maximum number of rows in a step.")
 @takes_job()
 def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
     """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
@@ -146,10 +146,10 @@ def _demo_items() -> list[dict[str, Any]]:
     return [{name: record[name] for name in ("query", "documents")} for record in records]
 
 
-@click.command(short_help="See reranking, what is shared and what that saves.")
+@command(short_help="See reranking, what is shared and what that saves.")
 @model_options
 @engine_options
-@click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), to try a job on.")
+@click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), as input for a job.")
 @takes_job()
 def demo(spec: JobSpec, write: str | None) -> None:
     """Rerank a few passages, and show what was shared and what it saved."""
@@ -180,13 +180,13 @@ def demo(spec: JobSpec, write: str | None) -> None:
     _show_trie(_shape(works))
     _show_saving(full, _rerank(llm.engine, task, works, "off"))
     click.echo(f"\n{loaded:.1f} s to start, {time.perf_counter() - started:.1f} s in all. To go on:\n")
-    for command, purpose in (
+    for line, purpose in (
         ('prefold rerank "a query" "a text" "another text"', "your own texts"),
         ("prefold demo --write demo.jsonl", "these passages as a file"),
         ("prefold plan demo.jsonl --task rerank", "what a job would share"),
         ("prefold run demo.jsonl --task rerank -o out.jsonl", "the job (--report page.html draws it)"),
     ):
-        click.echo(f"  {click.style(command, bold=True):<66}{purpose}")
+        click.echo(f"  {click.style(line, bold=True):<66}{purpose}")
 
 
 def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str, Any]:

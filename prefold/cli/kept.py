@@ -13,7 +13,16 @@ import click
 
 from ..errors import JobError
 from ..spec.job import JobSpec
-from .options import BYTES, adapter_option, engine_options, generation_options, json_option, model_options, number
+from .options import (
+    BYTES,
+    adapter_option,
+    command,
+    engine_options,
+    generation_options,
+    json_option,
+    model_options,
+    number,
+)
 from .process import notice
 from .specs import takes_job
 
@@ -22,23 +31,23 @@ if TYPE_CHECKING:
     from ..tasks.kept_file import AnswersFile
 
 
-@click.command(short_help="List, prune and verify kept answers (--answers DIR).")
+@command(short_help="List, prune and verify kept answers (--answers DIR).")
 @click.argument("folder", metavar="DIR")
 @click.option(
     "--keep-bytes",
     type=BYTES,
     metavar="BYTES",
-    help="Delete the answers not used for longest until the rest has this size.",
+    help="Delete the least recently used answers until the rest has this size.",
 )
-@number("--unused-days", "Delete answers that were not used for so many days.")
-@number("--verify", "Check the whole file, and compute so many answers again with --model.")
+@number("--unused-days", "Delete answers that were not used for N days.")
+@number("--verify", "Check the whole file, and recompute N answers with --model.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     default=0.01,
     show_default=True,
     metavar="X",
-    help="With --verify: fail (status 1) if a number differs by more than X, or a text differs.",
+    help="With --verify: fail (status 1) if a value differs by more, or any text.",
 )
 @model_options
 @engine_options

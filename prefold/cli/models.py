@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from .options import plugin_option
+from .options import command, plugin_option
 
 
-@click.command(short_help="What runs here.")
+@command(short_help="What runs here.")
 @plugin_option
 def models() -> None:
     """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""

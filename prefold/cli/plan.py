@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..spec.job import TASKS, JobSpec
-from .options import machine_options, number, sample_options
+from .options import command, machine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
@@ -26,13 +26,13 @@ _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longe
            "output_tokens")  # fmt: skip
 
 
-@click.command(short_help="What a job would share and cost.")
+@command(short_help="What a job would share and cost.")
 @sample_options(
-    number("--max-batch-rows", "Rows of a step, which is as far as sharing mlp reaches.", 4096),
+    number("--max-batch-rows", "Maximum number of rows in a step; sharing mlp shares within a step.", 4096),
     click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
-                 help="Reckon the time at X GFLOP/s.  [default: the speed of a step of this job, measured here]"),
-    number("--replicas", "Cut the job into segments for N equal replicas: rows, rows computed twice, seconds."),
-    click.option("--report", metavar="FILE", help="Write an HTML page with the trie."),
+                 help="Estimate the time at X GFLOP/s (default: the measured speed of a step of this job)."),
+    number("--replicas", "Show the segments of N equal replicas: rows, rows computed twice, seconds."),
+    click.option("--report", metavar="FILE", help="Write an HTML report with the trie."),
     tasks=TASKS,
 )  # fmt: skip
 @machine_options

@@ -13,7 +13,7 @@ from ..spec.fields import near
 from ..spec.files import read_text
 from ..spec.job import JobSpec
 from ..spec.server import ServerSpec
-from .options import all_of, declared, generation_options, media_options, model_group, model_options
+from .options import Option, all_of, command, declared, generation_options, media_options, model_group, model_options
 from .process import notice
 from .specs import server_spec, takes_job
 
@@ -41,19 +41,19 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 _OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}
 _SERVER = all_of(
-    click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=read_config,
-                 help="Options in a TOML file, under the names of the command line: port = 8000."),
+    click.option("--config", cls=Option, group="Server", metavar="FILE", is_eager=True, expose_value=False,
+                 callback=read_config, help="TOML file with options, named as on the command line: port = 8000."),
     model_options,
     *(declared(name, option) for name, option in _OPTIONS.items()),
-    click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
-                 help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
+    click.option("--adapter", cls=Option, group="Model", metavar="NAME=FOLDER", multiple=True,
+                 help="LoRA adapter (PEFT); requests select it by NAME as their model."),
     model_group("serve", "machine", "engine", "answers"),
     media_options,
     generation_options,
 )  # fmt: skip
 
 
-@click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
+@command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
 @_SERVER
 @takes_job(own=_OPTIONS)
 def serve(spec: JobSpec, **options: Any) -> None:

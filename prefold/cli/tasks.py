@@ -11,7 +11,7 @@ import click
 
 from ..spec.files import is_stream
 from ..spec.job import TASKS, JobSpec
-from .options import Decorator, all_of, job_options, json_option
+from .options import Decorator, all_of, command, job_options, json_option
 from .specs import takes_job
 
 
@@ -25,9 +25,9 @@ def is_input(arguments: tuple[str, ...]) -> bool:
     return name == "-" or holds_records(name) or (len(name) < 4096 and os.path.isfile(name)) or is_stream(name)
 
 
-@click.command(short_help="Run a job: OpenAI batch lines, or a table.")
+@command(short_help="Run a job: OpenAI batch lines, or a table.")
 @click.argument("input", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
+@click.option("--task", type=click.Choice(TASKS), help="Task to run on a table; OpenAI batch lines name theirs.")
 @job_options(*TASKS)
 @takes_job()
 def run(spec: JobSpec) -> None:
@@ -52,7 +52,7 @@ def _command(task: str, metavar: str, short_help: str, *decorators: Decorator) -
     """Returns a decorator that makes the command of a task. decorators: options that it has of its own."""
     argument = click.argument("input", metavar=metavar, nargs=-1, required=task != "generate")
     options = all_of(argument, *decorators, job_options(task), json_option)
-    return lambda function: click.command(short_help=short_help)(options(takes_job(task)(function)))
+    return lambda function: command(short_help=short_help)(options(takes_job(task)(function)))
 
 
 @_command("rerank", "INPUT | QUERY DOCUMENT...", "How well documents answer a query.")
@@ -119,7 +119,7 @@ def score(spec: JobSpec, as_json: bool) -> None:
 
 _PROMPT_FILE = click.option(
     "-f", "--prompt-file", metavar="FILE", multiple=True,
-    help="A prompt that is the whole of a file (- is standard input). May be repeated.",
+    help="File whose whole text is one prompt (-: standard input).",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..spec.job import JobSpec
 from ..spec.plugins import MEASUREMENTS
 from ..spec.task import DecideOptions
-from .options import all_of, engine_options, number, sample_options
+from .options import all_of, command, engine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASUREMENTS.items()}
 
 
-@click.command(short_help="Measure what sharing and precision do to results.")
+@command(short_help="Measure what sharing and precision do to results.")
 @sample_options(
-    number("--sample", "Records to run, drawn evenly over the input in groups of neighbours.", 64),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the draw."),
+    number("--sample", "Number of records to run, in groups of neighbours spread over the input.", 64),
+    click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for sampling records."),
     click.option("--tolerance", type=click.FloatRange(min=0), metavar="X",
-                 help="Fail (status 1) if sharing, or reuse, moves a value by more than X."),
+                 help="Fail (status 1) if sharing, or reuse, changes a value by more than X."),
 )  # fmt: skip
 @engine_options
-@click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing.")
+@click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse instead of sharing.")
 @all_of(*(option for measurement in _OPTIONS.values() for option in measurement.command_options()))
 @takes_job(own=(*(name for measurement in _OPTIONS.values() for name in measurement.names),))
 def verify(
@@ -97,6 +97,12 @@ def verify(
         most = next(filter(isnan, beyond), max(beyond))
         click.echo(f"\nsharing moved a value by {most:.3g}, not by {tolerance:.3g} at most", err=True)
         sys.exit(1)
+
+
+# Options of a rare measurement, so only --help-all shows them.
+for _option in verify.params:
+    if any(_option.name in measurement.names for measurement in _OPTIONS.values()):
+        vars(_option).update(group="Advanced", common=False)
 
 
 def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
