@@ -258,10 +258,20 @@ def _code(name: str, value: Any) -> str:
     return f"```py\n{line}\n```"
 
 
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):\n")
+
+
 def _prose(doc: str) -> str:
-    """Returns a docstring as Markdown: lines of "name  what it is" become a list."""
+    """Return a docstring as Markdown. Sections of names become lists, and so do lines of "name  text"."""
     parts = []
+    title = ""  # of the section that an indented paragraph continues
     for part in doc.split("\n\n"):
+        if (section := _SECTION.match(part)) or (title and part.startswith("    ")):
+            title = section[1] if section else title
+            head = f"**{title}**\n\n" if section else ""
+            parts.append(head + _section(title, part[section.end() :] if section else part))
+            continue
+        title = ""
         lines = part.split("\n")
         entries = [re.match(r"(\w[\w, ]*?)  +(\S.*)", line) for line in lines]
         if entries[0] and all(entry or line.startswith(" ") for entry, line in zip(entries, lines, strict=True)):
@@ -269,3 +279,15 @@ def _prose(doc: str) -> str:
             part = "\n".join(re.sub(r"^(\w[\w, ]*?)  +", r"- `\1`: ", line) for line in found.split("\n"))
         parts.append(textwrap.dedent(part).replace("<", "&lt;"))
     return "\n\n".join(parts)
+
+
+def _section(title: str, text: str) -> str:
+    """Return the text of a section in Google's form as Markdown."""
+    text = textwrap.dedent(text)
+    if title == "Example":
+        return f"```py\n{text}\n```"
+    text = text.replace("<", "&lt;")
+    if title in ("Returns", "Yields"):
+        return text
+    entries = re.sub(r"\n {4,}", " ", text).split("\n")
+    return "\n".join(re.sub(r"^(\S+?): ", r"- `\1`: ", entry) for entry in entries)

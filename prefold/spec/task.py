@@ -55,11 +55,11 @@ class LoopedOptions:
     )  # fmt: skip
     min_visits: int = option(
         1, "Looped models: minimum number of visits before a row is read.",
-        details="For models with an exit gate.", group="Looped models", least=1,
+        details="For models with an exit gate, or with exits save or project.", group="Looped models", least=1,
     )  # fmt: skip
     max_visits: int | None = option(
         None, "Looped models: maximum number of visits before a row is read (default: all).",
-        details="For models with an exit gate.", group="Looped models", least=1,
+        details="For models with an exit gate, or with exits save or project.", group="Looped models", least=1,
     )  # fmt: skip
     exit_change: float | None = option(
         None, "Looped models: exit when a visit changes the state by at most this share.",

@@ -153,7 +153,7 @@ def test_a_calibration_is_written_and_applied(run):
 def test_a_calibration_of_other_questions_is_refused(run):
     run("in.csv", *GOLD, "--save-calibration", "c.json")
     Path("q.yaml").write_text("tone: {type: choice, criteria: {calm: polite, angry: null}}")
-    assert "names the question 'bad', and the questions are 'tone'" in run(
+    assert "contains the question 'bad', but the questions are 'tone'" in run(
         "in.csv", "--calibration", "c.json", status=1
     )
     Path("q.yaml").write_text(QUESTIONS.replace("angry", "furious"))

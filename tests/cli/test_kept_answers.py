@@ -100,7 +100,7 @@ def test_draws_of_a_job_without_a_seed_are_not_kept(prefold, tmp_path, lines):
 def test_equal_records_are_counted_in_the_summary(prefold, tmp_path):
     write(tmp_path / "a.jsonl")
     said = prefold("embed", "a.jsonl", "--prompt", "text", "-o", "1.jsonl").stderr
-    assert "repeats   14 prompts repeat another one, which was computed once for all of them" in said
+    assert "repeats   14 prompts repeat another prompt, and were not computed again" in said
     assert count(said, r"in ([\d,]+) prompts") == 24
 
 
