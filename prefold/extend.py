@@ -52,7 +52,7 @@ def register_family(architecture: str, family: Family) -> None:
 
     Args:
         architecture: Name in `architectures` of config.json, such as "LlamaForCausalLM".
-        family: Converts config.json to a ModelConfig. A key that it leaves unread is an error if the key changes results.
+        family: Converts config.json to a ModelConfig. An unread key is an error if it would change results.
 
     Example:
         >>> register_family("MyForCausalLM", my_family)

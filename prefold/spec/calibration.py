@@ -1,7 +1,7 @@
 """The calibration of decisions: a temperature and a threshold for each question, in a JSON file.
 
-`prefold.tasks.calibration` fits them. The file also identifies the model, prompt and questions, so that a calibration is
-never applied to others.
+`prefold.tasks.calibration` fits them. The file also identifies the model, prompt and questions, so that a calibration
+is never applied to others.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _question(value: object, where: str) -> QuestionCalibration:
 
 
 def _taken(kind: type, value: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return the mapping as a dict. Raise InputError if a required field of `kind` is missing, or a field is unknown."""
+    """Return a mapping of the fields of `kind` as a dict. Raise InputError if one is missing or unknown."""
     declared = {one.name: one for one in fields(kind)}
     required = {"digest", "type", "options", "questions", "model", "model_digest", "prompt"}
     for name in value:

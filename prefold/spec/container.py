@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# For each version: the files with a group's limit and its use, and the field of memory.stat with the file cache that the
-# system reclaims when memory is needed.
+# For each version: the files with a group's limit and its use, and the field of memory.stat with the file cache, which
+# the system reclaims when memory is needed.
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,7 +1,7 @@
 """The environment variables of prefold. Only this file reads them.
 
 PREFOLD_CACHE         folder for the built-in model and compiled kernels (default: ~/.cache/prefold)
-PREFOLD_KERNELS       0: run or install without compiled kernels; native: compile them even if the wheel contains kernels
+PREFOLD_KERNELS       0: run or install without compiled kernels; native: compile them even if the wheel has kernels
 PREFOLD_COMPILER      zig: compile the kernels with the package ziglang; an installation then fetches the package
 PREFOLD_ISA           instruction set of the kernels, a name in `kernels.compile.VARIANTS`
 PREFOLD_TRITON        0: do not use Triton kernels on a GPU

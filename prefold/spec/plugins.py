@@ -21,8 +21,8 @@ from ..errors import CheckpointError
 from . import environment
 
 FEATURES = ("heads", "hf", "hybrid", "images", "layerwise", "looped", "shifted")
-# {NAME of `prefold verify --reuse NAME`: package}. The package's module `options` has the command-line options and their
-# `names`; its module `verify` runs the measurement. The table is here so that --help need not import the feature.
+# {NAME of `prefold verify --reuse NAME`: package}. The package's module `options` has the command-line options and
+# their `names`; its module `verify` runs the measurement. The table is here so that --help need not import the feature.
 MEASUREMENTS = {"shifted": "prefold.features.shifted"}
 loaded: set[str] = set()  # plugins that this process has imported
 _lock = RLock()  # a plugin may load a model itself

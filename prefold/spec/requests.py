@@ -281,8 +281,8 @@ class Readout:
     kind: Literal["last", "mean", "every", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
     exits: Exits | None = None  # of looped models; None: the checkpoint's, or for "tokens" those of Sampling
-    # "logprobs": number of most likely tokens to read beside each target. The result is then [len(targets), 2 + 2 * top]:
-    # the target's log-probability and rank (1: the most likely), then the top log-probabilities, then the top ids.
+    # "logprobs": number of most likely tokens to read beside each target. The result is then [len(targets), 2 + 2 *
+    # top]: the target's log-probability and rank (1: most likely), the top log-probabilities, and the top ids.
     top: int | None = None
     sums: bool = False  # "logits": read all logits of the row too
     keeps: bool = False  # "logprobs" in a KV store: keep the states of prompts with one target too
@@ -302,8 +302,8 @@ class Sampling(LoopedOptions, SamplerOptions):
     """Checked sampling options of one request.
 
     The fields are the sampling options of `LLM.generate` after checking: `max_tokens` is a number or None (until the
-    context is full), and mappings and lists are tuples. If `seed` is None, the seed is made from the seed of the list or
-    job. The noise of a draw depends only on seed, sample, position and token, and is equal on CPUs and GPUs. A rounding
+    context is full), and mappings and lists are tuples. If `seed` is None, the seed of the list or job determines it.
+    The noise of a draw depends only on seed, sample, position and token, and is equal on CPUs and GPUs. A rounding
     difference in the logits therefore changes a draw only if two tokens are that close.
 
     Example:
