@@ -104,7 +104,7 @@ def test_plan_measures_a_step_of_what_would_run(prefold, model, tmp_path, dtype,
     assert "measured: " in prefold("plan", *job, "--dtype", dtype, "--max-batch-rows", "64").stdout
     whole = 4 * config_from(resolve(model).config).num_parameters
     monkeypatch.setattr("prefold.cli.speed.MOST_BYTES", whole - 1)
-    assert "; reckoned from 1 and 2 of 3 layers; counted in" in prefold("plan", *job, "--dtype", "float32").stdout
+    assert "; extrapolated from 1 and 2 of 3 layers; counted in" in prefold("plan", *job, "--dtype", "float32").stdout
     monkeypatch.setattr("prefold.cli.speed.MOST_BYTES", 100)
     done = prefold("plan", *job)
     assert done.exit_code == 1 and "give --gflops" in done.stderr
@@ -240,7 +240,7 @@ def test_bench_says_what_it_left_out_and_what_repeats(prefold, tmp_path):
     texts = ["the same start", "x" * 5000, "the same start", "another", "the same start"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     said = prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "1").stdout
-    assert "the first 100 records; 1 records left out" in said and "4 prompts, 2 of which repeat an earlier" in said
+    assert "the first 100 records; 1 unusable records left out" in said and "4 prompts; 2 of them repeat an earlier" in said
     found = json.loads(prefold("bench", "in.jsonl", "--task", "embed", "--repeat", "1", "--json").stdout)
     assert (found["left_out"], found["prompts"], found["repeated_prompts"]) == (1, 4, 2)
 

@@ -70,7 +70,7 @@ def test_a_job_on_a_table_with_its_report(prefold, tmp_path, lines, llm, table):
     page = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
     counted = dict(map(tuple, data["generation"]))
-    assert counted["tokens generated"] == "180" and int(counted["most sequences in a step"]) > 1
+    assert counted["tokens generated"] == "180" and int(counted["maximum of sequences in a step"]) > 1
     assert max(step[5] for step in data["steps"]) > 1
     csv = prefold("run", "in.jsonl", "--task", "generate", "--raw", "--n", "2", "-o", "out.csv", "--quiet", *SHORT)
     assert csv.exit_code == 0 and "choices" in (tmp_path / "out.csv").read_text().splitlines()[0]
