@@ -188,7 +188,7 @@ class NumericTasks(TableTasks):
             raise InputError(message, field="query", remedy=remedy, code="wrong_type")
         if kind_of(documents):
             if top_n is not None:
-                message, remedy = "top_n is for lists, and all rows of a table stay", "sort the result by its score"
+                message, remedy = "top_n is for lists, but a table keeps all its rows", "sort the result by its score"
                 raise InputError(message, field="top_n", remedy=remedy)
             columns, fixed = {"document": ("document", document)}, {"query": query}
             asked = TableCall("rerank", "documents", columns, errors, options, fixed=fixed)
@@ -401,8 +401,10 @@ class NumericTasks(TableTasks):
         items = [items] if single else items
         given: object = [images] if single else [None] * len(items) if images is None else images
         if not isinstance(given, (list, tuple)) or len(given) != len(items):
-            message = f"images is not a list of the images of each of {len(items)} states"
-            raise InputError(message, field="images", remedy="give a list for each state, or None", code="wrong_type")
+            message = f"images is not a list with an entry for each of {len(items)} states"
+            raise InputError(
+                message, field="images", remedy="give a list of images, or None, for each state", code="wrong_type"
+            )
         pairs = [DecideItem(one, images=own) for one, own in zip(items, given, strict=True)]
         call, named, task_options = read_call("states", pairs, single, errors, options)
         answers: list[Decision | InputError] = self._answers(

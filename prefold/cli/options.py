@@ -28,7 +28,13 @@ class Option(click.Option):
     """
 
     def __init__(
-        self, *args: Any, group: str = "", common: bool = True, details: str = "", stated: Any = None, **settings: Any
+        self,
+        *args: Any,
+        group: str = "",
+        common: bool = True,
+        details: str = "",
+        stated: object = None,
+        **settings: Any,
     ):
         super().__init__(*args, **settings)
         self.group, self.common, self.details, self.stated = group, common, details, stated
@@ -49,8 +55,8 @@ def help_line(option: click.Option) -> str:
     return with_notes(text, default, "repeatable" if repeatable else "")
 
 
-def _shown(value: Any, *, is_size: bool) -> str:
-    if is_size:
+def _shown(value: object, *, is_size: bool) -> str:
+    if is_size and isinstance(value, int):
         exponent = max(exponent for exponent in range(4) if value % 1024**exponent == 0)
         return f"{value // 1024**exponent}{('B', 'KiB', 'MiB', 'GiB')[exponent]}"
     if isinstance(value, bool):
@@ -122,21 +128,21 @@ def _written(read: Callable[[Any], Any], expected: str) -> Callable[[Any], Any]:
     return convert
 
 
-def _matched(pattern: str, value: Any) -> re.Match[str]:
+def _matched(pattern: str, value: object) -> re.Match[str]:
     match = re.fullmatch(pattern, str(value).strip())
     if match is None:
         raise ValueError
     return match
 
 
-def _bytes(value: Any) -> int:
+def _bytes(value: object) -> int:
     number, unit, binary = _matched(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", str(value).lower()).groups()
     if not float(number):
         raise ValueError
     return int(float(number) * (1024 if binary else 1000) ** (1 + "kmgt".index(unit) if unit else 0))
 
 
-def _blocks(value: Any) -> tuple[int, ...]:
+def _blocks(value: object) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)):
         return tuple(value)
     return tuple(int(block) for block in _matched(r"\d+(\s*,\s*\d+)*", value)[0].split(","))
@@ -179,7 +185,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
                            "model of a batch line selects the adapter."},
     "prompt_name": {"metavar": "NAME"},
     "words": {"metavar": "YES,NO"},
-    "labels": {"metavar": "A,B,...", "help": "Labels to choose from (default: those of the classification head).",
+    "labels": {"metavar": "A,B,...", "help": "Labels to choose from (default: the labels of the classification head).",
                "details": ""},
     "labels_file": {"metavar": "FILE", "help": "File with the labels, one per line, or a JSON list or object.",
                     "details": 'JSON is ["a", ...], {"a": "how the prompt writes it", ...}, or {"a": {"description": '

@@ -176,7 +176,7 @@ def _only_adapter(model: ModelSpec, values: Values) -> str | None:
 
 
 def _task_spec(task: str, values: Values, read: _Reader, adapter: str | None) -> TaskSpec:
-    """Return the options of a task from the parameters of the command line."""
+    """Return the options of a task from the command-line parameters."""
     settings: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
     for option in fields(OPTIONS[task]):
         parameters = cli_names(task)[option.name]
@@ -246,7 +246,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        message = f"--logit-bias {text!r} is not a token id and a number, such as 42=-5"
+        message = f"--logit-bias {text!r} is not TOKEN_ID=NUMBER, such as 42=-5"
         raise SpecError(message, field="logit_bias") from None
 
 

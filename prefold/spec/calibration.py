@@ -82,7 +82,10 @@ class Calibration:
 
         Raises:
             JobError: The file cannot be read.
-            InputError: The file does not hold a calibration; the error names the field.
+            InputError: The file does not contain a calibration. The message names the field.
+
+        Example:
+            >>> calibration = Calibration.load("calibration.json")
         """
         text = read_text(path)
         try:
@@ -99,7 +102,7 @@ class Calibration:
             value: A Calibration, or a mapping as `to_dict` returns it.
 
         Raises:
-            InputError: The value is neither; the error names the field.
+            InputError: The value is neither. The message names the field.
         """
         if isinstance(value, cls):
             return value
@@ -130,6 +133,9 @@ class Calibration:
 
         Raises:
             JobError: The file cannot be written.
+
+        Example:
+            >>> llm.calibrate(states, questions, gold).save("calibration.json")
         """
         with writing(f"the calibration {path}"), replacing(Path(path)) as temporary:
             temporary.write_text(self._text() + "\n", encoding="utf-8")
@@ -137,10 +143,10 @@ class Calibration:
     def check_source(self, model: str, model_digest: str, prompt: str, adapter: str | None) -> None:
         """Raise InputError unless the calibration was made with this model, adapter and prompt."""
         if self.model_digest != model_digest:
-            raise _mismatch(f"was made with another model ({self.model}, and this is {model} with other files)")
+            raise _mismatch(f"was made with another model ({self.model}; this model is {model}, with other files)")
         if self.adapter != adapter:
             used = [f"the adapter {name!r}" if name else "no adapter" for name in (self.adapter, adapter)]
-            raise _mismatch(f"was made with {used[0]}, and this job has {used[1]}")
+            raise _mismatch(f"was made with {used[0]}, but this job has {used[1]}")
         if self.prompt != prompt:
             parts = "template, --prompt-style, --first, labels and temperatures"
             raise _mismatch("was made with another prompt", remedy=f"give the same {parts}, or fit it again")

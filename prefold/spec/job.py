@@ -13,7 +13,7 @@ from .fields import SpecError, flags_of, option, parameter_of
 from .model import ModelSpec
 from .task import OPTIONS, ConversationOptions, TaskSpec, cli_names
 
-# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 
 Format = Literal["jsonl", "csv", "tsv", "parquet"]

@@ -1,6 +1,6 @@
 """The options of a model, in `LLM` and on the command line."""
 
-# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def model_options(values: Mapping[str, Any]) -> ModelSpec:
     for name in values:
         if group := group_of(name):
             remedy = f'give {group}={{"{name}": ...}}'
-            raise InputError(f"{name} is one of the options {group}", field=name, remedy=remedy, code="unknown_option")
+            raise InputError(f"{name} is an option of {group}", field=name, remedy=remedy, code="unknown_option")
     check_options("LLM", values, ["model", "tokenizer", "media", *ModelSpec.__dataclass_fields__])
     return ModelSpec(**values)
 

@@ -280,7 +280,7 @@ class Readout:
 
     kind: Literal["last", "mean", "every", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
-    exits: Exits | None = None  # of looped models; None: the checkpoint's, or for "tokens" those of Sampling
+    exits: Exits | None = None  # of looped models; None: the checkpoint's exits, or with "tokens" the exits in Sampling
     # "logprobs": number of most likely tokens to read beside each target. The result is then [len(targets), 2 + 2 *
     # top]: the target's log-probability and rank (1: most likely), the top log-probabilities, and the top ids.
     top: int | None = None

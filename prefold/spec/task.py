@@ -4,7 +4,7 @@ The methods of LLM and their keywords, the command line, HTTP bodies and their s
 sampler's arrays, the journal and the reference pages are all made from these dataclasses.
 """
 
-# ruff: noqa: RUF009  (a field that is made by a function of ours is a field)
+# ruff: noqa: RUF009  (`option` returns a dataclass field)
 
 from __future__ import annotations
 

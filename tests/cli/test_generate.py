@@ -182,7 +182,7 @@ def test_plan_counts_prompts_and_outputs(prefold, table):
     assert (counts["requests"], counts["outputs"], counts["output_tokens"]) == (30, 30, 270)
     assert counts["rows"] < counts["tokens"] and counts["kv_row_bytes"] == 2 * 3 * 2 * 6 * 4
     text = prefold("plan", "in.jsonl", "--task", "generate", "--max-tokens", "9", "--raw").stdout
-    assert "30 outputs of up to 270 tokens" in text and "K/V, 288 bytes a row" in text
+    assert "30 outputs of up to 270 tokens" in text and "K/V, 288 bytes per row" in text
 
 
 def test_a_job_is_told_by_every_option_that_changes_a_result():
@@ -213,7 +213,7 @@ def test_a_job_is_told_by_every_option_that_changes_a_result():
         (["generate", "x", "--max-tokens", "600"], 1, "max_tokens 600"),
         (["generate", "in.jsonl", "--adapter", "a=.", "--adapter", "b=."], 1, "--adapter-column"),
         (["generate", "in.jsonl", "--prompt", "nothing", "-o", "o.jsonl"], 3, "30 records failed"),
-        (["verify", "batch.jsonl", "--tolerance", "1"], 2, "--tolerance bounds numbers"),
+        (["verify", "batch.jsonl", "--tolerance", "1"], 2, "--tolerance bounds values"),
         (["bench", "in.jsonl", "--task", "embed", "--max-tokens", "3"], 2, "--max-tokens is for generate"),
     ],
 )

@@ -114,7 +114,7 @@ def test_answers_are_listed_pruned_and_verified(prefold, tmp_path):
     assert row["answers"] == 400 and row["identity"]["options"]["weights"] == "'fast'"
     done = prefold("answers", "kept", "--verify", "100")
     assert done.exit_code == 0 and "the file is intact" in done.stdout
-    assert count(done.stdout, r"(\d+) answers computed again") > 5
+    assert count(done.stdout, r"(\d+) answers recomputed") > 5
     none = prefold("answers", "kept", "--verify", "5", "--dtype", "bfloat16")
     assert none.exit_code == 1 and "with these options can be computed again" in none.stderr
     file = AnswersFile(tmp_path / "kept", 1 << 30, pytest.fail)

@@ -258,7 +258,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path):
         ({"q": {**own, "temperature": 0}}, r"questions\['q'\].temperature is 0"),
         ({"q": {**own, "temperature": True}}, "temperature is True"),
         ({"q": {**own, "threshold": 1.5}}, "threshold is 1.5"),
-        ({"q": {**own, "options": [1, 2]}}, "options is no list"),
+        ({"q": {**own, "options": [1, 2]}}, "options is not a list"),
         ({"q": {**own, "treshold": 0.5}}, "treshold is unknown"),
         ({"q": {"digest": "d"}}, "is missing"),
         ([], "questions is of type list"),
