@@ -190,6 +190,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "labels_file": {"metavar": "FILE", "help": "File with the labels, one per line, or a JSON list or object.",
                     "details": 'JSON is ["a", ...], {"a": "how the prompt writes it", ...}, or {"a": {"description": '
                                '"what it means"}, ...}. Descriptions appear once in the prompt.'},
+    "questions": {"metavar": "FILE", "help": "YAML or JSON file with the questions to answer about each state."},
     "examples": {"metavar": "FILE", "help": "Examples for the prompt: JSONL or CSV with the columns text and label."},
     "chat_template_kwargs": {"metavar": "JSON", "help": "Chat template variables, such as "
                                                          '{"enable_thinking": false}.'},

@@ -56,7 +56,7 @@ class InputSpec:
         None, "Column with the name of each record's adapter.", group="Model", metavar="COLUMN"
     )
     image: str | None = option(
-        None, "Column with one image or a list of images; without a job: path of an image.",
+        None, "Column with an image or a list of images; for texts: path of an image.",
         details="An image is base64 text, a data URL, bytes, or with --media-folder a path.",
         group="Images", common=True, metavar="COLUMN",
     )  # fmt: skip

@@ -133,7 +133,7 @@ class ImageSettings(_CheckedOptions):
         None, "GGUF file with the vision tower of a .gguf model.", group="Images", on="model", metavar="FILE"
     )
     media_memory: int = option(
-        256 << 20, "Bytes of encoded images to keep for later requests about the same image.",
+        256 << 20, "Bytes of encoded images to keep for requests about the same image.",
         group="Images", least=0, on="engine",
     )  # fmt: skip
     allow_media_host: Collection[str] = option(
@@ -221,7 +221,7 @@ class ModelSpec(StepOptions, SlotOptions):
         group="Model", common=True, one_of=("auto", "float32", "bfloat16", "float16"), on="machine",
     )  # fmt: skip
     arithmetic: Literal["float", "int8"] = option(
-        "float", "Arithmetic of linear layers; int8 (CPUs with VNNI) is faster, less exact.",
+        "float", "Arithmetic of linear layers; int8 is faster, less exact (CPU with VNNI).",
         details="On ARM the CPU needs dotprod. `prefold verify` measures the error. GGUF blocks are used unchanged;"
         " other weights are quantised to int8. Layers that int8 changes too much keep the dtype, and so do the"
         " embedding, the LM head and experts.",

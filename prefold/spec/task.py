@@ -48,7 +48,7 @@ class LoopedOptions:
     """The options of looped models, for all tasks."""
 
     exit_threshold: float | None = option(
-        None, "Looped models: exit when the exit probability reaches this (default: from the checkpoint).",
+        None, "Looped models: exit when the exit probability reaches this (default: the checkpoint's).",
         details="For models with an exit gate: a row is read after the first visit at which its exit probability is at"
         " least this. 1: after its last visit.",
         group="Looped models", least=0, most=1, above=True,
@@ -268,7 +268,7 @@ class RerankOptions(TaskSpec):
     task = "rerank"
 
     instruction: str | None = option(
-        None, "Criterion for a good document (default: from the checkpoint, else: answers a web search).",
+        None, "Criterion for good documents (default: the checkpoint's, else: answers a web search).",
         group="Prompt", common=True,
     )  # fmt: skip
     template: str | None = option(
@@ -354,7 +354,7 @@ class DecideOptions(TaskSpec):
         group="Calibration", metavar="FILE",
     )  # fmt: skip
     review_below: float | None = option(
-        None, "Mark an answer as doubtful if its probability is below this (default: by the calibration).",
+        None, "Mark answers with a lower probability as doubtful (default: by the calibration).",
         group="Calibration", least=0, most=1,
     )  # fmt: skip
 
@@ -382,8 +382,8 @@ class GenerationOptions(TaskSpec, ConversationOptions, SamplerOptions):
         group="Limits", least=0,
     )  # fmt: skip
     json_space: JsonSpace = option(
-        "compact", "White space in JSON answers: one blank after a comma or colon, or free.",
-        details="free: up to 64 blanks and line ends in a row.",
+        "compact", "White space in JSON: one blank after a comma or colon, or free.",
+        details="compact: no other white space. free: up to 64 blanks and line ends in a row.",
         group="Sampling", one_of=("compact", "free"),
     )  # fmt: skip
     response_format: type | Mapping[str, object] | None = option(
