@@ -205,5 +205,11 @@ def near(name: str, candidates: Iterable[str], then: str = " ") -> str:
 
 def described(*kinds: type) -> str:
     """Return the options of dataclasses with their help texts, as the body of a docstring block."""
-    lines = [f"    {entry.name:<18} {explained(entry)}" for kind in kinds for entry in fields(kind)]
+    lines = [f"    {entry.name:<18} {explained(entry)}{_default(entry)}" for kind in kinds for entry in fields(kind)]
     return "\n".join(fill(line, 116, subsequent_indent=" " * 23) for line in lines)
+
+
+def _default(option: Field[object]) -> str:
+    """Return a sentence with the default, unless the help text contains it or the default is no plain value."""
+    is_plain = isinstance(option.default, (bool, int, float, str)) and option.default != ""
+    return f" Default: {option.default!r}." if is_plain and "default" not in option.metadata["doc"] else ""

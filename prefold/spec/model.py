@@ -178,11 +178,11 @@ class SlotOptions(_CheckedOptions):
     """The model options that limit the K/V and the states of generated sequences."""
 
     kv_memory: int | None = option(
-        None, "Bytes for the KV cache (default: half of free memory; on a CPU at most 4GiB).",
+        None, "Bytes for the KV cache (default: half of free memory; on a CPU at most 4 GiB).",
         group="Performance", least=1, on="text",
     )  # fmt: skip
     state_memory: int | None = option(
-        None, "Hybrid models: bytes for states (default: at most a quarter of --kv-memory).",
+        None, "Hybrid models: bytes for states (default: at most a quarter of the KV cache).",
         details="At most as many sequences run at once as there are states.",
         group="Performance", least=1, on="text",
     )  # fmt: skip
