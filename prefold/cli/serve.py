@@ -1,4 +1,4 @@
-"""Runs `prefold serve`, which answers HTTP requests with a model."""
+"""`prefold serve`: answer HTTP requests with a model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..spec.fields import near
 from ..spec.files import read_text
 from ..spec.job import JobSpec
 from ..spec.server import ServerSpec
-from .options import all_of, declared, generation_options, media_options, model_group, model_options
+from .options import Option, all_of, command, declared, generation_options, media_options, model_group, model_options
 from .process import notice
 from .specs import server_spec, takes_job
 
 
 def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    """Makes the options of a TOML file the defaults of the command. Raises JobError where one is unknown."""
+    """Make the options in a TOML file the defaults of the command. Raise JobError for an unknown option."""
     if value is None:
         return
     try:
@@ -29,7 +29,7 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     options = {flag.removeprefix("--"): option for option in ctx.command.params for flag in option.opts}
     for name, setting in settings.items():
         if name not in options or name in ("config", "help"):
-            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, options)}look up serve --help")
+            raise JobError(f"--config {value}: there is no option {name!r}; {near(name, options)}see serve --help-all")
         if options[name].multiple and not isinstance(setting, list):
             setting = settings[name] = [setting]
         try:
@@ -41,26 +41,26 @@ def read_config(ctx: click.Context, param: click.Parameter, value: str | None) -
 
 _OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}
 _SERVER = all_of(
-    click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=read_config,
-                 help="Options in a TOML file, under the names of the command line: port = 8000."),
+    click.option("--config", cls=Option, group="Server", metavar="FILE", is_eager=True, expose_value=False,
+                 callback=read_config, help="TOML file with options, named as on the command line: port = 8000."),
     model_options,
     *(declared(name, option) for name, option in _OPTIONS.items()),
-    click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
-                 help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
+    click.option("--adapter", cls=Option, group="Model", metavar="NAME=FOLDER", multiple=True,
+                 help="LoRA adapter (PEFT); requests select it by NAME as their model."),
     model_group("serve", "machine", "engine", "answers"),
     media_options,
     generation_options,
 )  # fmt: skip
 
 
-@click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
+@command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
 @_SERVER
 @takes_job(own=_OPTIONS)
 def serve(spec: JobSpec, **options: Any) -> None:
-    """Answer HTTP requests with a model until told to end.
+    """Answer HTTP requests with a model, until Ctrl-C or SIGTERM.
 
-    The address is bound before the model is loaded; /health answers 503 until it is. SIGTERM takes no more requests,
-    lets those that run end, and exits with status 0.
+    The server listens before the model is loaded; /health answers 503 until then. After SIGTERM, running requests
+    finish, new requests are refused, and the exit status is 0.
 
     \b
     prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
@@ -70,12 +70,12 @@ def serve(spec: JobSpec, **options: Any) -> None:
     from ..jobs.models import find_model, image_reading, load_llm
     from ..text import tokenizer_or_none
 
-    if spec.model_name not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it loads
+    if spec.model_name not in BUILT_IN:  # a built-in model may be downloaded later, while the server already answers
         find_model(spec.model_name, spec.model, notice, weights=False)
     from ..serve import serve as run
 
     if spec.model.layerwise == "on":
-        raise JobError("--layerwise on is for jobs of read-outs; a server needs all weights in memory")
+        raise JobError("--layerwise on is for jobs that generate no text; a server needs all weights in memory")
     model = replace(spec.model, layerwise="off")
 
     def load() -> Any:
