@@ -124,8 +124,7 @@ CHECKPOINTS = (
         "infgrad/Prism-Qwen3.5-Reranker-0.8B, -2B, -4B, -9B, Prism-Qwen3-Reranker-4B-exp",
         "Qwen3_5ForCausalLM",
         "rerank",
-        LOGITS + ". The text behind a yes is `llm.chat` of the messages query and document "
-        "([more](cli.md#prefold-rerank))",
+        LOGITS + ". The text behind a yes is `llm.chat` of the messages query and document ([more](tasks.md#rerank))",
         FILES,
     ),
     Known("zeroentropy/zerank-2", "Qwen3ForCausalLM", "rerank", LOGITS, FILES),

@@ -1,24 +1,20 @@
-"""Make the pages of docs/reference/: options from the specs, HTTP from routes and bodies, Python from docstrings.
+"""Make the pages of docs/reference/: options from the specs, commands from click, HTTP from routes and bodies.
 
-`scripts/generate` runs it.
+`scripts/generate` runs it. mkdocstrings makes the page about Python from docstrings.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import Field, fields
-from functools import cached_property
-from types import FunctionType
 from typing import Any
 
 import click
 
-import prefold
-import prefold.train
 from prefold.cli import main as main_command
+from prefold.cli.options import TASKS, help_line
 from prefold.serve.app import DIALECTS, SERVER, describe
 from prefold.spec.fields import HELP_GROUPS, explained
 from prefold.spec.model import GROUPS, CacheOptions, ModelSpec, SlotOptions, StepOptions
@@ -101,6 +97,87 @@ def _flags(entry: Field[Any], task: str) -> list[str]:
     return [f"`{found[name].opts[-1]}`" for name in names if name in found]
 
 
+# Commands
+
+JOINT = ("run", "plan", "verify", "bench")  # commands with options of more than one task
+Row = tuple[str, str]  # cells of a table: the flags and the meaning of an option
+
+
+def commands() -> str:
+    """Return the page of all commands: the options that they share, then each command with its own options."""
+    options = {command: _options_of(command) for command in main_command.commands}
+    every = [row for command in (*TASKS, "serve", "answers") for row in options[command]]
+    shared = {row: entry for task in TASKS for row, entry in options[task].items() if every.count(row) > 1}
+    of_tasks = {task: {row for row in options[task] if row not in shared} for task in TASKS}
+    text = f"""# Commands
+
+`prefold COMMAND --help` shows the options in **bold**. `prefold COMMAND --help-all` shows all options of a command.
+[Command line](../cli.md) is the guide. {WRITTEN}
+## Shared options
+
+An option means the same in every command that has it. These options belong to more than one command:
+"""
+    for name in HELP_GROUPS:
+        if rows := {row: entry for row, entry in shared.items() if _group(entry) == name}:
+            text += f"\n### {name}\n\n{_rows(rows)}\n"
+    is_joint = re.compile(rf"({'|'.join(TASKS)}): ")  # such a help text lists the meanings of an option in each task
+    inherited = set().union(*of_tasks.values())
+    flags = {task: {row[0] for row in rows if _group(options[task][row])} for task, rows in of_tasks.items()}
+    for command, found in options.items():
+        own = {row: entry for row, entry in found.items() if row not in shared}
+        if command in JOINT:
+            own = {row: entry for row, entry in own.items() if row not in inherited and not is_joint.match(row[1])}
+        text += f"\n## `prefold {command}`\n\n{_help(command)}\n"
+        text += f"\n{_rows(own)}\n" if own else ""
+        if command in JOINT:
+            text += f"\n{_inherited({row[0] for row, entry in found.items() if _group(entry)}, flags)}\n"
+    return text
+
+
+def _options_of(command: str) -> dict[Row, click.Option]:
+    found = {}
+    for entry in main_command.commands[command].params:
+        if isinstance(entry, click.Option):
+            flags = ", ".join(f"`{flag}`" for flag in (*entry.opts, *entry.secondary_opts))
+            text = f"{help_line(entry)} {getattr(entry, 'details', '')}".rstrip()
+            text = re.sub(r"\s*\[default: (.*)\]$", r" (default: \1)", text)  # of a feature's options
+            found[flags, cell(text)] = entry
+    return found
+
+
+def _group(entry: click.Option) -> str:
+    """Return the help group of an option. An option that one command declares for itself has none ("")."""
+    return getattr(entry, "group", "")
+
+
+def _rows(rows: dict[Row, click.Option]) -> str:
+    lines = ["| option | meaning |", "|---|---|"]
+    for (flags, text), entry in rows.items():
+        lines.append(f"| {f'**{flags}**' if getattr(entry, 'common', True) else flags} | {text} |")
+    return "\n".join(lines)
+
+
+def _help(command: str) -> str:
+    """Return the usage and the help text of a command as Markdown. Its examples become blocks of code."""
+    entry = main_command.commands[command]
+    usage = " ".join(entry.collect_usage_pieces(click.Context(entry)))
+    parts = [f"    prefold {command} {usage}"]
+    for part in inspect.cleandoc(entry.help or "").split("\n\n"):
+        is_code, lines = part.startswith("\b\n"), part.removeprefix("\b\n").split("\n")
+        parts.append("\n".join(f"    {line}" for line in lines) if is_code else "\n".join(lines).replace("<", "&lt;"))
+    return "\n\n".join(parts)
+
+
+def _inherited(flags: set[str], of_tasks: dict[str, set[str]]) -> str:
+    """Return a sentence about the options of tasks that a command also has."""
+    whole = [f"`prefold {task}`" for task, own in of_tasks.items() if own <= flags]
+    parts = [f"the options of {', '.join(whole)}"]
+    for task, own in of_tasks.items():
+        if not own <= flags and own & flags:
+            parts.append(f"{', '.join(sorted(own & flags))} of `prefold {task}`")
+    return f"Also {' and '.join(parts)}."
+
+
 # HTTP
 
 APIS = {"openai": "OpenAI", "anthropic": "Anthropic", "cohere": "Cohere", "tei": "TEI", "server": "prefold"}
@@ -177,117 +254,3 @@ def _plain(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "maxLength": "length at most"}
     said = [f"{words} {schema[key]:,}" for key, words in bounds.items() if key in schema]
     return ", ".join([kind, *said])
-
-
-# Python
-
-
-def python() -> str:
-    """Return the page of the public names."""
-    own = [name for name in prefold.__all__ if name != "__version__"]
-    errors = [name for name in own if inspect.isclass(kind := getattr(prefold, name)) and issubclass(kind, Exception)]
-    parts = [
-        f"# Python reference\n\nThe public names of `prefold` and `prefold.train`, with their docstrings."
-        f" [Python](../python.md) is the guide; [options](options.md) has the keywords. {WRITTEN}"
-    ]
-    parts += [_class("LLM", prefold.LLM, "prefold")]
-    parts += [_class(name, getattr(prefold, name), "prefold") for name in own if name not in {"LLM", *errors}]
-    parts.append("## Errors\n\nAn error is a class below `PrefoldError`.")
-    for name in errors:
-        base = getattr(prefold, name).__mro__[1].__name__
-        parts.append(f"### {name}\n\nA subclass of `{base}`.\n\n{_prose(inspect.getdoc(getattr(prefold, name)) or '')}")
-    parts.append("## prefold.train\n\n" + _prose(inspect.getdoc(prefold.train) or ""))
-    for name in prefold.train.__all__:
-        value = getattr(prefold.train, name)
-        made = _class(name, value, "prefold.train") if inspect.isclass(value) else _function(name, value)
-        parts.append(re.sub(r"^(#+) ", r"\1# ", made, flags=re.M) if inspect.isclass(value) else made)
-    return "\n\n".join(parts) + "\n"
-
-
-def _class(name: str, kind: type, module: str) -> str:
-    doc = (inspect.getdoc(kind) or "").partition("\n\nOptions:\n")[0]
-    parts = [f"## {name}", f"`from {module} import {name}`", _code(name, kind), _prose(doc)]
-    for member, value in _members(kind):
-        if isinstance(value, property | cached_property):
-            parts.append(f"### {name}.{member}\n\nA property. {_prose(inspect.getdoc(value) or '')}")
-        else:
-            parts.append(_function(f"{name}.{member}", value))
-    return "\n\n".join(part for part in parts if part)
-
-
-def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the public methods and properties that prefold defines for a class, base classes last."""
-    seen: set[str] = set()
-    for base in kind.__mro__:
-        if not base.__module__.startswith("prefold"):
-            continue
-        for name, value in vars(base).items():
-            inner = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-            if name.startswith("_") or name in seen or not isinstance(inner, FunctionType | property | cached_property):
-                continue
-            seen.add(name)
-            if inspect.getdoc(inner):
-                yield name, inner
-
-
-def _function(name: str, function: Any) -> str:
-    return f"### {name}\n\n{_code(name, function)}\n\n{_prose(inspect.getdoc(function) or '')}"
-
-
-def _code(name: str, value: Any) -> str:
-    """Return the signature; a long one has one parameter per line."""
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):
-        return ""
-    shown = []
-    star = False
-    for one in signature.parameters.values():
-        if one.name in ("self", "cls"):
-            continue
-        if one.kind is one.KEYWORD_ONLY and not star:
-            shown, star = [*shown, "*"], True
-        star = star or one.kind is one.VAR_POSITIONAL
-        text = re.sub(r": '(.*?)'( = |$)", r": \1\2", str(one))
-        shown.append(re.sub(r": \"(.*?)\"( = |$)", r": \1\2", text).replace("<factory>", "..."))
-    back = signature.return_annotation
-    back = "" if inspect.isclass(value) or back is signature.empty else f" -> {str(back).strip(chr(39))}"
-    line = f"{name}({', '.join(shown)}){back}"
-    if len(line) > 100:
-        line = f"{name}(\n" + "".join(f"    {part},\n" for part in shown) + f"){back}"
-    return f"```py\n{line}\n```"
-
-
-_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):\n")
-
-
-def _prose(doc: str) -> str:
-    """Return a docstring as Markdown. Sections of names become lists, and so do lines of "name  text"."""
-    parts = []
-    title = ""  # of the section that an indented paragraph continues
-    for part in doc.split("\n\n"):
-        if (section := _SECTION.match(part)) or (title and part.startswith("    ")):
-            title = section[1] if section else title
-            head = f"**{title}**\n\n" if section else ""
-            parts.append(head + _section(title, part[section.end() :] if section else part))
-            continue
-        title = ""
-        lines = part.split("\n")
-        entries = [re.match(r"(\w[\w, ]*?)  +(\S.*)", line) for line in lines]
-        if entries[0] and all(entry or line.startswith(" ") for entry, line in zip(entries, lines, strict=True)):
-            found = re.sub(r"\n\s+", " ", part)
-            part = "\n".join(re.sub(r"^(\w[\w, ]*?)  +", r"- `\1`: ", line) for line in found.split("\n"))
-        parts.append(textwrap.dedent(part).replace("<", "&lt;"))
-    return "\n\n".join(parts)
-
-
-def _section(title: str, text: str) -> str:
-    """Return the text of a section in Google's form as Markdown."""
-    text = textwrap.dedent(text)
-    if title == "Example":
-        return f"```py\n{text}\n```"
-    text = text.replace("<", "&lt;")
-    if title in ("Returns", "Yields"):
-        return text
-    entries = re.sub(r"\n {4,}", " ", text).split("\n")
-    return "\n".join(re.sub(r"^(\S+?): ", r"- `\1`: ", entry) for entry in entries)

@@ -1,7 +1,8 @@
-"""What pages say of the code is there: files, modules and classes. The site builds."""
+"""Files, modules and classes that pages name exist. The site builds, and lists every public name."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -15,8 +16,7 @@ PACKAGE = ROOT / "prefold"
 
 
 def is_there(name: str) -> bool:
-    """Returns whether a name in back quotes is that of a file, a folder, a module, a class or a constant, or of nothing
-    that this test knows the form of."""
+    """Return whether a name in backticks exists, if it has the form of a file, a folder, a module or a class."""
     if re.fullmatch(r"[\w./*-]+(/|\.(py|cpp|h|md))", name):
         return any(
             any(base.glob(name.rstrip("/"))) for base in (ROOT, PACKAGE, *PACKAGE.iterdir(), PACKAGE / "kernels/src")
@@ -42,14 +42,25 @@ def test_what_a_page_names_is_there(page):
     assert sorted(name for name in names if not is_there(name)) == []
 
 
+@pytest.mark.parametrize("module", ["prefold", "prefold.train", "prefold.extend"])
+def test_the_reference_has_every_public_name(module):
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    listed = re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, flags=re.M)
+    path = ROOT.joinpath(*module.split("."))
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    (public,) = re.findall(r"^__all__ = (\[.*?\])", source, flags=re.M | re.S)
+    modules = {"train", "extend"} if module == "prefold" else set()
+    assert sorted(listed) == sorted({*ast.literal_eval(public), *modules} - {"__version__"})
+
+
 def test_names_that_are_not_there_are_noticed():
     wrong = ("engine/none.py", "nowhere/", "engine.loop.find_nothing", "engine.none", "StepNothing")
     assert [name for name in wrong if is_there(name)] == []
 
 
 def test_the_site_builds_and_asks_no_other_host_for_anything(tmp_path):
-    """Links that lead nowhere, and pages that the site does not list, are errors (`strict` in mkdocs.yml)."""
-    for package in ("mkdocs", "material"):
+    """Broken links, and pages that the site does not list, are errors (`strict` in mkdocs.yml)."""
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="pip install 'prefold[docs]'")
     environment = os.environ | {"PYTHON": sys.executable, "SITE": str(tmp_path)}
     done = subprocess.run([ROOT / "scripts" / "site"], env=environment, capture_output=True, text=True, check=False)

@@ -38,7 +38,7 @@ from prefold.wire.completions import Completion
 
 
 def test_what_is_made_of_the_table_is_up_to_date():
-    """The keywords of the methods, which `mypy` reads, and the tables of docs/cli.md, and the reference pages."""
+    """The generated files: keywords of the methods, pages of docs/reference/, and the C interface."""
     script = Path(__file__).parents[1] / "scripts" / "generate"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr

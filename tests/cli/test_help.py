@@ -15,32 +15,34 @@ from prefold.cli import main
 from prefold.cli.options import TASKS, Command, Option, help_line
 from prefold.spec.fields import HELP_GROUPS
 
-DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
+DOCS = Path(__file__).parents[2] / "docs"
+COMMANDS = DOCS / "reference" / "cli.md"
 
 
 def sections():
-    """The text under each `## prefold NAME` heading of docs/cli.md, and that before the first."""
-    parts = re.split(r"^## (?:`prefold (\w+)`|.*)$", DOCS.read_text(encoding="utf-8"), flags=re.M)
+    """Return {command: its section of docs/reference/cli.md}. Other sections have the name "other" and a number."""
+    parts = re.split(r"^## (?:`prefold (\w+)`|.*)$", COMMANDS.read_text(encoding="utf-8"), flags=re.M)
     return {name or f"other {i}": text for i, (name, text) in enumerate(zip(parts[1::2], parts[2::2], strict=True))}
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_and_every_option_is_documented(name):
     text = sections()
-    assert name in text, f"docs/cli.md has no section `## prefold {name}`"
+    assert name in text, f"docs/reference/cli.md has no section `## prefold {name}`"
     # Commands that look at a job, or run a part of it, have options of the tasks.
     own = {name, *(TASKS if name in ("run", "plan", "verify", "bench") else ())}
     everywhere = "".join(part for other, part in text.items() if other in own or other.startswith("other"))
     for parameter in main.commands[name].params:
         if isinstance(parameter, click.Option):
             for option in [*parameter.opts, *parameter.secondary_opts]:
-                assert f"`{option}`" in everywhere, f"docs/cli.md does not say what {option} of prefold {name} does"
+                assert f"`{option}`" in everywhere, f"docs/reference/cli.md lacks {option} of prefold {name}"
 
 
 def test_nothing_is_documented_that_is_not_there():
     known = {option for c in main.commands.values() for p in c.params for option in (*p.opts, *p.secondary_opts)}
-    documented = set(re.findall(r"`(--[a-z-]+)`", DOCS.read_text(encoding="utf-8")))
-    assert documented <= known | {"--help", "--help-all", "--version"}
+    for page in (COMMANDS, DOCS / "cli.md", DOCS / "tasks.md", DOCS / "verify.md"):
+        documented = set(re.findall(r"`(--[a-z-]+)[ `]", page.read_text(encoding="utf-8")))
+        assert documented <= known | {"--help", "--help-all", "--version"}, page
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
