@@ -61,7 +61,7 @@ LAYERS = {
         engine/test_handles.py
         features/hybrid/test_state_books.py features/images/test_media_table.py
         features/looped/test_routed_scheduler.py features/shifted/test_shifting.py
-        test_concepts.py test_errors.py test_figures.py test_names.py test_pages.py
+        test_concepts.py test_errors.py test_figures.py test_messages.py test_names.py test_pages.py
     """,
     "model": """
         api benchmarks cli engine features integrations kernels model record train worker
