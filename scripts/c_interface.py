@@ -16,10 +16,10 @@ LETTERS = {
 CTYPES = {
     "p": "c_void_p", "i": "c_int32", "I": "c_uint32", "q": "c_int64", "Q": "c_uint64", "f": "c_float", "d": "c_double",
 }  # fmt: skip
-# Types that occur behind a pointer alone, beside those that the header declares.
+# Types that may occur only behind a pointer, in addition to types that the header declares.
 POINTED = ("char", "uint8_t")
 TOKEN = re.compile(r'[A-Za-z_]\w*|\d+|"C"|[-{}()<>,;:*=]')
-LINES = ("#pragma once", "#include <cstdint>")  # of the preprocessor
+LINES = ("#pragma once", "#include <cstdint>")  # the preprocessor lines that a header may have
 
 
 class HeaderError(Exception):
@@ -28,7 +28,7 @@ class HeaderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The type of a function, maybe a template. A type here is a name, and whether a pointer leads to it.
+    """The type of a function or of a function template. Each type in it is a pair (name, whether it is a pointer).
 
     Attributes:
         parameters: the template's parameters.
@@ -64,7 +64,7 @@ def read(text: str) -> Header:
 
 
 class _Reader:
-    """A recursive-descent parser. Each method reads from the current token on."""
+    """A recursive-descent parser. Each method starts at the current token."""
 
     def __init__(self, text: str):
         self.header, self._opaque, self._types = Header(), set[str](), dict[str, Function]()
@@ -208,7 +208,7 @@ class _Reader:
         return tuple(arguments)
 
     def _base(self, parameters: tuple[str, ...]) -> str:
-        """Read a type up to its stars."""
+        """Read a type, without its stars."""
         self._found("const")
         name = self._word()
         header = self.header

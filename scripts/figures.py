@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes every published figure: the tables and plots of pages in docs/ (PAGES), and the README's plot.
+"""Write every published figure: the tables and plots of pages in docs/ (PAGES), and the README's plot.
 
     python scripts/figures.py [--check]
 
-The figures are those of the files in `benchmarks/results/`, which the benchmarks write (`--json FILE`). With --check
-nothing is written, and the exit status is 1 where a page or plot is not what the files make.
+All figures come from the files in `benchmarks/results/`, which the benchmarks write (`--json FILE`). With --check
+nothing is written, and the exit status is 1 if a page or plot would change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks/results", ROOT / "docs/plots"
 PAGES = ROOT / "docs/figures.md", ROOT / "docs/batching.md", ROOT / "docs/cpus.md", ROOT / "docs/simulate.md"
 OURS = "prefold"
-# Colours of text, lines, our bars, those of our other modes, those of others, and the limit.
+# Colours of text, lines, bars of prefold, bars of its other modes, bars of other systems, and the limit.
 THEMES = {
     "light": ("#1f2328", "#d0d7de", "#0969da", "#80b8f0", "#9aa4af", "#cf222e"),
     "dark": ("#e6edf3", "#444c56", "#4493f8", "#2c5b94", "#6e7681", "#ff7b72"),
@@ -32,18 +32,18 @@ THEMES = {
 
 @dataclass
 class Panel:
-    """A Panel is one job: the rounds of each system in `unit`, and the machine's limit, where it was measured."""
+    """The measurements of one job, for a table and a plot."""
 
     title: str
-    rounds: dict[str, list[float]]
-    limit: float | None = None
+    rounds: dict[str, list[float]]  # {system: its times in `unit`}
+    limit: float | None = None  # the least time of the machine; None: not measured
     unit: str = "s"
-    notes: dict[str, str] = field(default_factory=dict)
-    note_title: str = ""
-    all_ours: bool = False
+    notes: dict[str, str] = field(default_factory=dict)  # {system: text of an additional column}
+    note_title: str = ""  # heading of that column
+    all_ours: bool = False  # whether all systems are modes of prefold
 
     def table(self) -> list[str]:
-        """Returns the table: medians, the least and the most, and ratios to the first system of the panel."""
+        """Return the table: median, minimum and maximum, and the ratio to the first system."""
         own = median(next(iter(self.rounds.values())))
         head = ["system", f"median, {self.unit}", "least to most", "rounds", f"time, {next(iter(self.rounds))} = 1"]
         head += ["of the limit"] * (self.limit is not None) + [self.note_title] * bool(self.notes)
@@ -70,7 +70,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _short(system: str) -> str:
-    """Returns the name of a system and its version, without the type of its numbers and its package's name."""
+    """Return the name and version of a system, without its dtype and the name of its package."""
     system = re.sub(r" (bfloat16|float32)$", "", system)
     system = re.sub(r" \((?:transformers|vllm|llama-cpp-python) ([\d.]+)\)$", r" \1", system)
     return re.sub(r"^(vLLM|transformers|llama\.cpp)(?:'s|,)? ?(.*?) ?([\d.]+\.[\d.]+)$", _version_first, system)
@@ -120,7 +120,7 @@ def generate(file: dict) -> Iterator[Panel]:
 
 
 def cpu(file: dict) -> Iterator[Panel]:
-    """Yields a panel for each number of sequences, in milliseconds of a step, and for each prompt."""
+    """Yield a panel of decode steps for each number of sequences, and a panel for each prompt, in milliseconds."""
     seconds = file["seconds"]
     for case in seconds[OURS]:
         kind, count = case.split()
@@ -135,13 +135,13 @@ def cpu(file: dict) -> Iterator[Panel]:
             rounds[_short(system)] = [1e3 * one for one in taken]
         many = f"{count} sequence{'s' * (count != '1')}"
         title = f"Decode: one step of {many}" if kind == "decode" else f"Prefill: a prompt of {count} tokens"
-        # The weights may fit into the last cache of the processor: then reading memory is no limit of a step.
+        # Decode steps get no limit: the weights may fit in the last-level cache, which is faster than memory.
         limit = file["limit_seconds"][case] if kind == "prompt" else None
         yield Panel(title, rounds, None if limit is None else 1e3 * limit, "ms")
 
 
 def formats(file: dict) -> Iterator[Panel]:
-    """Yields a panel for each variant of the kernels and number of rows, in milliseconds of a product."""
+    """Yield a panel for each kernel variant and number of rows, in milliseconds per product."""
     groups: dict[tuple[str, int], list[dict]] = {}
     for run in file["runs"]:
         groups.setdefault((run["variant"], run["rows"]), []).append(run)
@@ -164,7 +164,7 @@ PANELS = {
 
 
 def drift(file: dict) -> list[str]:
-    """Returns a table with a row for each case, and for each data set the points beside those of the first case."""
+    """Return a table with a row for each case. Each data set has a column: the points, and the change from the first case."""
     runs = {(run["case"], run["task"]): run for run in file["runs"]}
     cases, tasks = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
     head = [f"{task}, {runs[cases[0], task]['records']} records" for task in tasks]
@@ -181,12 +181,12 @@ def drift(file: dict) -> list[str]:
 
 
 def written(file: dict) -> list[str]:
-    """Returns the tables that a benchmark wrote."""
+    """Return the tables of a benchmark that writes its tables itself."""
     return "\n\n".join(file["tables"].values()).splitlines()
 
 
 def shapes(file: dict) -> list[str]:
-    """Return a table with a row for each shape: medians of a decode step and of a prompt, beside their limits."""
+    """Return a table with a row for each shape: the median times of a decode step and of a prompt, and their limits."""
     head = ["shape", "layers", "decode step, ms", "limit, ms", "of the limit"]
     head += [f"prompt of {file['prompt']} tokens, ms", "limit, ms", "of the limit"]
     lines = [_row(head), "|" + "---|" * len(head)]
@@ -200,7 +200,7 @@ def shapes(file: dict) -> list[str]:
 
 
 def latent(file: dict) -> list[str]:
-    """Return a table of decode steps of both forms, and one of prompts over slots and in a stream."""
+    """Return a table of decode steps, latent and expanded, and a table of prompts, over slots and in a stream."""
     lines = [_row(["sequences", "context", "latent, ms", "expanded, ms", "latent / expanded"]), "|" + "---|" * 5]
     for case in file["cases"]:
         if case["case"] == "decode":
@@ -223,7 +223,7 @@ TABLES = {"drift": drift, "shapes": shapes, "latent": latent} | dict.fromkeys(
 
 
 def panels(name: str) -> list[Panel]:
-    """Returns the panels of a file in `benchmarks/results/`."""
+    """Return the panels of a file in `benchmarks/results/`."""
     file = read(name)
     return list(PANELS[file["benchmark"]](file))
 
@@ -233,8 +233,11 @@ def read(name: str) -> dict:
 
 
 def section(name: str, part: str = "") -> str:
-    """Returns what the page says of a file: where it was measured, by which command, plots and tables; or one of the
-    tables that a benchmark wrote as the page has it."""
+    """Return the text between the marks of a figure.
+
+    Without a part, it has the machine, the command, the plots and the tables of the file. With a part, it is that one
+    table of a benchmark that writes its tables itself.
+    """
     file = read(name)
     if part:
         return file["tables"][part]
@@ -252,19 +255,19 @@ def section(name: str, part: str = "") -> str:
 
 
 def _command(file: dict) -> list[str]:
-    """Returns the command of a file as lines of code, none of them too long for the page."""
+    """Return the command of a file as a block of code, wrapped to the width of the page."""
     lines = textwrap.wrap(file["command"], 88, break_long_words=False, break_on_hyphens=False)
     return textwrap.indent(" \\\n  ".join(lines), "    ").split("\n")
 
 
 def picture(name: str, folder: str, about: str) -> str:
-    """Returns the HTML of a plot, in the theme of the reader."""
+    """Return the HTML of a plot, which follows the reader's theme."""
     dark = f'<source media="(prefers-color-scheme: dark)" srcset="{folder}{name}-dark.svg">'
     return f'<picture>{dark}<img alt="{about}: time of each system" src="{folder}{name}-light.svg"></picture>'
 
 
 def plot(shown: list[Panel], theme: str) -> str:
-    """Returns an SVG with a bar for each system of each panel, the spread of its rounds, and a line at the limit."""
+    """Return an SVG: for each panel a bar per system, the spread of its rounds, and a line at the limit."""
     text, line, own, modes, others, limit = THEMES[theme]
     width, left, right = 800, 250, 120
     parts, y = [], 8
@@ -300,7 +303,7 @@ def plot(shown: list[Panel], theme: str) -> str:
 
 
 def overview() -> list[Panel]:
-    """Returns the panels of the README's plot: rerank, classify and generate beside the peers."""
+    """Return the panels of the README's plot: prefold and other systems on rerank, classify and generate."""
     shown = []
     for name in ("rerank", "classify", "generate-groups"):
         if (RESULTS / f"{name}.json").exists():
@@ -314,7 +317,7 @@ def overview() -> list[Panel]:
 
 
 def made() -> dict[Path, str]:
-    """Returns the text of every file that this script writes."""
+    """Return {path: text} of every file that this script writes."""
     texts = {}
     for path in sorted(RESULTS.glob("*.json")):
         if read(path.stem).get("benchmark") in PANELS and panels(path.stem):
@@ -329,18 +332,18 @@ def made() -> dict[Path, str]:
         used |= {found[2] for found in mark.finditer(text)}
         texts[page] = mark.sub(lambda found: f"{found[1]}\n{section(found[2], found[3] or '')}\n\n{found[4]}", text)
     if unused := {path.stem for path in RESULTS.glob("*.json")} - used:
-        raise SystemExit(f"no page has a place for the figures of {sorted(unused)}")
+        raise SystemExit(f"no page shows the results {sorted(unused)}; add a mark <!-- figure NAME --> to a page")
     return texts
 
 
 def main() -> int:
-    """Writes the files, or checks them. Returns the exit status."""
+    """Write or check the files. Return the exit status."""
     texts = made()
     stale = [path for path in PLOTS.glob("*.svg") if path not in texts]
     wrong = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         for path in wrong + stale:
-            print(f"{path.relative_to(ROOT)} is not what benchmarks/results/ makes; run scripts/figures.py")
+            print(f"{path.relative_to(ROOT)} is out of date; run scripts/figures.py")
         return 1 if wrong + stale else 0
     for path in stale:
         path.unlink()

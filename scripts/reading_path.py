@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Write the reading path of a decode step into docs/design.md: every file that a greedy step on a CPU executes.
 
-A random Llama generates with 8 sequences. One step is traced: the engine's thread with `sys.setprofile`, and the C++ of
-the program by its `#include`s and by the files that define what it calls. With --check nothing is written, and the exit
-status is 1 if docs/design.md lists other files. (The counts of lines in docs/design.md are not compared.)
+A Llama with random weights generates for 8 sequences, and one step is traced. `sys.setprofile` finds the Python functions
+of the engine's thread. The C++ files follow from the `#include`s and the calls of program.cpp.
+With --check nothing is written, and the exit status is 1 if docs/design.md lists other files. Counts of lines are not
+compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, DESIGN = ROOT / "prefold", ROOT / "docs" / "design.md"
 BEGIN, END = "<!-- reading path: scripts/reading_path.py -->", "<!-- end of the reading path -->"
-SEQUENCES, STEP = 8, 6  # the traced step: by then all prompts are computed and steps repeat
+SEQUENCES, STEP = 8, 6  # at the traced step all prompts have been computed
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 
@@ -49,7 +50,7 @@ def traced_functions() -> set[CodeType]:
         if count != STEP:
             return step(generator)
         caller = sys._getframe().f_back
-        while caller is not None:  # the engine's loop, which makes the step
+        while caller is not None:  # the engine's loop calls the step
             note(caller, "call", None)
             caller = caller.f_back
         sys.setprofile(note)
@@ -95,7 +96,7 @@ def compiled_files() -> list[Path]:
 
 
 def lines_of_code(source: str, first: int = 0, last: int = 1 << 30) -> int:
-    """Return how many lines hold code (no blank lines, comments or docstrings) from line `first` to line `last`."""
+    """Count the lines of code from line `first` to line `last`, without blank lines, comments and docstrings."""
     code: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
@@ -107,18 +108,18 @@ def lines_of_code(source: str, first: int = 0, last: int = 1 << 30) -> int:
 
 
 def ends_of_functions(source: str) -> dict[int, int]:
-    """Return {first line of a function, its decorators included: its last line}."""
+    """Return {first line of a function or of its first decorator: its last line}."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     return {min([f.lineno, *(d.lineno for d in f.decorator_list)]): f.end_lineno or f.lineno for f in functions}
 
 
 def compiled_lines(source: str) -> int:
-    """Return how many lines of a C++ file hold code."""
+    """Count the lines of code of a C++ file."""
     return sum(bool(line.strip()) and not line.strip().startswith("//") for line in source.splitlines())
 
 
 def table() -> str:
-    """Return the list as Markdown: each file with its functions in the step, and lines of code."""
+    """Return the Markdown table of files, with the number of traced functions and the lines of code."""
     files: dict[Path, list[CodeType]] = {}
     for code in traced_functions():
         files.setdefault(Path(code.co_filename), []).append(code)
