@@ -164,7 +164,7 @@ PANELS = {
 
 
 def drift(file: dict) -> list[str]:
-    """Return a table with a row for each case. Each data set has a column: the points, and the change from the first case."""
+    """Return a table with a row for each case. Each data set has a column: points, and change from the first case."""
     runs = {(run["case"], run["task"]): run for run in file["runs"]}
     cases, tasks = (list(dict.fromkeys(names)) for names in zip(*runs, strict=True))
     head = [f"{task}, {runs[cases[0], task]['records']} records" for task in tasks]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the reading path of a decode step into docs/design.md: every file that a greedy step on a CPU executes.
 
-A Llama with random weights generates for 8 sequences, and one step is traced. `sys.setprofile` finds the Python functions
-of the engine's thread. The C++ files follow from the `#include`s and the calls of program.cpp.
+A Llama with random weights generates for 8 sequences. `sys.setprofile` traces the Python functions of one step in the
+engine's thread. The C++ files follow from the `#include`s and the calls of program.cpp.
 With --check nothing is written, and the exit status is 1 if docs/design.md lists other files. Counts of lines are not
 compared.
 """
