@@ -1,5 +1,7 @@
-"""A block scheduler like vLLM's (V1), as it counts: blocks of 16 tokens, a free list in the order of last use that is
-also the prefix cache, admission as long as the next chunk fits, preemption of the latest by computing it again.
+"""A block scheduler like vLLM's V1.
+
+Blocks have 16 tokens. The free list, in order of last use, is also the prefix cache. A request is admitted if its next
+chunk fits. If memory is full, the latest sequence is preempted and recomputed later.
 """
 
 from __future__ import annotations
@@ -20,26 +22,26 @@ __all__ = ["BlockEngine", "BlockHits"]
 
 @dataclass(slots=True)
 class BlockHits(Hits):
-    """Counts what vLLM counts too.
+    """Counters that vLLM has too."""
 
-    recompute       found again by a request that had been preempted
-    queries, found  each look-up, also those of requests that were preempted or did not fit yet
-    preemptions     sequences taken out because memory was full
-    """
-
-    recompute: int = 0
-    queries: int = 0
-    found: int = 0
+    recompute: int = 0  # tokens found by preempted requests when they were admitted again
+    queries: int = 0  # tokens looked up, also for requests that were preempted or did not fit yet
+    found: int = 0  # tokens found by these look-ups
     preemptions: int = 0
 
     def rates(self) -> dict[str, float]:
-        """Returns the shares of the tokens asked for, and the rate that vLLM would print."""
+        """Return the hits as shares of the prompts' tokens, and the hit rate that vLLM would print."""
         again, printed = self.recompute / max(1, self.tokens), self.found / max(1, self.queries)
         return Hits.rates(self) | {"recompute": again, "vllm": printed}
 
 
 class _BlockSequence:
-    """A request on its way. rows: those to compute before it makes the next token; made: tokens it has made."""
+    """A request that waits or runs.
+
+    Attributes:
+        rows: Rows to compute before the next token.
+        made: Generated tokens.
+    """
 
     __slots__ = ("blocks", "cached", "computed", "keys", "made", "order", "request", "rows", "turn")
 
@@ -50,9 +52,10 @@ class _BlockSequence:
         self.made = 0
         self.blocks: list[int] = []
         self.cached: int | None = None
-        self.turn = 0  # how often it was admitted or preempted: what was planned before is void
+        self.turn = 0  # number of admissions and preemptions; plans of an earlier turn are void
         self.order = 0
-        # Of each full block of the prompt: the part that its last row lies in, and its place; after those come its own.
+        # The keys of the prompt's full blocks: (part of the block's last row, place of the block). Later blocks belong to
+        # this request alone.
         self.keys: list[tuple[int, int]] = []
         stop, i = 0, 0
         for number, size in request.path:
@@ -66,12 +69,14 @@ class _BlockSequence:
 
 
 class BlockEngine:
-    """cost: of its steps; max_batch_rows, max_running: of a step; None: as vLLM has them for offline use
+    """The block scheduler of one replica.
 
-    blocks   of the pool; None: what memory holds
-
-    caching  False: nothing is found again
-    reports  whether events are kept for a router
+    Args:
+        cost: Times of a step.
+        max_batch_rows: Rows of a step; None: MOST_ROWS.
+        blocks: Blocks of the pool; None: as many as fit in memory.
+        caching: Whether prefixes are cached.
+        reports: Whether to record cache events for a router.
     """
 
     block = 16
@@ -104,9 +109,11 @@ class BlockEngine:
         self._step = 0
         self._admissions = 0
         self._decoding = 0
-        self._context = 0  # rows of K/V that the decoding sequences read in the next step
-        self._need: dict[int, list[tuple[_BlockSequence, int]]] = {}  # by step: whose next row opens a block
-        self._end: dict[int, list[tuple[_BlockSequence, int]]] = {}  # by step: who makes its last token
+        self._context = 0  # rows of K/V that the decode rows of the next step read
+        self._need: dict[
+            int, list[tuple[_BlockSequence, int]]
+        ] = {}  # {step: sequences whose next row needs a new block}
+        self._end: dict[int, list[tuple[_BlockSequence, int]]] = {}  # {step: sequences that generate their last token}
         self._log = EventLog() if reports else None
 
     def submit(self, request: SimRequest) -> None:
@@ -161,7 +168,7 @@ class BlockEngine:
         return budget - rows, prefill + rows, pairs
 
     def _finish(self, decode: int, ready: list[_BlockSequence]) -> list[EndedRequest]:
-        """Everybody who decodes has made a token, and so have those whose prompts are done now."""
+        """Count one token for each decoding sequence and for each prompt that is complete. Return the ended requests."""
         self._context += decode
         for sequence in ready:
             self._prefilling.pop(sequence, None)
@@ -188,7 +195,7 @@ class BlockEngine:
         return ended
 
     def _open_blocks(self) -> None:
-        """The next row of some that decode lies in a new block; where there is none the latest are preempted."""
+        """Give a block to each sequence whose next row needs one. If none is free, preempt the latest sequences."""
         for sequence, turn in self._need.pop(self._step, ()):
             while sequence.turn == turn and not self._free:
                 self._preempt(next(reversed(self._running)))
@@ -215,8 +222,10 @@ class BlockEngine:
         self._waiting.appendleft(sequence)
 
     def _admit(self, sequence: _BlockSequence, budget: int) -> int | None:
-        """Gives a sequence the blocks of its next rows; returns how many leading rows were found, None: it does not
-        fit."""
+        """Admit a sequence and give it the blocks of its next rows.
+
+        Return the number of its leading rows in the cache, or None if it does not fit.
+        """
         found = []
         if self._caching:
             for i in range((sequence.rows - 1) // self.block):
@@ -250,7 +259,10 @@ class BlockEngine:
         return cached
 
     def _reach(self, sequence: _BlockSequence, stop: int) -> bool:
-        """Room for the rows of a prompt up to `stop`; where there is none, later ones are preempted."""
+        """Give a sequence the blocks for its rows up to `stop`. If too few are free, preempt the latest sequences.
+
+        Return False if the sequence itself was preempted.
+        """
         turn = sequence.turn
         while len(self._free) < -(-stop // self.block) - len(sequence.blocks):
             self._preempt(next(reversed(self._running)))
@@ -266,14 +278,14 @@ class BlockEngine:
             self._keep(sequence, i)
 
     def _keep(self, sequence: _BlockSequence, i: int) -> None:
-        """The i-th block of a sequence is full, so others may find it."""
+        """Add the i-th block of a sequence, which is full, to the prefix cache."""
         key, block = sequence.key(i), sequence.blocks[i]
         if not self._caching or self._key[block] is not None or key in self._cached:
             return
         self._key[block] = key
         self._cached[key] = block
         self._fresh[block] = self._step
-        if self._log is not None and i < len(sequence.keys):  # others find blocks of prompts only
+        if self._log is not None and i < len(sequence.keys):  # only blocks of prompts can be shared
             tokens = sequence.request.tokens()[i * self.block : (i + 1) * self.block]
             self._log.add(RowsStored(key, sequence.key(i - 1) if i else None, tokens))
 
@@ -299,7 +311,7 @@ class BlockEngine:
         return None if self._log is None else self._log.drain()
 
     def check(self) -> None:
-        """AssertionError where the books do not balance."""
+        """Raise AssertionError if counters and blocks are inconsistent."""
         users = [0] * self.num_blocks
         for sequence in self._running:
             for block in sequence.blocks:

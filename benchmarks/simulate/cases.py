@@ -1,4 +1,4 @@
-"""Runs fleets that are described by the names of their parts, and prints the outcomes."""
+"""Fleets described by the names of their parts, and the table of their outcomes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,27 @@ ENGINES: dict[str, Any] = {"prefold": RowEngine}
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A Setup describes a fleet and how it gets its work.
-
-    engine    one of ENGINES
-    feeder    one of FEEDERS: "segments" knows all requests; "stream" is the live window; "routed" sends each request to
-              a replica when it arrives
-    policy    of "stream" and "routed": one of cluster.router.POLICIES
-    reports   of "stream" and "routed": whether replicas report what their caches hold; else it is estimated
-    steal     of "segments": whether idle replicas take work from others
-    load      seconds until a model is loaded
-    slow      every second replica takes so many times as long for a step
-    max_batch_rows  rows of a step; None: 8,192
-    rate      requests that arrive a second; None: requests have arrival times, or are there from the start
-    """
+    """A fleet, and the way in which it gets its work."""
 
     machine: Machine
     model: ModelShape
     replicas: int = 1
-    engine: str = "prefold"
+    engine: str = "prefold"  # a name in ENGINES
+    # A name in FEEDERS. "segments" knows all requests; "stream" is the live window; "routed" sends each request to a
+    # replica when it arrives.
     feeder: str = "stream"
-    policy: str = "prefix"
-    reports: bool = True
-    steal: bool = True
-    load: float = 0.0
-    rate: float | None = None
-    slow: float = 1.0
-    max_batch_rows: int | None = None
+    policy: str = "prefix"  # "stream" and "routed": a name in cluster.router.POLICIES
+    reports: bool = True  # "stream" and "routed": whether replicas report their cached rows; else these are estimated
+    steal: bool = True  # "segments": whether idle replicas steal work from others
+    load: float = 0.0  # seconds to load a model
+    rate: float | None = None  # arrivals per second; None: arrival times of the requests, if they have any
+    slow: float = 1.0  # factor on the times of the steps of every second replica
+    max_batch_rows: int | None = None  # rows of a step; None: 8,192
     max_running: int = 256
 
     @property
     def takes_arrivals(self) -> bool:
-        """Returns whether requests may arrive over time."""
+        """Whether requests may arrive over time."""
         return self.feeder in ("stream", "routed")
 
     @property
@@ -61,23 +51,25 @@ class Setup:
 
     @property
     def step_options(self) -> dict[str, int | None]:
-        """Returns the limits of an engine's steps."""
+        """The limits of an engine's steps."""
         return {"max_batch_rows": self.max_batch_rows, "max_running": self.max_running}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An Outcome is the outcome of a Setup. facts: {name: number}, printed below the table's line"""
+    """The outcome of a Setup."""
 
     name: str
     setup: Setup
     run: FleetOutcome
-    facts: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, float] = field(default_factory=dict)  # {name: number}, printed below the line of the table
 
 
 def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
-    """Returns the outcome of a fleet with these requests, which arrive at their times if they have any. Raises
-    InputError for unknown names, for no replicas, and for a request that fits on no machine."""
+    """Return the outcome of a fleet with these requests. Requests with arrival times arrive at these times.
+
+    Raise InputError for an unknown name, for no replicas, and for a request that does not fit on the machine.
+    """
     for name, value, table in (("engine", setup.engine, ENGINES), ("feeder", setup.feeder, FEEDERS)):
         if value not in table:
             raise InputError(f"there is no {name} {value!r}", field=name, remedy=f"use {', '.join(table)}")
@@ -93,7 +85,7 @@ def run_setup(setup: Setup, requests: Sequence[SimRequest]) -> FleetOutcome:
         requests = [replace(request, arrival=i / setup.rate) for i, request in enumerate(requests)]
     come = any(request.arrival for request in requests)
     if come and not setup.takes_arrivals:
-        message = f"{setup.feeder} knows all requests from the start, these come in time"
+        message = f"{setup.feeder} needs all requests at the start, but these have arrival times"
         raise InputError(message, field="feeder", remedy="use stream or routed")
     feeder = FEEDERS[setup.feeder](setup, cost, requests, () if come else requests)
     return run_fleet(replicas, feeder, requests if come else ())
@@ -116,7 +108,7 @@ def _segments(setup: Setup, cost: StepCost, requests: _Requests, initial: _Reque
 
 
 def _in_flight(cost: StepCost, requests: Sequence[SimRequest]) -> int:
-    """Returns how many requests keep a replica busy: as many as fit if they share half of their rows."""
+    """Return the number of requests that keep a replica busy: as many as fit if they share half of their rows."""
     if not requests:
         return 2
     sample = requests[:: max(1, len(requests) // 1000)]
@@ -143,34 +135,34 @@ COLUMNS: tuple[Column, ...] = (
     *((cause, 8, lambda o, cause=cause: f"{o.run.idle_share(cause):.1%}") for cause in IDLE_CAUSES),
 )
 LEGEND = """\
-tokens: of prompts and outputs. $/Mtok: dollars for a million of them.
-first, in-step: part of the prompts' tokens that is there at a request's admission, and that another request of the same
-  step computes.
-use: part of the replicas' time at work. Idle: load, until the model is there; input, none has come; border, waiting for
-  other replicas; tail, after the last request was given out."""
+tokens: tokens of prompts and outputs. $/Mtok: dollars per million of these tokens.
+first, in-step: share of prompt tokens that are cached when a request is admitted, and share that another request of the
+  same step computes.
+use: share of time in which the replicas work. Idle time: load, the model is being loaded; input, no request has arrived;
+  border, the replica waits for other replicas; tail, after the last request was sent."""
 
 
 def machine_line(outcome: Outcome) -> str:
-    """Returns a description of the model and the machine of an outcome."""
+    """Return a description of the model and the machine of an outcome."""
     machine, model = outcome.setup.machine, outcome.setup.model
     rates = f"{machine.flops / 1e12:,.3g} TFLOP/s, {machine.bandwidth / 1e9:,.4g} GB/s"
-    overhead = f"{machine.overhead * 1e3:,.3g} ms beside each step"
+    overhead = f"{machine.overhead * 1e3:,.3g} ms overhead per step"
     return f"{model.name} on {machine.name}: {rates}, {overhead}, ${machine.dollars_per_hour:g} an hour"
 
 
 def header(columns: Sequence[Column] = COLUMNS) -> str:
-    """Returns the head of the table."""
+    """Return the head of the table."""
     return f"{'system':<{_NAME}}" + "".join(f"{name:>{width}}" for name, width, _ in columns)
 
 
 def line(outcome: Outcome, columns: Sequence[Column] = COLUMNS) -> str:
-    """Returns a line of the table, and below it a line for each fact."""
+    """Return a line of the table, followed by a line for each fact."""
     row = f"{outcome.name:<{_NAME}}" + "".join(f"{of(outcome):>{width}}" for _, width, of in columns)
     return "\n".join([row, *(f"    {fact:<40}{number:>14,.6g}" for fact, number in outcome.facts.items())])
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Returns an outcome as plain values."""
+    """Return an outcome as JSON values."""
     run, setup = outcome.run, outcome.setup
     waits = sorted(run.waits)
     return {

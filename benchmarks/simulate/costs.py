@@ -1,8 +1,8 @@
-"""Estimates how long a step takes, by a roofline. `costs.json` holds machines and models by name.
+"""The time of a step by a roofline model. `costs.json` has machines and models by name.
 
     seconds = overhead + max(weights / bandwidth, linear FLOPs / rate) + K/V read / bandwidth + attention FLOPs / rate
 
-A machine's numbers are those that it reaches, not those of its data sheet.
+The rates of a machine are measured rates, not the rates in its data sheet.
 """
 
 from __future__ import annotations
@@ -14,34 +14,33 @@ from typing import Any, NamedTuple
 
 from prefold.errors import InputError
 
-# Decode rows for which a shared run of K/V is read once.
+# Number of decode rows that together read a shared run of K/V once.
 TILE = 64
 
-_RESERVED = 1.5e9  # bytes of a GPU that neither weights nor K/V take
-_USABLE = 0.9  # the share of a GPU's memory that an engine uses
-WEIGHT_BYTES = 2  # of a number: bfloat16
+_RESERVED = 1.5e9  # bytes of GPU memory for other things than weights and K/V
+_USABLE = 0.9  # share of a GPU's memory that an engine uses
+WEIGHT_BYTES = 2  # bytes of a weight in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A Machine is a device. flops: operations a second; bandwidth: bytes a second; overhead: seconds of a step"""
+    """A device."""
 
     name: str
-    flops: float
-    bandwidth: float
-    memory: float
-    overhead: float
+    flops: float  # per second
+    bandwidth: float  # bytes per second
+    memory: float  # bytes
+    overhead: float  # seconds per step
     dollars_per_hour: float
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A ModelShape describes a model. linear: parameters that every row is multiplied with; total: all parameters; the
-    other fields are those of its config"""
+    """The sizes of a model. The other fields are as in config.json."""
 
     name: str
-    linear: float
-    total: float
+    linear: float  # parameters that multiply every row
+    total: float  # all parameters
     layers: int
     heads: int
     kv_heads: int
@@ -51,36 +50,29 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Returns the bytes of one row's K/V."""
+        """Bytes of the K/V of one row."""
         return 2 * self.layers * self.kv_heads * self.head_dim * WEIGHT_BYTES
 
 
 class StepRows(NamedTuple):
-    """A StepRows counts the work of a step.
+    """The work of a step."""
 
-    prefill  rows of prompts
-    decode   rows of running sequences
-    keys     rows of K/V that the decode rows read, summed over sequences
-    pairs    (row, key) pairs of the prompts' rows
-    reads    rows whose logits are computed
-    """
-
-    prefill: int
-    decode: int
-    keys: int
-    pairs: int
-    reads: int
+    prefill: int  # prompt rows
+    decode: int  # rows of running sequences
+    keys: int  # K/V rows that the decode rows read, summed over sequences
+    pairs: int  # (row, key) pairs of the prompt rows
+    reads: int  # rows with logits
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A StepCost computes the times of a model on a machine."""
+    """The times of a model on a machine."""
 
     machine: Machine
     model: ModelShape
 
     def seconds(self, step: StepRows) -> float:
-        """Returns how long one step takes."""
+        """Return the seconds of one step."""
         machine, model = self.machine, self.model
         weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES
         linear = 2 * (model.linear * (step.prefill + step.decode) + model.vocab * model.hidden * step.reads)
@@ -95,7 +87,7 @@ class StepCost:
 
     @property
     def kv_rows(self) -> int:
-        """Returns how many rows' K/V fit beside the weights. Raises InputError if the weights do not fit."""
+        """Number of rows with K/V that fit in memory beside the weights. Raise InputError if the weights do not fit."""
         free = (
             self.machine.memory * _USABLE - self.model.total * WEIGHT_BYTES - min(_RESERVED, self.machine.memory / 10)
         )
@@ -109,21 +101,21 @@ class StepCost:
 
     @property
     def prefill_seconds(self) -> float:
-        """Returns the seconds of one row of a prompt in a large step."""
+        """Seconds of one prompt row in a large step."""
         return 2 * self.model.linear / self.machine.flops
 
     def decode_seconds(self, running: int) -> float:
-        """Returns the seconds of one row of an output while so many sequences run."""
+        """Return the seconds of one decode row while this many sequences run."""
         return self.seconds(StepRows(0, running, 0, 0, running)) / running
 
 
 def machine_named(name: str) -> Machine:
-    """Returns a machine of costs.json. Raises InputError for an unknown name."""
+    """Return a machine of costs.json. Raise InputError for an unknown name."""
     return Machine(name, **_named("machines", name))
 
 
 def model_named(name: str) -> ModelShape:
-    """Returns a model of costs.json. Raises InputError for an unknown name."""
+    """Return a model of costs.json. Raise InputError for an unknown name."""
     return ModelShape(name, **_named("models", name))
 
 

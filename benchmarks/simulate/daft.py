@@ -1,10 +1,13 @@
-"""Daft's provider for vLLM, as its code says (daft/execution/vllm.py and its sink, at the time of the article).
+"""Daft's provider for vLLM, after its code at the time of the article (daft/execution/vllm.py and its sink).
 
-The input has a few partitions, each of which a task works on: it sorts what it has buffered, cuts where neighbours
-share less than a third, and submits the largest buckets first until at most 5,000 prompts are left; at the end of its
-input all. A partition comes as one piece, so buckets are as large as a partition makes them, whatever the buffer.
-Buckets of fewer than 16 prompts are put together until they are 16, and have no prefix then. Nothing waits for what was
-submitted.
+The input has a few partitions, with one task each. A task
+
+1. sorts its buffered prompts,
+2. cuts them into buckets where neighbours share less than a third of their rows,
+3. submits the largest buckets first, until at most 5,000 prompts are left; at the end of its input it submits all.
+
+A partition arrives in one piece, so the buffer does not limit the size of buckets. Buckets of fewer than 16 prompts are
+combined until they have 16 prompts, and then have no prefix. Submitting does not wait for results.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ __all__ = ["DaftProvider", "DaftRouter"]
 
 
 class DaftRouter:
-    """Of the replicas that were sent fewer than `slack` prompts more than the least, the one that was sent this prefix
-    most recently; the last of them where none was; the first of the least loaded for a batch without a prefix. It
-    counts what was sent, for ever, and remembers 8 batches of each replica."""
+    """Daft's router. A replica's load is the number of all prompts ever sent to it.
+
+    - A batch with a prefix goes to a replica with fewer than `slack` prompts more than the least loaded one: the one that
+      received this prefix most recently (within its last 8 batches), else the last one.
+    - A batch without a prefix goes to the first of the least loaded replicas.
+    """
 
     slack, remembered = 256, 8
 
@@ -30,7 +36,7 @@ class DaftRouter:
         self._recent: list[list[Hashable | None]] = [[] for _ in range(replicas)]
 
     def route(self, prefix: Hashable | None, count: int) -> int:
-        """Returns the replica of a batch of so many prompts."""
+        """Return the replica for a batch of `count` prompts."""
         least = min(self.loads)
         if prefix is None:
             best = self.loads.index(least)
@@ -44,10 +50,11 @@ class DaftRouter:
 
 
 class DaftProvider(Feeder):
-    """Gives everything away as soon as all replicas are there, partitions taking turns.
+    """Submits all requests as soon as all replicas have loaded. The partitions take turns.
 
-    partitions  tasks, each with an equal part of the requests
-    batch       prompts of a batch without bucketing, in the order in which they come; None: by buckets
+    Args:
+        partitions: Number of tasks. Each has an equal part of the requests.
+        batch: Prompts of a batch in input order, without bucketing; None: make buckets.
     """
 
     buffered, threshold, least = 5000, 0.33, 16
@@ -86,7 +93,7 @@ class DaftProvider(Feeder):
         return given
 
     def _buckets(self, part: Sequence[SimRequest]) -> Iterator[tuple[Hashable | None, list[SimRequest]]]:
-        """Yields (prefix, requests) of each batch of a partition."""
+        """Yield (prefix, requests) of each batch of a partition."""
         in_order = sorted(part, key=lambda request: request.path)
         cuts = [0]
         for i in range(1, len(in_order)):
@@ -97,7 +104,7 @@ class DaftProvider(Feeder):
         heap = [(start - stop, -start, stop) for start, stop in zip(cuts, [*cuts[1:], len(in_order)], strict=True)]
         heapq.heapify(heap)
         left = len(in_order)
-        for most in (self.buffered, 0):  # when the partition has come, and when the input has ended
+        for most in (self.buffered, 0):  # when the partition has arrived, and when the input has ended
             small: list[SimRequest] = []
             while left > most:
                 size, start, stop = heapq.heappop(heap)

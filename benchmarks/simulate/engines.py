@@ -1,6 +1,6 @@
-"""A replica's engine in the simulator: it takes requests, and says what each of its steps does.
+"""A replica's engine in the simulator. It accepts requests, and returns the work and the time of each step.
 
-`RowEngine` applies the rules of the real scheduler to (prefix, length) in place of tokens, for large fleets.
+`RowEngine` applies the rules of the real scheduler to parts of prompts instead of tokens, for large fleets.
 """
 
 from __future__ import annotations
@@ -20,44 +20,38 @@ from prefold.errors import InputError
 from .costs import TILE, StepCost, StepRows
 from .requests import SimRequest
 
-MOST_ROWS = 8192  # of a step, without max_batch_rows
+MOST_ROWS = 8192  # rows of a step without max_batch_rows
 
 
 @dataclass(slots=True)
 class Hits:
-    """A Hits counts tokens of prompts.
+    """Counters of prompt tokens."""
 
-    tokens           of all requests, each once
-    first_admission  in the cache when the request was first admitted
-    in_step          shared with a request that was admitted in the same step
-    rows_computed    rows of prompts that were computed, including rows that were computed again
-    """
-
-    tokens: int = 0
-    first_admission: int = 0
-    in_step: int = 0
-    rows_computed: int = 0
+    tokens: int = 0  # of all requests, counted once per request
+    first_admission: int = 0  # cached when the request was first admitted
+    in_step: int = 0  # shared with a request that was admitted in the same step
+    rows_computed: int = 0  # computed prompt rows, recomputed rows included
 
     def add(self, other: Hits) -> None:
-        """Adds the counts of another engine."""
+        """Add the counters of another engine."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def rates(self) -> dict[str, float]:
-        """Returns the tokens that were not computed for their request, as shares of all tokens."""
+        """Return the tokens that were not computed for their request, as shares of all prompt tokens."""
         tokens = max(1, self.tokens)
         return {"first_admission": self.first_admission / tokens, "in_step": self.in_step / tokens}
 
 
 class EndedRequest(NamedTuple):
-    """An EndedRequest is a request that has ended. cached_tokens: those of its prompt that were not computed for it"""
+    """A request that has ended."""
 
     request: SimRequest
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed for this request
 
 
 class Stretch(NamedTuple):
-    """A Stretch is a step, or several equal steps. num_running: how many sequences took part"""
+    """A step, or several equal steps, of `num_running` sequences."""
 
     seconds: float
     prefill: int
@@ -68,16 +62,16 @@ class Stretch(NamedTuple):
 
 
 class _Node:
-    """A _Node is a part of a path. mark: its rows are computed when so many rows of prompts are"""
+    """A part of a path. Its rows are computed when the engine has computed `mark` prompt rows in total."""
 
     __slots__ = ("children", "mark", "num_running", "number", "parent", "rows", "users")
 
     def __init__(self, parent: _Node | None, number: int, rows: int):
         self.parent, self.number, self.rows = parent, number, rows
         self.children: dict[int, _Node] = {}
-        self.users = 0  # sequences that run
+        self.users = 0  # running sequences
         self.mark = 0
-        self.num_running = 0  # sequences that decode
+        self.num_running = 0  # decoding sequences
 
 
 class _RowSequence:
@@ -91,16 +85,20 @@ class _RowSequence:
 
 
 class RowEngine:
-    """A RowEngine follows the rules of `Scheduler` with room set aside for each output, on parts of prompts
-    instead of tokens: prompts are computed in order of arrival, each part once; a part stays until its room is needed,
-    and the least recently used goes first. Steps in which no sequence comes or goes are one stretch, so the time of a
-    simulation depends on the number of requests, not of tokens.
+    """The rules of `Scheduler`, with slots reserved for each output, applied to parts of prompts instead of tokens.
 
-    cost                         of its steps
-    max_batch_rows, max_running  of a step; None: MOST_ROWS
-    slots                        rows that its KV store holds; None: as many as fit into memory
-    reports                      whether it keeps events for a router
-    reserves                     whether it sets room aside for the longest output that a request may have
+    Prompts are computed in order of arrival, each part once. Parts are evicted when their slots are needed, the least
+    recently used first. Steps between which no sequence starts or ends form one stretch. So the time of a simulation
+    depends on the number of requests, not on the number of tokens.
+
+    Args:
+        cost: Times of a step.
+        max_batch_rows: Rows of a step; None: MOST_ROWS.
+        slots: Rows in the KV store; None: as many as fit in memory.
+        reports: Whether to record cache events for a router.
+
+    Attributes:
+        reserves: Whether slots are reserved for the maximum output of a request.
     """
 
     reserves = True
@@ -122,7 +120,7 @@ class RowEngine:
         self.open()
 
     def open(self) -> None:
-        """Begins with an empty KV store."""
+        """Start with an empty KV store."""
         self.free = self.slots
         self._root = _Node(None, 0, 0)
         self._waiting: deque[_RowSequence] = deque()
@@ -130,12 +128,12 @@ class RowEngine:
         self._decoding: list[tuple[int, int, _RowSequence]] = []  # heap of (last step, number, sequence)
         self._evictable: OrderedDict[_Node, None] = OrderedDict()
         self._evictable_rows = 0
-        self._queued = self._done = 0  # rows of prompts, ever
-        self._steps = 0  # decode steps, ever
+        self._queued = self._done = 0  # prompt rows since the start
+        self._steps = 0  # decode steps since the start
         self._number = 0
-        self._is_stuck = False  # whether the first waiting sequence has no room until another ends
-        self._shared_keys = 0  # rows of parts that decoding sequences read, once for a tile of sequences
-        self._tail_keys = 0  # rows of outputs that they read
+        self._is_stuck = False  # whether the first waiting sequence does not fit until another ends
+        self._shared_keys = 0  # K/V rows of parts that decode rows read, counted once per tile
+        self._tail_keys = 0  # K/V rows of outputs that decode rows read
         self._log = EventLog() if self.reports else None
 
     def submit(self, request: SimRequest) -> None:
@@ -151,12 +149,12 @@ class RowEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many sequences wait for admission."""
+        """Number of sequences that wait for admission."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Returns how many sequences have been admitted and have not ended."""
+        """Number of sequences that have been admitted and have not ended."""
         return len(self._decoding) + len(self._prefilling)
 
     def step(self) -> Stretch | None:
@@ -170,7 +168,7 @@ class RowEngine:
         prefill = min(budget, self._queued - self._done)
         if prefill or self._prefilling:
             return self._mixed(prefill, running)
-        # No waiting sequence has room, so nothing changes until the first decoding sequence ends.
+        # No waiting sequence fits, so nothing changes until the first decoding sequence ends.
         count = self._decoding[0][0] - self._steps
         keys = self._shared_keys + self._tail_keys
         first = self.cost.seconds(StepRows(0, running, keys, 0, running))
@@ -181,7 +179,7 @@ class RowEngine:
 
     def _mixed(self, prefill: int, running: int) -> Stretch:
         prefilling = self._prefilling
-        # (row, key) pairs of the prompts' rows: on average a row sees half of its prompt.
+        # (row, key) pairs: on average a prompt row sees half of its prompt.
         pairs = prefill * prefilling[0].request.rows // 2 if prefilling else 0
         done = self._done = self._done + prefill
         self.hits.rows_computed += prefill
@@ -236,7 +234,7 @@ class RowEngine:
                 return
             request = waiting[0].request
             node, depth = self._root, 0
-            fresh, pinned = request.rows, 0  # rows to compute; rows of the path that would not be evictable any more
+            fresh, pinned = request.rows, 0  # rows to compute; rows of the path that stop being evictable
             for number, rows in request.path:
                 child = node.children.get(number)
                 if child is None:

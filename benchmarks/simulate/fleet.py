@@ -1,4 +1,4 @@
-"""Simulates the events of a fleet: replicas that load, step and end requests, and feeders that give them work."""
+"""The events of a simulated fleet: replicas load, run steps and end requests; feeders give them work."""
 
 from __future__ import annotations
 
@@ -27,80 +27,73 @@ _BINS = 200
 
 
 class Feeder:
-    """A Feeder gives replicas their work. in_flight: {replica: requests that it has and that have not ended}
+    """Base of feeders, which give work to replicas. `now` is the time in seconds.
 
-    Each method is called with the time `now`, in seconds.
+    Attributes:
+        in_flight: {replica: number of its requests that have not ended}.
     """
 
     def __init__(self) -> None:
         self.in_flight: dict[int, int] = {}
 
     def joined(self, replica: int, engine: Any, now: float) -> None:
-        """Records that a replica has loaded its model."""
+        """Record that a replica has loaded its model."""
         self.in_flight[replica] = 0
 
     def arrived(self, request: SimRequest, now: float) -> None:
-        """Takes a request that has arrived."""
-        raise TypeError("all requests are there from the start")
+        """Accept a request that has arrived."""
+        raise TypeError("this feeder needs all requests at the start")
 
     def worked(self, replica: int, stretch: Stretch, events: CacheEvents | None, now: float) -> None:
-        """Records the steps of a replica, and the events of its cache."""
+        """Record the steps of a replica, and the events of its cache."""
         self.in_flight[replica] -= len(stretch.ended_requests)
 
     def give(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
-        """Returns (replica, requests) for each replica that gets work now."""
+        """Return (replica, requests) for each replica that gets work now."""
         raise NotImplementedError
 
     def idle_cause(self, replica: int) -> Idle:
-        """Returns why a replica has nothing to do."""
+        """Return the reason why a replica is idle."""
         return "border"
 
     def next_time(self) -> float | None:
-        """Returns a time at which `give` should be called even if no event happens, or None."""
+        """Return a time at which to call `give` even if no event happens, or None."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A Replica is a machine with a model. load: seconds until it is loaded; slow: a factor on its steps' times"""
+    """A machine with a model."""
 
     engine: Callable[[], Any]
-    load: float = 0.0
-    slow: float = 1.0
+    load: float = 0.0  # seconds to load the model
+    slow: float = 1.0  # factor on the times of its steps
 
 
 @dataclass(slots=True)
 class FleetOutcome:
-    """A FleetOutcome is the outcome of a simulation.
-
-    seconds      until the last request ended
-    idle         replica-seconds by cause, summed over replicas
-    busy         replica-seconds of steps
-    ended_at     when each replica ended its last request
-    use          share of the replicas at work, in each of `_BINS` equal parts of the time
-    waits        seconds from the arrival of each request to its end
-    """
+    """The outcome of a simulation."""
 
     replicas: int
-    seconds: float = 0.0
+    seconds: float = 0.0  # until the last request ended
     requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     steps: int = 0
-    busy: float = 0.0
+    busy: float = 0.0  # replica-seconds of steps
     hits: Hits = field(default_factory=Hits)
-    idle: dict[Idle, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
-    ended_at: list[float] = field(default_factory=list)
-    use: list[float] = field(default_factory=list)
-    waits: array[float] = field(default_factory=lambda: array("d"))
+    idle: dict[Idle, float] = field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))  # replica-seconds
+    ended_at: list[float] = field(default_factory=list)  # time at which each replica ended its last request
+    use: list[float] = field(default_factory=list)  # share of working replicas in each of `_BINS` equal time intervals
+    waits: array[float] = field(default_factory=lambda: array("d"))  # seconds from arrival to end, by request
 
     def idle_share(self, *causes: Idle) -> float:
-        """Returns the share of all replicas' time that was idle by these causes; without causes, by any."""
+        """Return the share of the replicas' time that was idle for these causes (default: all causes)."""
         total = self.replicas * self.seconds
         return sum(self.idle[cause] for cause in causes or IDLE_CAUSES) / total if total else 0.0
 
     def dollars_per_million(self, dollars_per_hour: float) -> float:
-        """Returns the price of a million tokens of prompts and outputs. dollars_per_hour: of a replica"""
+        """Return the price of a million prompt and output tokens, from the price of a replica."""
         tokens = self.prompt_tokens + self.output_tokens
         return self.replicas * self.seconds / 3600 * dollars_per_hour / max(1, tokens) * 1e6
 
@@ -115,14 +108,15 @@ class _State:
 
 
 def run_fleet(replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest] = ()) -> FleetOutcome:
-    """Returns the outcome of a `Simulation`."""
+    """Return the outcome of a `Simulation`."""
     return Simulation(replicas, feeder, arrivals).run()
 
 
 class Simulation:
-    """A Simulation runs a fleet until no events are left. Work is given whenever a request has ended.
+    """Runs a fleet until no events are left. Replicas get work whenever a request has ended.
 
-    arrivals  requests by their times of arrival, ascending; requests that a feeder has from the start are not in it
+    Args:
+        arrivals: Requests by ascending arrival time, without the requests that the feeder has from the start.
     """
 
     def __init__(self, replicas: Sequence[Replica], feeder: Feeder, arrivals: Iterable[SimRequest]):
@@ -135,7 +129,7 @@ class Simulation:
         self._order = itertools.count()
         self._stretches: list[tuple[float, float]] = []
         self._wake: float | None = None
-        self._last_work = 0.0  # when work was given last: all idle time after it is the tail
+        self._last_work = 0.0  # time of the last `give` with work; later idle time is the tail
 
     def run(self) -> FleetOutcome:
         for number, replica in enumerate(self._replicas):
@@ -146,7 +140,7 @@ class Simulation:
             now = self._events[0][0]
             touched: set[int] = set()
             is_news = False
-            while self._events and self._events[0][0] == now:  # all events of one time come before work is given
+            while self._events and self._events[0][0] == now:  # handle all events of this time before giving work
                 _, _, kind, subject = heapq.heappop(self._events)
                 is_news |= self.handle(kind, subject, now, touched)
             if is_news:
@@ -165,8 +159,7 @@ class Simulation:
             self.push(request.arrival, "arrive", request)
 
     def handle(self, kind: str, subject: object, now: float, touched: set[int]) -> bool:
-        """Handles an event of a replica or request, and returns whether replicas may get work because of it. touched:
-        a set to which the event's replica is added"""
+        """Handle an event, and add its replica to `touched`. Return whether replicas may get work because of it."""
         if kind == "join":
             assert isinstance(subject, int)
             replica = self._replicas[subject]
@@ -189,12 +182,12 @@ class Simulation:
         return True
 
     def worked(self, number: int, stretch: Stretch, events: CacheEvents | None, now: float) -> bool:
-        """Passes a replica's stretch to the feeder, and returns whether work may be given because of it."""
+        """Pass a replica's stretch to the feeder. Return whether replicas may get work because of it."""
         self.feeder.worked(number, stretch, events, now)
         return bool(stretch.ended_requests)
 
     def _stepped(self, number: int, stretch: Stretch, now: float) -> CacheEvents | None:
-        """Counts a replica's stretch, and returns the events of its cache."""
+        """Count a replica's stretch, and return the events of its cache."""
         state, result = self._states[number], self.result
         assert state is not None
         state.is_busy = False
@@ -216,13 +209,13 @@ class Simulation:
             self.submit(number, requests)
             touched.add(number)
         time = self.feeder.next_time()
-        # A time that has passed needs no wake-up: the next event calls `give` anyway.
+        # A time in the past needs no wake-up, because the next event calls `give`.
         if time is not None and time > now and (self._wake is None or time < self._wake):
             self._wake = time
             self.push(time, "wake", None)
 
     def assignments(self, now: float) -> Iterable[tuple[int, Sequence[SimRequest]]]:
-        """Returns (replica, requests) for each replica that gets work now."""
+        """Return (replica, requests) for each replica that gets work now."""
         return self.feeder.give(now)
 
     def submit(self, number: int, requests: Sequence[SimRequest]) -> None:
@@ -254,7 +247,7 @@ class Simulation:
         self.push(now + seconds, "step", (number, stretch))
 
     def slowness(self, number: int) -> float:
-        """Returns how many times as long a step takes on a replica."""
+        """Return the factor on the times of a replica's steps."""
         return self._replicas[number].slow
 
     def _finish(self, now: float) -> None:
@@ -274,7 +267,7 @@ class Simulation:
 
 
 def _use(stretches: list[tuple[float, float]], seconds: float, replicas: int) -> list[float]:
-    """Returns the share of the replicas that are at work in each of `_BINS` parts of the time."""
+    """Return the share of working replicas in each of `_BINS` equal time intervals."""
     if not seconds:
         return []
     starts, stops = np.array(stretches).T
@@ -283,10 +276,11 @@ def _use(stretches: list[tuple[float, float]], seconds: float, replicas: int) ->
 
 
 class ListFeeder(Feeder):
-    """A ListFeeder gives each replica a list of requests, in order.
+    """Gives each replica its own list of requests, in order.
 
-    in_flight  requests that a replica may have at a time; None: all at once
-    steal      whether a replica whose list is empty takes the later half of the longest list
+    Args:
+        in_flight: Maximum number of requests that a replica has at a time; None: all.
+        steal: Whether a replica with an empty list takes the second half of the longest list.
     """
 
     def __init__(self, parts: Sequence[Sequence[SimRequest]], *, in_flight: int | None = None, steal: bool = False):
@@ -321,8 +315,11 @@ class ListFeeder(Feeder):
 
 
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:
-    """Returns segments of requests of about equal cost, which is the rows of prompts that the request before does not
-    have, and four times the rows of outputs."""
+    """Return segments of requests with about equal cost.
+
+    The cost of a request is the number of prompt rows that it does not share with the request before it, plus four times
+    the number of output rows.
+    """
     sums, total = [], 0.0
     before: tuple[tuple[int, int], ...] = ()
     for request in requests:
@@ -334,10 +331,7 @@ def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimReque
 
 
 class _RouterFeeder(Feeder):
-    """A _RouterFeeder is a Feeder with the real router.
-
-    reports  whether replicas report what their caches hold
-    """
+    """Base of feeders with the real router. With `reports`, replicas report their cached rows."""
 
     def __init__(
         self,
@@ -370,7 +364,7 @@ class _RouterFeeder(Feeder):
 
 
 class RoutedFeeder(_RouterFeeder):
-    """A RoutedFeeder sends each request to a replica when it arrives, by a policy."""
+    """Routes each request by a policy when it arrives."""
 
     def give(self, now: float) -> list[tuple[int, list[SimRequest]]]:
         orders = []
@@ -389,13 +383,14 @@ class RoutedFeeder(_RouterFeeder):
 
 
 class StreamFeeder(_RouterFeeder):
-    """A StreamFeeder puts requests into the live window as they arrive, and sends them by a `Dispatcher`.
+    """Puts requests into the live window when they arrive, and sends them with a `Dispatcher`.
 
-    count    the number of requests, after which the input has ended
-    backlog  rows that a replica may have been sent, as a multiple of its KV store
-    reserves whether replicas set room aside for the longest output that a request may have
-    window   options of `LiveWindow`
-    options  those of `_RouterFeeder`
+    Args:
+        count: Number of requests, after which the input ends.
+        backlog: Maximum rows of requests that a replica has at a time, as a multiple of its KV store.
+        reserves: Whether replicas reserve slots for the maximum output of a request.
+        window: Options of `LiveWindow`.
+        options: Options of `_RouterFeeder`.
     """
 
     def __init__(
@@ -406,7 +401,7 @@ class StreamFeeder(_RouterFeeder):
         policy: Policy | None = None,
         backlog: float = 1.25,
         reserves: bool = True,
-        window: Mapping[str, Any] = {"max_tokens": 1 << 23},  # it is only read
+        window: Mapping[str, Any] = {"max_tokens": 1 << 23},  # never changed
         **options: Any,
     ):
         super().__init__(policy, cost, **options)

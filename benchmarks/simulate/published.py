@@ -1,4 +1,4 @@
-"""The job of Daft's article on dynamic prefix bucketing: the systems that it compares, and ours."""
+"""The job of Daft's article on dynamic prefix bucketing, with the article's systems and with prefold."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ __all__ = ["PUBLISHED", "PublishedOutcome", "SharedQueue", "balanced_rows", "pub
 
 
 class SharedQueue(Feeder):
-    """One queue: a replica takes the next `batch` requests whenever they fit into its `in_flight`. With `batch` =
-    `in_flight` this is naive batching: a batch starts when the last batch has ended.
+    """Gives replicas their requests from one queue per node.
 
-    nodes  number of queues, each with an equal part of the requests
+    A replica gets the next `batch` requests when they fit in its `in_flight`. If both are equal, this is naive batching: a
+    batch starts when the batch before it has ended.
+
+    Args:
+        batch: Requests that a replica gets at a time.
+        in_flight: Maximum number of requests that a replica has at a time.
+        nodes: Number of queues. Each has an equal part of the requests.
     """
 
     def __init__(self, requests: Sequence[SimRequest], *, batch: int, in_flight: int, nodes: int = 1):
@@ -45,13 +50,13 @@ class SharedQueue(Feeder):
 
 @dataclass(frozen=True, slots=True)
 class PublishedOutcome(Outcome):
-    """An outcome beside its published seconds and hit rate (None: not published)."""
+    """An outcome of a system of the article."""
 
-    expected: tuple[float, float | None] | None = None
+    expected: tuple[float, float | None] | None = None  # published seconds and hit rate; None: not published
 
 
-# Seconds and vLLM's hit rate of https://www.daft.ai (dynamic prefix bucketing): 200,000 prompts of 512 tokens, 512
-# prefixes of 256, 128 output tokens, Qwen3-8B in bfloat16, by (system, number of L4).
+# {(system, number of L4s): (seconds, vLLM's hit rate)}, from https://www.daft.ai (dynamic prefix bucketing): 200,000
+# prompts of 512 tokens, 512 prefixes of 256 tokens, 128 output tokens, Qwen3-8B in bfloat16.
 PUBLISHED: dict[tuple[str, int], tuple[float, float | None]] = {
     ("naive", 128): (977, 0.292),
     ("continuous", 128): (869, 0.265),
@@ -63,20 +68,20 @@ PUBLISHED: dict[tuple[str, int], tuple[float, float | None]] = {
     ("bucketing", 32): (1682, None),
     ("Ray Data", 32): (2915, None),
 }
-# One set of constants for all systems, fitted by hand: an L4 at its 72 W, with vLLM's work between steps.
+# Constants for all systems, fitted by hand: an L4 at its limit of 72 W, with vLLM's overhead between steps.
 L4 = {"flops": 42e12, "bandwidth": 240e9, "overhead": 0.018}
-LOAD = 65.0  # seconds until a model is loaded; the sort of half a gigabyte takes less
-# vLLM's defaults: of its class LLM, and of its asynchronous engine.
+LOAD = 65.0  # seconds to load a model; sorting half a gigabyte takes less
+# Defaults of vLLM's class LLM, and of its asynchronous engine.
 _LLM = {"max_batch_rows": 8192, "max_running": 256}
 _ASYNC = {"max_batch_rows": 2048, "max_running": 128}
-_CHAT = 9  # tokens of the chat template, which only Ray Data's script applies
+_CHAT = 9  # tokens of the chat template; only Ray Data's script applies it
 _BATCH = 512
-_NODE = 4  # replicas of a node
-_OWN = 1 << 30  # numbers of parts that are not shared
+_NODE = 4  # replicas per node
+_OWN = 1 << 30  # first number of parts that are not shared
 
 
 def balanced_rows(cost: StepCost) -> int:
-    """Return how many rows a step computes while the weights are read. In a smaller step, rows of prompts are free."""
+    """Return the number of rows that a step computes while it reads the weights. Below it, prompt rows cost no time."""
     model, machine = cost.model, cost.machine
     weights = (model.linear + model.vocab * model.hidden) * WEIGHT_BYTES / machine.bandwidth
     return max(1, int(weights * machine.flops / (2 * model.linear)))
@@ -85,9 +90,12 @@ def balanced_rows(cost: StepCost) -> int:
 def published(
     *, prompts: int = 200_000, prefixes: int = 512, scale: int = 1, theirs: bool = True, ours: bool = True
 ) -> Iterator[Outcome]:
-    """Yield the published systems, and ours without loading.
+    """Yield the outcomes of the published systems, and of prefold without loading time.
 
-    scale  divides the numbers of prompts, prefixes and replicas
+    Args:
+        scale: Divisor of the numbers of prompts, prefixes and replicas.
+        theirs: Whether to run the published systems.
+        ours: Whether to run prefold.
     """
     machine = replace(machine_named("L4"), **L4)
     base = Setup(machine, model_named("Qwen3-8B"), load=LOAD)
@@ -97,7 +105,7 @@ def published(
     cost = StepCost(base.machine, base.model)
     small = {"max_batch_rows": balanced_rows(cost), "max_running": _ASYNC["max_running"]}
     systems = [(one, _LLM if one[0] == "naive" else _ASYNC, expected) for one, expected in PUBLISHED.items()]
-    # Bucketing with steps as small as ours, which was not published.
+    # The last system is bucketing with steps as small as prefold's. It was not published.
     for (name, replicas), options, expected in [*systems, (("bucketing", 128), small, None)] if theirs else ():
         count = max(1, replicas // scale)
         blocks = vllm_blocks(cost, **options)
@@ -115,8 +123,11 @@ def published(
 
 
 def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int:
-    """Return the blocks of vLLM's pool: 0.9 of the memory less weights, 0.6 GB of CUDA and the largest step. The
-    largest tensors of this step lie between the two halves of the MLP, and are sorted logits with their places."""
+    """Return the number of blocks in vLLM's pool.
+
+    The pool has 0.9 of the memory minus the weights, 0.6 GB for CUDA, and the largest step. The largest tensors of that
+    step are the hidden layer of the MLP, and the sorted logits with their indices.
+    """
     model = cost.model
     inner = (model.linear / model.layers - 2 * model.hidden * (model.heads + model.kv_heads) * model.head_dim) / (
         3 * model.hidden
@@ -127,7 +138,7 @@ def vllm_blocks(cost: StepCost, *, max_batch_rows: int, max_running: int) -> int
 
 
 def _naive(requests: Sequence[SimRequest], replicas: int) -> Feeder:
-    """Return one part of the input for each node, in batches of 512, which the node's replicas take in turn."""
+    """Split the input into one part per node. The replicas of a node get batches of 512 from it in turn."""
     return SharedQueue(requests, batch=_BATCH, in_flight=_BATCH, nodes=max(1, replicas // _NODE))
 
 
@@ -137,7 +148,7 @@ def _sorted(requests: Sequence[SimRequest], replicas: int) -> Feeder:
 
 
 def _ray_data(requests: Sequence[SimRequest], replicas: int) -> Feeder:
-    """Return eight batches of 16 at a time, as conversations."""
+    """Give each replica at most eight batches of 16 at a time, in the chat template."""
     longer = [replace(request, path=(*request.path, (_OWN + request.key, _CHAT))) for request in requests]
     return SharedQueue(longer, batch=16, in_flight=128)
 
@@ -155,10 +166,10 @@ ENGINES.update({"prefold-steps": ScheduledEngine, "vllm": BlockEngine})
 
 
 def tables(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """Return the published comparison as Markdown tables: their systems beside the article, then ours."""
+    """Return two Markdown tables: simulated and published times of the article's systems, and times of prefold."""
     theirs = [one for one in outcomes if isinstance(one, PublishedOutcome)]
     ours = [one for one in outcomes if not isinstance(one, PublishedOutcome)]
-    unit = max(ours, key=lambda one: one.run.replicas)  # the first line with the most replicas
+    unit = max(ours, key=lambda one: one.run.replicas)  # the first outcome with the most replicas
     rows: list[list[object]] = []
     for one in theirs:
         seconds, rate = one.expected or (None, None)

@@ -1,7 +1,7 @@
-"""Requests of the simulator, whose prompts are paths of numbered parts in place of tokens.
+"""Requests of the simulator. Their prompts are paths of numbered parts instead of tokens.
 
-A *part* is a number and its rows; two prompts share their leading parts of equal numbers. A prompt of
-`prefix_repetition` has two parts: its prefix and its own rows.
+A *part* is a pair (number, rows). Two prompts share their leading parts with equal numbers. A prompt of
+`prefix_repetition` has two parts: a prefix, and its own rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ from prefold.errors import InputError
 
 @dataclass(eq=False, slots=True)
 class SimRequest:
-    """A SimRequest is a request, which is never changed. (A frozen dataclass would take three times as long to make.)
-
-    path    ((number, rows), ...), no part empty
-    output  tokens of its output, at most `limit`
-    rows    of its prompt
-    """
+    """A request. It never changes; a frozen dataclass would take three times as long to make."""
 
     key: int
-    path: tuple[tuple[int, int], ...]
-    output: int
+    path: tuple[tuple[int, int], ...]  # ((number, rows), ...), without empty parts
+    output: int  # output tokens, at most `limit`
     limit: int
-    arrival: float = 0.0
-    rows: int = field(init=False)
+    arrival: float = 0.0  # seconds
+    rows: int = field(init=False)  # prompt rows
 
     def __post_init__(self) -> None:
         rows = 0
@@ -41,13 +36,15 @@ class SimRequest:
         self.rows = rows
 
     def tokens(self) -> np.ndarray:
-        """Returns tokens, int32 [rows], each its part's number, so that prompts share the tokens of equal parts."""
+        """Return the prompt as int32 [rows]. Each token is the number of its part, so equal parts have equal tokens."""
         numbers, rows = zip(*self.path, strict=True)
         return np.repeat(np.array(numbers, np.int32), rows)
 
     def drawn_tokens(self, vocab: int) -> np.ndarray:
-        """Returns tokens, int32 [rows], from 0 to `vocab` - 1: those of a part are drawn with its number as seed, so
-        that prompts share the tokens of equal parts, and a model finds no repetition."""
+        """Return the prompt as random token ids below `vocab`, int32 [rows].
+
+        The number of a part is the seed of its tokens, so equal parts have equal tokens. A model finds no repetition in them.
+        """
         parts = [np.random.default_rng(number).integers(0, vocab, rows) for number, rows in self.path]
         return np.concatenate(parts).astype(np.int32)
 
@@ -55,8 +52,10 @@ class SimRequest:
 def prefix_repetition(
     count: int, *, prefixes: int, prefix: int, suffix: int, output: int, seed: int = 0, skew: float = 0.0
 ) -> list[SimRequest]:
-    """Returns `count` requests in random order, with each of `prefixes` prefixes equally often, like vLLM's
-    PrefixRepetitionRandomDataset. skew: prefix i comes in proportion to 1 / (i + 1) ** skew"""
+    """Return `count` requests in random order, like vLLM's PrefixRepetitionRandomDataset.
+
+    All prefixes are equally frequent. With a skew, the frequency of prefix i is proportional to 1 / (i + 1) ** skew.
+    """
     rng = np.random.default_rng(seed)
     if skew:
         weights = 1 / np.arange(1, prefixes + 1) ** skew
@@ -70,11 +69,11 @@ def prefix_repetition(
 
 
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest]:
-    """Returns the requests of a trace in JSON lines, by arrival; the file may be compressed (.gz).
+    """Return the requests of a trace in JSON lines (also .gz), by arrival.
 
-    Mooncake's traces have `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, each of which stands for
-    512 tokens and all before them; Azure's have `timestamp_ms` and the two lengths, and their requests share nothing.
-    Raises InputError for other lines.
+    Mooncake's traces have `timestamp` (ms), `input_length`, `output_length` and `hash_ids`. A hash id stands for 512
+    tokens and all tokens before them. Azure's traces have `timestamp_ms` and the two lengths; their requests share
+    nothing. Raise InputError for other lines.
     """
     opened = gzip.open if str(path).endswith(".gz") else open
     requests: list[SimRequest] = []
@@ -85,13 +84,13 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[SimRequest
             try:
                 requests.append(_request(number, json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
-                message = f"line {number + 1} of {path} is no request of a trace: {error!r}"
+                message = f"line {number + 1} of {path} is not a request of a trace: {error!r}"
                 raise InputError(message, field="trace", remedy="give Mooncake's or Azure's fields") from None
     return sorted(requests, key=lambda request: request.arrival)
 
 
-_HASHED = 512  # tokens of one of Mooncake's hash ids
-_OWN = 1 << 30  # numbers of parts that are not shared begin here
+_HASHED = 512  # tokens of a hash id in Mooncake's traces
+_OWN = 1 << 30  # first number of parts that are not shared
 
 
 def _request(number: int, line: dict[str, Any]) -> SimRequest:
@@ -114,7 +113,7 @@ def _parts(ids: list[int], rows: int) -> Iterator[tuple[int, int]]:
 
 
 def shared_rows(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
-    """Returns how many leading rows two paths share."""
+    """Return the number of leading rows that two paths share."""
     shared = 0
     for (number, rows), (twin, _) in zip(first, second, strict=False):
         if number != twin:

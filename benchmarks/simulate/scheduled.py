@@ -1,4 +1,4 @@
-"""Our engine, step by step: the real scheduler and the real cache, with the costs of a step in place of a worker.
+"""prefold's engine step by step: the real scheduler and cache, with computed step times instead of a worker.
 
 A test compares `RowEngine` with it.
 """
@@ -19,10 +19,10 @@ __all__ = ["ScheduledEngine"]
 
 
 class ScheduledEngine(RowEngine):
-    """The real `Scheduler` with its `RadixCache`; tokens that it is given mean nothing."""
+    """The real `Scheduler` with its `RadixCache`. Token ids have no meaning here."""
 
     def open(self) -> None:
-        self._steps = 0  # the clock of the cache
+        self._steps = 0  # clock of the cache
         self.scheduler = Scheduler(
             SlotPool(self.slots),
             max_batch_rows=self.max_batch_rows,
@@ -55,7 +55,7 @@ class ScheduledEngine(RowEngine):
         if step is None:
             return None
         message = step.message
-        # Of each row, the keys that it sees: a sum over the runs of K/V, by the queries that see them.
+        # Number of keys that each row sees, summed over the runs of K/V.
         seen = np.zeros(step.num_rows + 1, np.int64)
         np.add.at(seen, message.run_first, message.run_count)
         np.add.at(seen, message.run_last, -message.run_count)
@@ -69,7 +69,7 @@ class ScheduledEngine(RowEngine):
         decode = int(is_decode.sum())
         rows = StepRows(step.num_rows - decode, decode, keys, int(seen[~is_decode].sum()), len(message.read_rows))
         scheduler.begin(step)
-        # A token that nothing begins with, so that outputs meet no prompt.
+        # A token that starts no prompt part, so that outputs never match prompts.
         tokens = [(1 << 31) - 2] * len(step.consumers)
         stops = [len(one.tokens) >= self._requests[one.key].output for one in step.consumers]  # type: ignore[index]
         done = scheduler.commit(step, tokens, stops)

@@ -82,7 +82,7 @@ def test_unknown_names_are_errors():
     for field, wrong in (("engine", "x"), ("feeder", "x"), ("replicas", 0)):
         with pytest.raises(InputError):
             run_setup(Setup(MACHINE, MODEL, **{field: wrong}), requests)
-    with pytest.raises(InputError, match="come in time"):
+    with pytest.raises(InputError, match="have arrival times"):
         run_setup(Setup(MACHINE, MODEL, feeder="segments", rate=1.0), requests)
 
 

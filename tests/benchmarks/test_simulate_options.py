@@ -13,9 +13,9 @@ from benchmarks.simulate.__main__ import main
 @pytest.mark.parametrize(
     "given, said",
     [
-        (("repetition", "--limit", "5"), "--limit is no option of `repetition`"),
-        (("trace.jsonl", "--prefixes", "5"), "--prefixes is no option of a trace"),
-        (("published", "--replicas", "5"), "--replicas is no option of `published`"),
+        (("repetition", "--limit", "5"), "--limit is not an option of `repetition`"),
+        (("trace.jsonl", "--prefixes", "5"), "--prefixes is not an option of a trace"),
+        (("published", "--replicas", "5"), "--replicas is not an option of `published`"),
     ],
 )
 def test_an_option_that_a_case_does_not_take_is_refused(given, said):
