@@ -1,9 +1,9 @@
-"""Compares padding, compute-then-mask and flat varlen batches, and counts what tensor parallelism exchanges for each.
+"""Compare padding, compute-then-mask and flat varlen batches, and count the bytes that tensor parallelism exchanges.
 
     python benchmarks/batching.py --data FOLDER --sections example,lengths,share,decode,ranks --json FILE
 
-FOLDER holds gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run through one model, and differ
-only in its `attend`.
+FOLDER has gsm8k, msmarco_v11, tau_airline and trace_azure2023_conv. All three ways run the same model with another
+`attend`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def median(values: list[float]) -> float:
 
 
 class Padded:
-    """Rows are [requests, longest]: short requests are filled up, and the fillings are computed too."""
+    """Rows are [requests, longest]. Short requests are padded, and the padding is computed too."""
 
     def __init__(self, lengths: list[int], scale: float):
         self.shape = (len(lengths), max(lengths))
@@ -72,7 +72,7 @@ class Padded:
 
 
 class Masked:
-    """Rows are flat. Scores of every row with every row are computed, and masked afterwards between requests."""
+    """Rows are flat. All scores of all rows are computed, and scores between requests are masked afterwards."""
 
     def __init__(self, lengths: list[int], scale: float):
         self.rows, self.entries = sum(lengths), sum(lengths) ** 2
@@ -88,7 +88,7 @@ class Masked:
 
 
 class Varlen:
-    """Rows are flat, and scores of other requests are never computed. seconds: time in attention"""
+    """Rows are flat, and no score between requests is computed. `seconds` is the time in attention."""
 
     def __init__(self, lengths: list[int], scale: float):
         self.rows, self.entries = sum(lengths), sum(n * n for n in lengths)
@@ -116,7 +116,7 @@ def forward(model, attend) -> None:
 
 
 def measured(model, lengths: list[int], repeats: int) -> dict[str, dict]:
-    """Run the ways in turn. Return each way's rows, score entries of a head and layer, GFLOP and seconds."""
+    """Run the ways in turn. Return the rows, the score entries of one head and layer, GFLOP and seconds of each way."""
     config = model.config
     attends = {name: way(lengths, config.scale) for name, way in WAYS.items()}
     rounds = take_turns({name: partial(forward, model, attend) for name, attend in attends.items()}, repeats)
@@ -143,7 +143,7 @@ def example(models: dict, arguments) -> str:
 
 
 def real_lengths(data: Path, tokenizer) -> dict[str, list[int]]:
-    """Return lengths in tokens of requests in their order, about 4,000 tokens of each kind."""
+    """Return the lengths of requests in input order, in tokens, about 4,000 tokens of each kind."""
     traced = [line["input_length"] for line in read_jsonl(data / "trace_azure2023_conv" / "trace.jsonl.gz")[:200]]
     questions = [line["question"] for line in read_jsonl(data / "gsm8k" / "dev.jsonl.gz")[:200]]
     passages = read_jsonl(data / "msmarco_v11" / "dev.jsonl.gz")[:50]
@@ -184,7 +184,7 @@ def lengths(models: dict, arguments) -> str:
 
 
 def ranks(models: dict, arguments) -> str:
-    """Count the sums over all ranks of one forward pass, by rank 0's meetings with the others, and their bytes."""
+    """Count the all-reduces of one forward pass and their bytes."""
     batches = {"1 request of 40": [40], "10 + 30": [10, 30], "100 requests of 40": [40] * 100}
     readout, rows, alone, threads = Readout("mean"), [], {}, torch.get_num_threads()
     for size in (1, 2):
@@ -198,14 +198,14 @@ def ranks(models: dict, arguments) -> str:
             before = 0 if view is None else view.met
             run_engine(llm.engine, requests, readout)
             count = 0 if view is None else view.met - before
-            nbytes = count * sum(batch) * llm.config.hidden * llm.dtype.itemsize  # of every sum
+            nbytes = count * sum(batch) * llm.config.hidden * llm.dtype.itemsize  # of all sums together
             seconds = median(timed(lambda r=requests, e=llm.engine: run_engine(e, r, readout), arguments.repeats))
             alone.setdefault(name, seconds)
             per_layer = f"{(count - 1) / layers:g} a layer + 1" if count else ""
             ratio = f"{alone[name] / seconds:.2f}"
             rows.append([size, name, sum(batch), count, per_layer, f"{nbytes:,}", f"{1e3 * seconds:.1f}", ratio])
         llm.close()
-    settle_threads(threads)  # a rank has its share of them
+    settle_threads(threads)  # ranks have changed the number of threads
     headers = ["ranks", "batch", "rows", "sums", "", "bytes each rank adds", "ms", "x one rank"]
     return table(headers, rows)
 
@@ -223,7 +223,7 @@ def share(models: dict, arguments) -> str:
                 seconds += timed(partial(forward, model, attend), 1)
                 within.append(attend.seconds / seconds[-1])
             linear = attend.rows * model.config.linear_flops
-            # Causal: of a square of score entries half are computed.
+            # Causal attention computes half of the score entries.
             attention = 2 * attend.entries * model.config.q_size * len(model.config.planes)
             rows.append(
                 [name, f"{len(lengths)} x {lengths[0]}", f"{attend.entries:,}", f"{linear / 1e9:.1f}",
@@ -235,7 +235,7 @@ def share(models: dict, arguments) -> str:
 
 
 def decode(models: dict, arguments) -> str:
-    """Count FLOPs and bytes of a step with one token for each sequence, each with 512 rows of its own."""
+    """Count FLOPs and bytes of a decode step. Each sequence has its own context of 512 rows."""
     model, context = models["smollm2-135m"], 512
     config, rows = model.config, []
     balance = linear_rate(config, torch.float32) / read_bandwidth()

@@ -1,10 +1,10 @@
-"""Measures few-shot classification on a CPU: accuracy and time of prefold's modes, transformers and vLLM, same prompts.
+"""Measure few-shot classification on a CPU: accuracy and time of prefold's modes, transformers and vLLM.
 
     python benchmarks/classify.py --data FOLDER [--tasks sst2,trec,banking77,mmlu] [--vllm VENV] [--transformers]
 
-FOLDER holds sst2, trec_qc, banking77 (dev.jsonl.gz and fewshot.jsonl.gz: text, label) and mmlu_5shot
-(dev.jsonl.gz, prefixes.jsonl.gz). Accuracy is counted in every mode in float32 (it must be the same) and
-in bfloat16 (drift is counted); times are those of --dtype, from token ids to label scores.
+FOLDER has sst2, trec_qc, banking77 (dev.jsonl.gz and fewshot.jsonl.gz: text, label) and mmlu_5shot (dev.jsonl.gz,
+prefixes.jsonl.gz). All systems read the same prompts. Times are from token ids to label scores. With --accuracy every
+mode also runs in float32, where all modes must have the same accuracy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TREC = {
     "LOC": "location",
     "NUM": "number",
 }
-# How each task is asked: instructions and template.
+# {task: (instructions, template)}
 ASKED = {
     "sst2": ("Say whether each review is positive or negative.", "Review: {text}\nSentiment: {label}"),
     "trec": ("Say what each question asks for.", "Question: {text}\nType: {label}"),
@@ -46,7 +46,7 @@ ASKED = {
 
 @dataclass
 class Problem:
-    """The items of a task. `works` and `answers` have one element for each item."""
+    """The items of a task. `works` and `answers` have one element per item."""
 
     labels: list[str]
     works: list[Work]
@@ -84,12 +84,12 @@ def load(name: str, folder: Path, llm: LLM, count: int) -> Problem:
 
 
 def spread_over(items: list[dict], count: int) -> list[dict]:
-    """Return `count` items, evenly over the file, so that every subject is there."""
+    """Return `count` items spread evenly over the file, so that every subject occurs."""
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def interleaved(examples: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return one example of each label in turn: a model repeats the label of the last examples if they are equal."""
+    """Return examples with alternating labels, because a model repeats the label of equal last examples."""
     seen: dict[str, int] = {}
     turns = []
     for example in examples:
@@ -108,9 +108,9 @@ def accuracy(problem: Problem, found: list[str]) -> float:
 
 @benchmark("data", "model", "dtype", "threads", "transformers", "vllm", "blocks", "repeats", repeats=1)
 @click.option("--tasks", type=Listed(among=COUNTS), default=",".join(COUNTS), show_default=True, help="Data sets.")
-@click.option("--items", type=int, help="Items of each task.")
-@click.option("--accuracy", is_flag=True, help="Run every mode in float32 too, for its accuracy.")
-@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's modes of sharing.")
+@click.option("--items", type=int, help="Number of items of each task.")
+@click.option("--accuracy", is_flag=True, help="Also run every mode in float32, for its accuracy.")
+@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's sharing modes.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     dtypes = [arguments.dtype, *(["float32"] if arguments.accuracy and arguments.dtype != "float32" else [])]
     models = {dtype: LLM(arguments.model, dtype=dtype, threads=arguments.threads) for dtype in dtypes}
@@ -155,8 +155,11 @@ def measure(name: str, problem: Problem, models: dict, folder: str, arguments: S
 
 
 def peer_job(problem: Problem, folder: str, arguments: SimpleNamespace) -> dict[str, Any]:
-    """Return the job of a peer. If every label is one token: a prompt for each item, and the ids read at its end. Else
-    a prompt for each label, whose last tokens are scored."""
+    """Return the job of a peer.
+
+    If every label is one token, the job has one prompt per item, and reads the labels' ids at its end. Otherwise it has
+    one prompt per label, and scores the last tokens.
+    """
     job = {"model": folder, "dtype": arguments.dtype, "threads": arguments.threads, "max_model_len": 8192}
     if all(len(request.targets) == 1 for work in problem.works for request in work.requests):
         return job | {

@@ -1,20 +1,20 @@
-"""Times decoding side by side and prompts on a CPU: prefold, llama.cpp, OpenVINO GenAI and vLLM, beside the limit.
+"""Time decode steps and prompts on a CPU: prefold, llama.cpp, OpenVINO GenAI and vLLM, and the machine's limit.
 
     python benchmarks/cpu.py --sequences 1,8 --prompts 512 --llama VENV --vllm VENV --json FILE
 
-`smollm2-135m` is the built-in model; other names (see `prefold models`) have random weights. All systems run equal
-weights, from which the files of llama.cpp's --types are made. With --stored prefold runs these files too, with --int8
-it multiplies in int8. OpenVINO runs the file of type Q8_0 and needs a model with a tokenizer.
+`smollm2-135m` is the built-in model; other names (see `prefold models`) have random weights. All systems run the same
+weights; the files for llama.cpp (--types) are made from them. With --stored prefold also runs these files, and with
+--int8 it also multiplies in int8. OpenVINO runs the file of type Q8_0, and needs a model with a tokenizer.
 
-Sequences share nothing. Each has its own prompt, of 330 tokens for at most 8 sequences, else of 32. All systems get the
-same token ids and generate greedily, past the end of text. The time of a decode step is the time of a run with --tokens
-tokens less the time of a run with the first token, over the steps between them. The systems take turns within a round,
-with empty caches. They stay loaded, and are stopped while another system runs.
+Sequences share nothing. Each has its own prompt: 330 tokens if there are at most 8 sequences, else 32 tokens. All
+systems get the same token ids and generate greedily, past the end of text. The time of a decode step is (time of a run
+with --tokens tokens - time of a run with one token) / (--tokens - 1). The systems take turns within a round, with empty
+caches. They stay loaded, and are stopped while another system runs.
 
-The limit of a decode step is the time in which all threads read the weights, the LM head and the K/V of all visible
-rows, or the time of the step's operations at the best rate of packed weights, whichever is longer. The limit of a
-prompt is the time of its operations. Both rates are measured in every round. llama.cpp reads fewer bytes if its weights
-have fewer; the limit is for --dtype.
+The limit of a decode step is the longer of two times: reading the weights, the LM head and the K/V of all visible rows
+with all threads; and the step's operations at the best rate of packed weights. The limit of a prompt is the time of its
+operations. Both rates are measured in every round. The limit is for --dtype: llama.cpp reads fewer bytes if its weights
+are smaller.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ sys.exit(llama.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), 
 
 
 class Case(NamedTuple):
-    """A number of sequences, each with its own prompt."""
+    """Sequences, each with its own prompt."""
 
     sequences: int
     context: int
@@ -73,7 +73,7 @@ class Case(NamedTuple):
 
 
 def cases_of(arguments: SimpleNamespace) -> dict[str, Case]:
-    """Return a run that ends with the first token and a whole run for each number of sequences, and prompts."""
+    """Return, for each number of sequences, a run of one token and a whole run; and the prompts."""
     cases = {}
     for count in arguments.sequences:
         context = 330 if count <= 8 else 32
@@ -166,7 +166,7 @@ def run_ours(llm: LLM, case: Case) -> float:
 def measure(
     ours: dict[str, LLM], peers: dict[str, Peer], cases: dict[str, Case], repeats: int
 ) -> tuple[dict[str, dict[str, list[float]]], list[dict[str, float]]]:
-    """Return the seconds of every round, by system and case, and the rates of every round."""
+    """Return the seconds of every round by system and case, and the rates of every round."""
     seconds: dict[str, dict[str, list[float]]] = {name: {case: [] for case in cases} for name in (*ours, *peers)}
     rates, llm = [], ours[OURS]
     for case in cases.values():
@@ -200,11 +200,17 @@ def report(seconds: dict, limits: dict[str, float], cases: dict[str, Case]) -> N
 
 
 @benchmark("model", "layers", "dtype", "threads", "repeats", "llama", "vllm", "blocks", repeats=5)
-@click.option("--sequences", type=NUMBERS, default="1,2,4,8,16,32,64,256", show_default=True, help="Side by side.")
-@click.option("--prompts", type=NUMBERS, default="512,2000", show_default=True, help="Tokens of prompts.")
-@click.option("--tokens", type=int, default=33, show_default=True, help="Tokens that each sequence generates.")
+@click.option(
+    "--sequences",
+    type=NUMBERS,
+    default="1,2,4,8,16,32,64,256",
+    show_default=True,
+    help="Numbers of sequences that decode together.",
+)
+@click.option("--prompts", type=NUMBERS, default="512,2000", show_default=True, help="Lengths of prompts in tokens.")
+@click.option("--tokens", type=int, default=33, show_default=True, help="Tokens generated per sequence.")
 @click.option("--types", type=Listed(), default="BF16,Q8_0", show_default=True, help="Types of llama.cpp's weights.")
-@click.option("--stored", is_flag=True, help="Run the files of --types in prefold too.")
+@click.option("--stored", is_flag=True, help="Also run the files of --types in prefold.")
 @click.option("--int8", is_flag=True, help="Multiply in int8 in prefold too: these files, and its own format.")
 @click.option("--openvino", metavar="VENV", help="Run OpenVINO GenAI too; needs --llama, which makes its file.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:

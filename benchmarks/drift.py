@@ -1,25 +1,25 @@
-"""Measures what number formats change on a CPU, on records with right answers: accuracy, order and similarity.
+"""Measure how number formats change results on a CPU: accuracy, ranking and similarity of records with known answers.
 
     python benchmarks/drift.py --data FOLDER --limit 1000 --cases float32,bfloat16,q8 --keep FOLDER --json FILE
 
-FOLDER holds mmlu_5shot, sst2, msmarco_v11 and stsb, each with dev.jsonl.gz (MMLU: prefixes.jsonl.gz, SST-2:
-fewshot.jsonl.gz).
-Every case loads the weights of --model as float32, but the cases of a file:
+FOLDER has mmlu_5shot, sst2, msmarco_v11 and stsb, each with dev.jsonl.gz (MMLU also prefixes.jsonl.gz, SST-2 also
+fewshot.jsonl.gz). Cases without a file load the weights of --model as float32:
 
     float32, bfloat16   this dtype
     int8                --weights int8 --arithmetic int8, rows in bfloat16
     file                the model's own GGUF file as stored, rows in float32
-    q8, q8-int8         a file of type Q8_0 as stored, rows in float32; and with --arithmetic int8, rows in bfloat16
+    q8                  a file of type Q8_0 as stored, rows in float32
+    q8-int8             the same file with --arithmetic int8, rows in bfloat16
 
-Without --q8 the model must be a GGUF file, whose matrices are then quantised to Q8_0.
+Without --q8 the model must be a GGUF file; its matrices are then quantised to Q8_0.
 
-MMLU: the likeliest of " A" to " D" after five examples. SST-2: the likelier of two labels after 16 examples, with the
-labels in turn. MS MARCO: passages in the order of the likelihood of the query after them, nDCG@10. STS-B: Spearman's
-correlation of the cosine of two embeddings with people's score. All values are percentages.
+MMLU: the most likely of " A" to " D" after five examples. SST-2: the more likely of two labels after 16 examples with
+alternating labels. MS MARCO: passages ordered by the likelihood of the query after them, nDCG@10. STS-B: Spearman's
+correlation of the cosine of two embeddings with the human score. All values are percentages.
 
 The results also have the share of answers (MS MARCO: of orders) that differ from the first case, and the mean absolute
-difference of the numbers: log-probabilities of labels and queries; cosines, times 100. With --keep the results of each
-case stay in a folder: a later run continues, and cases may run in processes of their own.
+difference of the log-probabilities of labels and queries (STS-B: of the cosines, times 100). With --keep the results of
+each case stay in a folder. A later run then continues, and each case may run in its own process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from harness import FOLDER, Listed, benchmark, export_folder, read_jsonl, table,
 from prefold import LLM
 from prefold.checkpoint import resolve
 
-PASSAGES = 8  # of a query of MS MARCO, about: it counts as so many records
+PASSAGES = 8  # about the number of passages of a query of MS MARCO; a query counts as this many records
 CASES = ("float32", "bfloat16", "int8", "file", "q8", "q8-int8")
 
 
@@ -51,20 +51,15 @@ def read(folder: Path, name: str, limit: int | None = None) -> list[dict]:
 
 
 class Outcome(NamedTuple):
-    """The results of a case on a data set.
+    """The results of a case on a data set."""
 
-    points   accuracy, nDCG or correlation
-    answers  of each record: the label, or the order of passages; None if the data set has no answers
-    numbers  from which the answers follow
-    """
-
-    points: float
-    answers: list | None
-    numbers: np.ndarray
+    points: float  # accuracy, nDCG or correlation
+    answers: list | None  # the label, or the order of passages, of each record; None: the data set has no answers
+    numbers: np.ndarray  # the log-probabilities or cosines that determine the answers
 
 
 def classified(llm: LLM, prompts: list[str], labels: list[str], right: list[str]) -> Outcome:
-    """Return the likeliest label of each prompt. right: the true labels"""
+    """Classify each prompt as its most likely label. `right` has the true labels."""
     scores = llm.score(prompts, [[" " + label for label in labels]] * len(prompts), truncate=True)
     numbers = np.array([[one.logprob for one in of_prompt] for of_prompt in scores])
     answers = [labels[i] for i in numbers.argmax(1)]
@@ -160,7 +155,7 @@ def load(case: str, folder: Path, model: str, q8: str) -> LLM:
 
 
 def outcomes_of(case: str, folder: Path, q8: str, arguments: SimpleNamespace) -> tuple[str, dict[str, Outcome]]:
-    """Return what ran in a case, and its outcome of each data set: computed now, or kept earlier."""
+    """Return a description of a case, and its outcome on each data set, computed now or by an earlier run."""
     kept = arguments.keep and arguments.keep / f"{case}-{arguments.limit}.json"
     if kept and kept.exists():
         passes, outcomes = json.loads(kept.read_text())
@@ -178,7 +173,7 @@ def outcomes_of(case: str, folder: Path, q8: str, arguments: SimpleNamespace) ->
 
 
 def beside(outcome: Outcome, first: Outcome) -> dict:
-    """Return the published values of an outcome, compared with the first case."""
+    """Return the values of an outcome, and its differences from the first case."""
     answers = outcome.answers and zip(outcome.answers, first.answers, strict=True)
     return {
         "points": outcome.points,
@@ -189,10 +184,10 @@ def beside(outcome: Outcome, first: Outcome) -> dict:
 
 
 @benchmark("data", "model", limits=False)
-@click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Formats.")
-@click.option("--q8", metavar="FILE", help="A GGUF file of type Q8_0.")
-@click.option("--limit", type=int, default=1000, show_default=True, help="Records of a data set.")
-@click.option("--keep", type=FOLDER, metavar="FOLDER", help="Where results of cases are kept.")
+@click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Cases to run.")
+@click.option("--q8", metavar="FILE", help="GGUF file of type Q8_0.")
+@click.option("--limit", type=int, default=1000, show_default=True, help="Records per data set.")
+@click.option("--keep", type=FOLDER, metavar="FOLDER", help="Folder for the results of cases.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     runs: list[dict] = []
     firsts: dict[str, Outcome] = {}

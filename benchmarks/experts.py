@@ -1,13 +1,13 @@
-"""Times a mixture of experts: beside dense products with as many operations, and decoding beside other systems.
+"""Time a mixture of experts: against a dense MLP with as many operations, and decoding against other systems.
 
     python benchmarks/experts.py --sections step,decode --layers 4 --sequences 1,16,64 --transformers --llama VENV
 
 The shape is Qwen3-30B-A3B's (hidden 2,048, 128 experts of 768 columns, 8 a row) with fewer layers, a vocabulary of
-32,768 and random weights in bfloat16. `step` is one layer's mixture, and a dense MLP of 8 * 768 columns: as many
-operations for a row, and 1/16 of the weights. Both are packed and take turns. `decode` is a model with sequences of
-eight prompt tokens: the time of a step is the time of a run less the time of a run with half as many tokens, over the
-tokens between. llama.cpp runs files with equal shapes and other random weights, equal for all experts. A system of four
-layers takes 5 GB.
+32,768 and random weights in bfloat16. `step` compares one layer's mixture with a dense MLP of 8 * 768 columns, which
+has as many operations per row and 1/16 of the weights. Both are packed and take turns. `decode` runs a model with
+sequences of eight prompt tokens. The time of a step is the time difference of two runs, one with half as many tokens,
+divided by the difference in tokens. llama.cpp runs files with the same shapes and other random weights, which are equal
+in all experts. A system of four layers takes 5 GB.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPE = {
 
 
 class Alone:
-    """An Alone runs the MLP of a layer, with random weights."""
+    """The MLP of one layer, with random weights."""
 
     def __init__(self, config: ModelConfig):
         self._model = load_native(Checkpoint.dummy({}), config, dtype="bfloat16")
@@ -194,9 +194,11 @@ SECTIONS = ("step", "decode")
 
 @benchmark("layers", "threads", "repeats", "transformers", "llama", layers=4)
 @click.option("--sections", type=Listed(among=SECTIONS), default="step,decode", show_default=True, help="Tables.")
-@click.option("--rows", type=NUMBERS, default="2048,512,64,16,1", show_default=True, help="Rows of `step`.")
-@click.option("--sequences", type=NUMBERS, default="1,16,64", show_default=True, help="Sequences of `decode`.")
-@click.option("--tokens", type=int, default=16, show_default=True, help="Tokens that each sequence generates.")
+@click.option("--rows", type=NUMBERS, default="2048,512,64,16,1", show_default=True, help="Numbers of rows of `step`.")
+@click.option(
+    "--sequences", type=NUMBERS, default="1,16,64", show_default=True, help="Numbers of sequences of `decode`."
+)
+@click.option("--tokens", type=int, default=16, show_default=True, help="Tokens generated per sequence.")
 @click.option("--files", type=FOLDER, metavar="FOLDER", help="Where llama.cpp's files are kept, 5 GB for four layers.")
 @click.option("--types", type=Listed(), default="BF16,Q8_0", show_default=True, help="Types of llama.cpp's weights.")
 def main(options: SimpleNamespace) -> dict[str, Any]:

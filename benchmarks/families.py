@@ -1,10 +1,10 @@
-"""Times Qwen3 as a family of prefold's own, forced through transformers' modules, and in transformers.
+"""Time Qwen3 three ways: as prefold's own family, as transformers' modules inside prefold, and in transformers.
 
     python benchmarks/families.py --dtype bfloat16 --json FILE
 
-No prompts share anything. Prefill: hidden states of the last tokens of prompts of one length, so that transformers'
-batches have no padding. Decode: tokens a second of sequences that generate side by side, greedily, after short prompts.
-The seconds of decode are the seconds of one step.
+Prompts share nothing. Prefill reads the hidden states of the last tokens; all prompts have the same length, so that
+transformers' batches have no padding. Decode measures the tokens per second of sequences that generate together,
+greedily, after short prompts. The seconds of decode are the seconds of one step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ OWN, FORCED, THEIRS = "prefold's own family", "transformers' modules in prefold"
 
 
 @benchmark("layers", "dtype", "repeats", layers=16, repeats=5)
-@click.option("--prompts", type=int, default=8, show_default=True, help="Prompts side by side.")
-@click.option("--length", type=int, default=256, show_default=True, help="Tokens of a prompt of prefill.")
-@click.option("--decode-length", type=int, default=16, show_default=True, help="Tokens of a prompt of decode.")
-@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens that each sequence generates.")
+@click.option("--prompts", type=int, default=8, show_default=True, help="Number of prompts.")
+@click.option("--length", type=int, default=256, show_default=True, help="Tokens of a prefill prompt.")
+@click.option("--decode-length", type=int, default=16, show_default=True, help="Tokens of a decode prompt.")
+@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens generated per sequence.")
 def main(options: SimpleNamespace) -> dict[str, Any]:
     config = transformers.Qwen3Config(num_hidden_layers=options.layers, **SHAPE)
     dtype = getattr(torch, options.dtype)

@@ -1,11 +1,11 @@
-"""Times products of rows with a matrix by the matrix's number format, on variants of the compiled kernels.
+"""Time products of rows with a matrix, by the matrix's number format and the variant of the compiled kernels.
 
     python benchmarks/formats.py --variants avx512-bf16,avx2 --formats float32,bfloat16,Q8_0 --rows 1,8,512 --json FILE
 
-PREFOLD_ISA names the variants. A variant that is not in the cache is compiled. Matrices are random, 9728 x 2560, as in
-the MLP of a model of 4 billion parameters. Many copies are multiplied one after the other, so that no cache holds them.
-Rows are bfloat16 if the variant has products of bfloat16, else float32. A format of two or four bytes is packed in the
-dtype of the rows, or kept in 16 bits if that is shorter. `int8` has rows of int8 too.
+A variant is a value of PREFOLD_ISA. Variants that are not in the cache are compiled. Matrices are random, 9728 x 2560,
+as in the MLP of a model with 4 billion parameters. Many copies are multiplied one after the other, so that they do not
+fit in a cache. Rows are bfloat16 if the variant multiplies bfloat16, else float32. Matrices of two or four bytes per
+weight are packed in the dtype of the rows, or in 16 bits if that is smaller. For `int8` the rows are int8 too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTPUTS, INPUTS = 9728, 2560
 
 
 def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tuple[list, float]:
-    """Return copies of a matrix in a format, and the bytes of one weight."""
+    """Return copies of a matrix in a format, and the bytes per weight."""
     if kind == "int8":
         weight = torch.randn(OUTPUTS, INPUTS)
         packed = [loaded.pack_int8(array_of(weight)) for _ in range(copies)]
@@ -50,8 +50,8 @@ def matrices(loaded: Kernels, kind: str, dtype: torch.dtype, copies: int) -> tup
 @click.option("--variants", type=Listed(), default="", help="Variants of the kernels.  [default: all that run here]")
 @click.option("--formats", type=Listed(), default="float32,bfloat16,int8,Q8_0,Q6_K,Q4_K", show_default=True,
               help="Number formats of the matrix.")  # fmt: skip
-@click.option("--rows", type=NUMBERS, default="1,8,512", show_default=True, help="Rows of a product.")
-@click.option("--copies", type=int, default=12, show_default=True, help="Copies of the matrix.")
+@click.option("--rows", type=NUMBERS, default="1,8,512", show_default=True, help="Numbers of rows of a product.")
+@click.option("--copies", type=int, default=12, show_default=True, help="Number of copies of the matrix.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     runs = []
     here = {variant.name: variant for variant in runnable(loader.process.probe())}

@@ -1,21 +1,22 @@
-"""Times generation on a CPU: prefold, transformers and several block sizes of vLLM's CPU build, beside the limit.
+"""Time generation on a CPU: prefold, transformers, vLLM with several block sizes, and the machine's limit.
 
     python benchmarks/generate.py --data FOLDER --cases groups,unrelated,short --vllm VENV --transformers --json FILE
 
-Cases: `groups`, `mmlu`, `unrelated`, `airline` (steps of agents) and `short`. Every system gets the same token ids and
-runs equal weights. It generates a fixed number of tokens greedily, past the end of text. The systems take turns within
-a round, with empty caches. Peers stay loaded, and are stopped while another system runs.
+Cases: `groups`, `mmlu`, `unrelated`, `airline` (steps of agents) and `short`. All systems get the same token ids and
+run the same weights. They generate a fixed number of tokens greedily, past the end of text. The systems take turns
+within a round, with empty caches. They stay loaded, and are stopped while another system runs.
 
-The limit is the least time that this machine needs, by rates measured in the same round:
+The limit is the least time that this machine needs. It is a sum, with rates from the same round:
 
     (rows of the prompts' trie + decode rows) x FLOPs of a row's linears, and one LM head row for every generated token,
     at the best rate of packed weights (few decode rows do not reach this rate)
-  + FLOPs of all (query row, visible key row) pairs, at the best rate of our attention kernel
-  + for every decode step of all requests side by side: the bytes of the weights, of the LM head and of the K/V of every
+  + FLOPs of all (query row, visible key row) pairs, at the best rate of prefold's attention kernel
+  + for every decode step of all requests together: the bytes of the weights, of the LM head and of the K/V of every
     visible row, at the rate at which all threads read memory
 
-"unlike ours" counts the requests whose tokens differ from prefold's, and says how many tokens are equal before that. In
-bfloat16 some requests differ: if two tokens are about equally likely, either may be picked, and another text follows.
+"unlike ours" has the number of requests with other tokens than prefold's, and the number of equal tokens before the
+first difference. In bfloat16 some requests differ: of two about equally likely tokens either may win, and the text then
+continues differently.
 """
 
 from __future__ import annotations
@@ -79,20 +80,20 @@ Prompts = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    """Prompts, and the number of tokens of every output."""
+    """Prompts, and the number of tokens to generate for each."""
 
-    about: str  # a line for the table
+    about: str  # heading of the table
     prompts: Prompts
     max_tokens: int
 
     @property
     def job(self) -> dict[str, Any]:
-        """Return the case as a peer's job has it."""
+        """Return the case in the form of a peer's job."""
         return {"prompts": [prompt.tolist() for prompt in self.prompts], "max_tokens": self.max_tokens}
 
 
 class Pool:
-    """Running text as token ids (GSM8K's questions and answers), of which each piece is taken once."""
+    """Text as token ids (GSM8K's questions and answers). Each piece is used once."""
 
     def __init__(self, data: Path, tokenizer):
         lines = read_jsonl(data / "gsm8k" / "dev.jsonl.gz")
@@ -102,7 +103,7 @@ class Pool:
 
     def take(self, count: int) -> np.ndarray:
         if self._at + count > len(self._ids):
-            raise RuntimeError("the text is used up")
+            raise RuntimeError("there is no more text")
         self._at += count
         return self._ids[self._at - count : self._at]
 
@@ -128,9 +129,9 @@ def unrelated(data: Path, llm) -> Case:
 
 
 def airline(data: Path, llm, runs: int = 6, max_tokens: int = 48) -> Case:
-    """Return every step of an agent in some runs, each of another task: policy and tools, then the talk so far.
+    """Return a prompt for every step of an agent in several runs: policy and tools, then the conversation so far.
 
-    A prompt that is too long for the model loses its end, so that its shared beginning stays.
+    Each run has another task. A prompt that is too long loses its end, so that its shared start stays.
     """
     (shared,) = read_jsonl(data / "tau_airline" / "shared.jsonl.gz")
     by_task = {line["task_id"]: line for line in reversed(read_jsonl(data / "tau_airline" / "dev.jsonl.gz"))}
@@ -148,14 +149,14 @@ def airline(data: Path, llm, runs: int = 6, max_tokens: int = 48) -> Case:
 
 
 def plain_message(message: dict) -> dict:
-    """Return a message for a chat template without tools: calls are written out as JSON."""
+    """Return a message for a chat template without tools, with calls as JSON text."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     content = "\n".join([message.get("content") or "", *map(json.dumps, calls)]).strip()
     return {"role": message["role"], "content": content}
 
 
 def short(data: Path, llm) -> Case:
-    """Return many groups with a short system prompt, which is shorter than most blocks of a paged cache."""
+    """Return many groups with system prompts that are shorter than most blocks of a paged cache."""
     pool, rng = Pool(data, llm.tokenizer), np.random.default_rng(0)
     prompts = [
         np.concatenate((shared, pool.take(int(rng.integers(32, 49)))))
@@ -175,7 +176,7 @@ CASES: dict[str, Callable[[Path, object], Case]] = {
 
 
 def unlike(tokens: list[list[int]], ours: list[list[int]]) -> str:
-    """Return how many outputs differ, and the median number of equal tokens before the first difference."""
+    """Return the number of outputs that differ, and the median number of equal tokens before the first difference."""
     common = [
         next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         for one, other in zip(tokens, ours, strict=True)
@@ -186,7 +187,7 @@ def unlike(tokens: list[list[int]], ours: list[list[int]]) -> str:
 
 
 def measure(name: str, case: Case, llm: LLM, peers: dict[str, Peer], arguments: SimpleNamespace) -> dict[str, Any]:
-    """Run all rounds of a case, and print its table. Return the content of the file."""
+    """Run all rounds of a case, print its table, and return its part of the JSON file."""
     rounds, limits = Rounds(name), []
     generate(llm, case.prompts[:8], 4)  # warm-up
     for number in range(arguments.repeats):
@@ -225,7 +226,7 @@ def warn_of_rates(rates: list[dict[str, float]]) -> None:
 @benchmark("data", "model", "dtype", "threads", "repeats", "transformers", "vllm", "blocks", blocks="32,64,128")
 @click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Cases to run.")
 @click.option("--transformers-repeats", type=int, default=1, show_default=True, help="Rounds of transformers.")
-@click.option("--limit", type=int, help="The first N requests of each case.")
+@click.option("--limit", type=int, help="Run only the first N requests of each case.")
 @click.option("--cache", default="lru", show_default=True, help="prefold's cache policy.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     llm = LLM(arguments.model, dtype=arguments.dtype, threads=arguments.threads, cache=arguments.cache)

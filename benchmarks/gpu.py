@@ -1,13 +1,13 @@
-"""Measures everything on a GPU in one command, with random weights of real shapes and without a network.
+"""Run all GPU measurements, with random weights of real shapes and without a network.
 
     python benchmarks/gpu.py --sections correctness,grid,rerank,decode,kernels --data msmarco.jsonl.gz --json FILE
     python benchmarks/gpu.py --smoke --device cpu        the same code at tiny sizes, on any machine
 
 correctness  every kernel, and whole models in three modes, compared with float32 on the CPU
-grid         forward passes of 32 prompts, a shared prefix and own suffixes, in three modes (RadixMLP's grid)
-rerank       pairs a second, peak memory, shares of the time; transformers beside it
-decode       a step of generation with and without grouping, and a whole job
-kernels      attention and the other kernels alone, beside FlexAttention, torch's flash attention and other tile sizes
+grid         forward passes of 32 prompts with a shared prefix, in three modes (RadixMLP's grid)
+rerank       pairs per second, peak memory and shares of time, of prefold and transformers
+decode       a decode step with and without grouping, and a whole job
+kernels      attention and other kernels alone, beside FlexAttention, torch's flash attention and other tile sizes
 
 A section that fails is reported, and the other sections still run. The exit status is 1 if anything failed.
 """

@@ -1,4 +1,4 @@
-"""The sections of gpu.py share this: the device, its clock and limits, models, prompts and reports."""
+"""Shared by the sections of gpu.py: the device, timing, limits, models, prompts and reports."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object], repeats: int | None = None, *, warm: int = 1) -> list[float]:
-        """Return the wall time of each run, until the device is done. Warm runs, which compile, do not count."""
+        """Return the wall time of each run until the device is idle. Warm-up runs, which compile, are not timed."""
         return timed(run, repeats or self.repeats, warm=warm, sync=self.sync)
 
     def kernel_seconds(self, run: Callable[[], object], *, at_least: float = 0.05) -> float:
-        """Return the seconds of one of many runs in a row, so that launches do not count: the median of five rows."""
+        """Return the seconds of one run: the median over five rows of many runs, which hide the launch times."""
         once = min(self.seconds(run, 2))
         count = 2 if self.smoke else max(3, min(200, int(at_least / max(once, 1e-6))))
 
@@ -89,7 +89,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def limits(self) -> dict[str, float]:
-        """Return FLOP/s of a large matrix product, and bytes/s of a large copy (read and written), on this device."""
+        """Return the FLOP/s of a large matrix product, and the bytes/s (read + written) of a large copy."""
         if self._limits is None:
             size, elements = (256, 1 << 16) if self.smoke else (8192, 1 << 31)
             a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
@@ -130,7 +130,7 @@ def grid_prompts(batch: int, prefix: int, suffix: int, vocab: int, seed: int = 0
     """Return prompts with a shared prefix, and suffixes that share nothing."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, prefix)
-    own = rng.choice(vocab, batch, replace=False)  # first tokens differ
+    own = rng.choice(vocab, batch, replace=False)  # the first tokens of suffixes differ
     return [
         np.concatenate((shared, own[i : i + 1], rng.integers(0, vocab, suffix - 1))).astype(np.int32)
         for i in range(batch)
@@ -155,13 +155,13 @@ def one_step(
 
 
 def forward(model: CausalLM, batch: Batch) -> torch.Tensor:
-    """Return hidden states of every row of a step, as in the published grid."""
+    """Return the hidden states of all rows of a step, as in the published grid."""
     with torch.inference_mode():
         attend = StepAttend(batch, Path(), model.config.planes, model.config.scale)
         return model(batch.tokens, batch.positions, attend, None)
 
 
 def floor_seconds(bench: Bench, config, trie: Trie) -> float:
-    """Return the time of all rows' products and all visible pairs' attention at the rate of a large product."""
+    """Return the seconds of all linears and of attention over all visible pairs, at the rate of a large product."""
     flops = trie.num_rows * config.linear_flops + len(config.planes) * attention_flops(config, visible_pairs(trie.end))
     return flops / bench.limits()["flops"]

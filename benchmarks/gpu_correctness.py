@@ -1,6 +1,6 @@
-"""Compares what runs on the device with float32 and float64 on the CPU: the section `correctness` of gpu.py.
+"""Compare kernels and whole models on the device with float32 and float64 on the CPU: `correctness` of gpu.py.
 
-Errors are norms of differences over norms of the reference. First the kernels one by one, then whole models.
+An error is the norm of the difference divided by the norm of the reference.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Report:
         self.bench, self.rows, self.bad = bench, [], []
 
     def check(self, what: str, dtype: torch.dtype, limit: float, run: Callable[[], tuple[Any, Any]]) -> None:
-        """run gives (found, wanted); what fails or is too far off is written down."""
+        """Compare the two results (found, wanted) of `run`, and record a failure or an error above the limit."""
         started = time.perf_counter()
         pair = self.bench.attempt(f"correctness {what} {dtype}", run)
         error = None if pair is None else distance(*pair)
-        good = error is not None and error <= limit  # not where it is NaN
+        good = error is not None and error <= limit  # False for NaN
         if pair is not None and not good:
             self.bench.failures.append(f"correctness {what} {dtype}: {error:.1e}")
         shown = "failed" if error is None else f"{error:.1e}"
@@ -64,7 +64,7 @@ def run(bench: Bench) -> None:
     dtypes = (torch.float32, torch.bfloat16) if bench.smoke else (torch.float32, torch.bfloat16, torch.float16)
     for dtype in dtypes:
         check_ops(report, bench, dtype)
-        # Every shape is compiled anew: in bfloat16 all, in others a few.
+        # Each shape is compiled. To save time, only bfloat16 runs all shapes.
         shapes = SHAPES if dtype == torch.bfloat16 else (SHAPES[0], SHAPES[2], SHAPES[4])
         for shape in SHAPES[:2] if bench.smoke else shapes:
             check_rows(report, bench, dtype, shape)
@@ -106,7 +106,7 @@ def check_ops(report: Report, bench: Bench, dtype: torch.dtype) -> None:
 
 
 def check_draws(report: Report, bench: Bench) -> None:
-    """How many tokens differ that are drawn of the same logits on the device, and on the CPU (which sums otherwise)."""
+    """Compare tokens sampled from equal logits on the device and on the CPU, which sums in another order."""
     rows, vocab = (4, 300) if bench.smoke else (64, 151_936)
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(7)) * 3
     keys = np.random.default_rng(8).integers(0, 2**64, rows, np.uint64)
@@ -124,7 +124,7 @@ def check_draws(report: Report, bench: Bench) -> None:
 
 
 class Step:
-    """Random prompts that begin alike, as a trie; some of its first rows are a carried path."""
+    """A trie of random prompts with common prefixes. Its first rows are the carried path."""
 
     def __init__(self, bench: Bench, shape: tuple, dtype: torch.dtype, seed: int = 0):
         self.heads, self.kv_heads, self.dim, self.window = shape
@@ -146,14 +146,14 @@ class Step:
         self.scale = self.dim**-0.5
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: np.ndarray, path: int = 0):
-        """Attention of some of the rows; the first `path` keys are those of a carried path."""
+        """Run attention of the rows `queries`. The first `path` keys come from the carried path."""
         attention = RowAttention(Heads(self.heads, self.kv_heads, self.dim, q.dtype), q.device)
         plan = attention.plan(self.end, queries, self.positions, self.window, path=path)
         carried = {"path_k": k[:path], "path_v": v[:path]} if path else {}
         return attention.attend(q, k[path:], v[path:], plan, scale=self.scale, **carried)
 
     def wanted(self, queries: np.ndarray) -> torch.Tensor:
-        """By definition, in float64, a head at a time."""
+        """Return attention by its definition, in float64, one head at a time."""
         hidden = ~torch.from_numpy(visibility(self.end, queries, self.positions, self.window))
         q, k, v = (x.double() for x in (self.q[queries], self.k, self.v))
         group, out = self.heads // self.kv_heads, torch.empty_like(q)
@@ -206,7 +206,7 @@ def check_gradients(report: Report, bench: Bench, dtype: torch.dtype, shape: tup
 
 
 def check_slots(report: Report, bench: Bench, dtype: torch.dtype, shape: tuple) -> None:
-    """Every row writes its K/V into a slot of its own, in shuffled runs; the rows from the path on query."""
+    """Check attention over slots in shuffled runs. The rows after the path are queries."""
     step = Step(bench, shape, dtype, seed=3)
     rng = np.random.default_rng(4)
     pieces = np.array_split(np.arange(step.rows), 9)
@@ -240,7 +240,7 @@ def models() -> dict[str, dict[str, Any]]:
 
 
 def check_model(report: Report, bench: Bench, name: str, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Read-outs of all modes in several steps, and greedy tokens, beside the same weights in float32 on the CPU."""
+    """Compare read-outs of all modes, and greedy tokens, with the same weights in float32 on the CPU."""
     exact = random_model(config, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in exact.parameters():

@@ -1,4 +1,4 @@
-"""Times a step of generation, with and without reading shared K/V once, and a job: the section `decode` of gpu.py."""
+"""Time decode steps, with and without reading shared K/V once, and a whole job: the section `decode` of gpu.py."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def run(bench: Bench) -> None:
 
 
 def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> SlotStep:
-    """Every sequence: the shared rows, and `own` of its own, the last of which is new. Not grouped: the shared rows are
-    a run a sequence, as though nobody knew that they are the same."""
+    """Return a decode step. Each sequence sees `shared` common rows and `own` rows of its own; the last one is new.
+
+    With `grouped` the common rows are one run of K/V. Otherwise each sequence has its own run with the same slots.
+    """
     query = np.arange(batch)
     tails = 1 + shared + query * own
     one = np.ones(batch, np.int64)
@@ -70,7 +72,7 @@ def steps(bench: Bench, name: str) -> None:
 
             def prepared(step=step, store=store):
                 slots = prepare_slots(step, store, config, {})
-                if runs_triton(store.device):  # else made for the first plane
+                if runs_triton(store.device):  # otherwise the first plane does it
                     for plan in slots.plans.values():
                         place_slots(plan, store.heads[0], store.device)
                 return slots
@@ -118,13 +120,13 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Mode:
-    """How a job is run. ahead: steps are planned while the one before runs; part: of the requests, where it is slow."""
+    """The options of a job."""
 
     name: str
     sharing: str = "full"
-    ahead: bool = True
+    ahead: bool = True  # whether a step is planned while the step before it runs
     sampling: Sampling = GREEDY
-    part: float = 1.0
+    part: float = 1.0  # share of the requests to run, below 1 in a slow mode
 
 
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=1)
@@ -137,7 +139,7 @@ MODES = (
 
 
 def job(bench: Bench, name: str) -> None:
-    """Requests below one long prefix, from their arrival to their last token: greedy, and drawn."""
+    """Time jobs of requests with one long common prefix, from arrival to the last token, greedy and sampled."""
     model = bench.model(name)
     count, shared, own, new = (6, 24, 4, 4) if bench.smoke else (512, 2048, 32, 128)
     rng = np.random.default_rng(0)

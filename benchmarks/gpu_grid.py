@@ -1,4 +1,4 @@
-"""Times RadixMLP's grid, beside its published times (H100, fp16): the section `grid` of gpu.py."""
+"""Time RadixMLP's grid, and compare it with the published times (H100, fp16): the section `grid` of gpu.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from harness import clocked, median
 from prefold.spec.requests import Readout
 
 MODES = ("full", "mlp", "off")
-# Milliseconds at 32 x (2048 + 256): published off and mlp, and what full is to take at most on an H200.
+# Milliseconds at 32 x (2048 + 256): published times of off and mlp, and the target of full on an H200.
 PUBLISHED = {"qwen3-0.6b": (394, 144, 35), "qwen3-4b": (1656, 400, 170), "qwen3-8b": (2866, 576, 310)}
 PREFIXES, SUFFIXES = (256, 512, 1024, 2048, 4096), (64, 128, 256, 512)
-# Seconds a model's cells may take: the cell of the published times comes first.
+# Maximum seconds per model. The cell with published times runs first.
 BUDGET = 150.0
 
 

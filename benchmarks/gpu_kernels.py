@@ -1,4 +1,4 @@
-"""Times attention alone, beside other implementations and tile sizes, and other kernels: `kernels` of gpu.py."""
+"""Time attention kernels, other implementations and tile sizes, and other kernels: `kernels` of gpu.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prefold.worker.torch.ops import PYTORCH, Ops, choose_ops
 
 # heads, kv_heads, head_dim
 HEADS = {"qwen3-0.6b": (16, 8, 128), "qwen3-8b": (32, 8, 128), "smollm2": (9, 3, 64), "gemma3": (4, 1, 256)}
-# Of keys: as many, stages, rows of a tile from which on eight warps share it.
+# (keys of a block, stages, smallest number of tile rows that eight warps share)
 BLOCKS = ((64, 3, 128), (64, 5, 128), (64, 7, 128), (32, 5, 128), (128, 3, 128), (64, 5, 16))
 SIZES = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 32, 8, 4))
 
@@ -42,7 +42,10 @@ def run(bench: Bench) -> None:
 
 
 def rows(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
-    """32 prompts, 2048 shared rows and 256 of their own each; useful FLOP/s: those of visible pairs, once."""
+    """Time row attention of 32 prompts with 2,048 shared rows and 256 own rows each.
+
+    FLOP/s count each visible pair once.
+    """
     heads, kv_heads, dim = shape
     batch, prefix, suffix = (3, 24, 8) if bench.smoke else (32, 2048, 256)
     total = prefix + batch * suffix
@@ -114,8 +117,10 @@ PLANS: dict[int, object] = {}
 
 
 def over_nodes(q: Tensor, k: Tensor, v: Tensor, batch: int, prefix: int, scale: float) -> Tensor:
-    """torch's flash attention a node at a time: the prefix, all suffixes over the prefix, each suffix over itself; the
-    last two joined by their log-sum-exps. What can be done without a kernel, where one prefix is shared by all."""
+    """Run torch's flash attention node by node: the best without an own kernel, if all prompts share one prefix.
+
+    The nodes are the prefix, all suffixes over the prefix, and each suffix over itself. Log-sum-exps join the last two.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
 
@@ -139,7 +144,7 @@ def over_nodes(q: Tensor, k: Tensor, v: Tensor, batch: int, prefix: int, scale: 
 
 
 def unfolded(q: Tensor, k: Tensor, v: Tensor, batch: int, prefix: int, scale: float) -> Tensor:
-    """Every prompt whole, as RadixMLP attends; unfolding itself is part of it."""
+    """Run attention over whole prompts, as RadixMLP does, with unfolding."""
     suffix = (len(q) - prefix) // batch
     rows = torch.cat([torch.arange(prefix), torch.arange(suffix)]).repeat(batch, 1)
     rows[:, prefix:] += prefix + suffix * torch.arange(batch)[:, None]
@@ -153,7 +158,7 @@ ROWS: dict[tuple, Tensor] = {}
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float, block: int = 128):
-    """FlexAttention with a block mask made of our own lists of blocks, never of the mask itself."""
+    """Return FlexAttention with a block mask that is built from prefold's lists of blocks, without the full mask."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     tiles = row_tiles(plan_rows(end, np.arange(len(end)), compiled=False), 0, block, block)
@@ -187,7 +192,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, end: np.ndarray, scale: float, block: 
 
 
 def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
-    """One plane of a decoding step: bytes that must be read over the time it takes, by tiles, blocks and grouping."""
+    """Time one plane of a decode step by tile size, block size and grouping: bytes to read / time."""
     heads, kv_heads, dim = shape
     group = heads // kv_heads
     shared, own = (24, 8) if bench.smoke else (2048, 256)
@@ -226,7 +231,7 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
 
 @contextmanager
 def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = None) -> Iterator[None]:
-    """Within it: tiles of so many rows, blocks of so many keys. (A plan's tables are made in its first call.)"""
+    """Use other tile and block sizes inside the context. The first call with a plan makes its tables."""
     if rows is None and block is None:
         yield
         return
@@ -245,7 +250,7 @@ def changed_slots(rows: int | None = None, block: tuple[int, int, int] | None = 
 
 
 def position_wise(bench: Bench) -> None:
-    """Bytes that must be read and written over the time, at 10,240 rows of 4096 (8B); beside eager PyTorch."""
+    """Time position-wise kernels and eager PyTorch at 10,240 rows of 4,096 (8B): bytes to read and write / time."""
     rows_, hidden, width, heads = (32, 64, 96, 4) if bench.smoke else (10_240, 4096, 12_288, 32)
     dim = 16 if bench.smoke else 128
     x, delta = (torch.randn(rows_, hidden, device=bench.device).to(bench.dtype) for _ in range(2))
@@ -273,7 +278,7 @@ def position_wise(bench: Bench) -> None:
 
 
 def draws(bench: Bench) -> None:
-    """A token for each of 256 rows of 151,936 logits; beside PyTorch's own ways."""
+    """Time sampling from 256 rows of 151,936 logits, with prefold's kernel and with PyTorch."""
     rows_, vocab = (4, 500) if bench.smoke else (256, 151_936)
     logits = torch.randn(rows_, vocab, device=bench.device) * 3
     keys = np.random.default_rng(0).integers(0, 2**64, rows_, np.uint64)

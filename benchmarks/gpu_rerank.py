@@ -1,4 +1,4 @@
-"""Times MS MARCO pairs through the whole engine in three modes, beside transformers: the section `rerank` of gpu.py."""
+"""Time reranking of MS MARCO pairs in three modes, and in transformers: the section `rerank` of gpu.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from prefold.worker.torch.worker import TorchWorker
 
 MODES = ("full", "mlp", "off")
 PAIRS = 4000
-# What the reranker's prompt begins and ends with, in tokens, about; words of three to four fifths of a token each.
+# About the tokens before and after query and passage in the reranker's prompt.
 HEAD, TAIL = 66, 9
 WORD = re.compile(r"\w{1,6}|[^\w\s]")
-# Rows of a step. The prompts of `off` at a time are this many tokens.
+# Rows of a step. With `off`, the tokens of the prompts that run together.
 BATCH_ROWS = 65_536
 
 
@@ -77,7 +77,7 @@ def measure(bench: Bench, name: str) -> None:
 
 
 def time_shares(bench: Bench, run) -> dict[str, float]:
-    """What attention, the linears and the rest took of the time the GPU was busy; and its share of all time."""
+    """Return the shares of attention, linears and the rest in the GPU's busy time, and the busy share of all time."""
     if not bench.on_gpu:
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -100,12 +100,12 @@ def time_shares(bench: Bench, run) -> dict[str, float]:
 
 
 def measure_transformers(bench: Bench, name: str) -> None:
-    """The same geometry in transformers: SDPA, prompts of about the same length in batches, padded on the left."""
+    """Time the same geometry in transformers: SDPA, batches of prompts with similar lengths, left padding."""
     import transformers
 
     config = GEOMETRIES[name] if name != "tiny" else TINY
     prompts = pairs(bench, config["vocab_size"])
-    prompts = prompts[: len(prompts) // 4]  # it has nothing to share: a part of them says as much
+    prompts = prompts[: len(prompts) // 4]  # transformers shares nothing, so a part of the prompts is enough
     settings = transformers.AutoConfig.for_model(**config)
     settings._attn_implementation = "sdpa"
     with torch.device(bench.device):
@@ -134,8 +134,11 @@ def measure_transformers(bench: Bench, name: str) -> None:
 
 
 def pairs(bench: Bench, vocab: int) -> list[np.ndarray]:
-    """Prompts of query and passage, as ids. Texts of --data are cut into words of at most six letters, an id a word;
-    without it lengths are drawn as MS MARCO v1.1 has them: queries of about 6 words, 8 passages of about 100 each."""
+    """Return prompts of query and passage as token ids.
+
+    Texts of --data are cut into words of at most six letters, with one id per word. Without --data, lengths are sampled
+    like MS MARCO v1.1's: queries of about 6 words, with 8 passages of about 100 words each.
+    """
     rng = np.random.default_rng(0)
     head, tail = (rng.integers(0, vocab, n) for n in (HEAD, TAIL))
     count = 24 if bench.smoke else PAIRS

@@ -54,8 +54,7 @@ class _BlockSequence:
         self.cached: int | None = None
         self.turn = 0  # number of admissions and preemptions; plans of an earlier turn are void
         self.order = 0
-        # The keys of the prompt's full blocks: (part of the block's last row, place of the block). Later blocks belong to
-        # this request alone.
+        # Keys of the prompt's full blocks: (part of the block's last row, place of the block). Later blocks are private.
         self.keys: list[tuple[int, int]] = []
         stop, i = 0, 0
         for number, size in request.path:
@@ -168,7 +167,7 @@ class BlockEngine:
         return budget - rows, prefill + rows, pairs
 
     def _finish(self, decode: int, ready: list[_BlockSequence]) -> list[EndedRequest]:
-        """Count one token for each decoding sequence and for each prompt that is complete. Return the ended requests."""
+        """Count a token for each decoding sequence and for each complete prompt. Return the ended requests."""
         self._context += decode
         for sequence in ready:
             self._prefilling.pop(sequence, None)

@@ -138,8 +138,8 @@ LEGEND = """\
 tokens: tokens of prompts and outputs. $/Mtok: dollars per million of these tokens.
 first, in-step: share of prompt tokens that are cached when a request is admitted, and share that another request of the
   same step computes.
-use: share of time in which the replicas work. Idle time: load, the model is being loaded; input, no request has arrived;
-  border, the replica waits for other replicas; tail, after the last request was sent."""
+use: share of time in which the replicas work. Idle time: load, the model is being loaded; input, no request has
+  arrived; border, the replica waits for other replicas; tail, after the last request was sent."""
 
 
 def machine_line(outcome: Outcome) -> str:

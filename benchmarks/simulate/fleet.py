@@ -317,8 +317,8 @@ class ListFeeder(Feeder):
 def contiguous(requests: Sequence[SimRequest], parts: int) -> list[list[SimRequest]]:
     """Return segments of requests with about equal cost.
 
-    The cost of a request is the number of prompt rows that it does not share with the request before it, plus four times
-    the number of output rows.
+    The cost of a request is the number of prompt rows that it does not share with the request before it, plus four
+    times the number of output rows.
     """
     sums, total = [], 0.0
     before: tuple[tuple[int, int], ...] = ()

@@ -21,8 +21,8 @@ __all__ = ["PUBLISHED", "PublishedOutcome", "SharedQueue", "balanced_rows", "pub
 class SharedQueue(Feeder):
     """Gives replicas their requests from one queue per node.
 
-    A replica gets the next `batch` requests when they fit in its `in_flight`. If both are equal, this is naive batching: a
-    batch starts when the batch before it has ended.
+    A replica gets the next `batch` requests when they fit in its `in_flight`. Naive batching is the case that both are
+    equal: a batch starts when the batch before it has ended.
 
     Args:
         batch: Requests that a replica gets at a time.

@@ -43,7 +43,8 @@ class SimRequest:
     def drawn_tokens(self, vocab: int) -> np.ndarray:
         """Return the prompt as random token ids below `vocab`, int32 [rows].
 
-        The number of a part is the seed of its tokens, so equal parts have equal tokens. A model finds no repetition in them.
+        The number of a part is the seed of its tokens, so equal parts have equal tokens. A model finds no repetition in
+        them.
         """
         parts = [np.random.default_rng(number).integers(0, vocab, rows) for number, rows in self.path]
         return np.concatenate(parts).astype(np.int32)
