@@ -1,21 +1,21 @@
-"""Times decisions on a CPU: prefold in this process and as a server, vLLM's /v1/systemone, and transformers' pipeline.
+"""Time decisions on a CPU: prefold in this process and as a server, vLLM's /v1/systemone, and transformers' pipeline.
 
     python benchmarks/decide.py --data msmarco.jsonl.gz --vllm VENV --transformers --json FILE
 
-All systems run a random checkpoint that the script writes, with SmolLM2's tokenizer: Qwen3-shaped with 12 layers and a
-width of 576, and for the case `hybrid` Qwen3.5-shaped. The data has one query a line: {"query": ..., "passages":
-[{"text": ...}, ...]}. `prefold` and vLLM read the same token ids, in vLLM's prompt form. `prefold serve` and
-transformers read transformers' prompt form, which has about as many tokens.
+All systems run a random checkpoint that the script writes, with SmolLM2's tokenizer. It has the shape of Qwen3 with 12
+layers and a width of 576; in the case `hybrid` it has the shape of Qwen3.5. The data has one query per line: {"query":
+..., "passages": [{"text": ...}, ...]}. `prefold` and vLLM read the same token ids, in vLLM's prompt format.
+`prefold serve` and transformers read transformers' prompt format, with about as many tokens.
 
 many     200 states of about 1,200 characters, 10 questions
 short    2,000 states of at most 160 characters, 1 question
 hybrid   40 states, 10 questions, prompts below 528 tokens, from token ids: prefold, and vLLM's log-probabilities of the
-         labels, as its /v1/systemone refuses a Qwen3.5 without a tower. vLLM imports torchvision for this model
+         labels, because its /v1/systemone refuses a Qwen3.5 without a tower. vLLM imports torchvision for this model
 
-Timed is the way from texts to answers, without loading. A server gets a request for each state, with all questions.
-Each round begins with empty caches. transformers computes one prompt at a time. It runs the first states of a case, and
-its seconds are multiplied by (states of the case / states that it ran); the file has both numbers. `prepare` is the
-part of prefold's time that rendering and tokenising take.
+Times are from texts to answers, without loading. A server gets one request per state, with all questions. Each round
+starts with empty caches. transformers computes one prompt at a time. It runs the first states of a case, and its
+seconds are multiplied by (states of the case / states that it ran); the file has both numbers. `prepare` is the part of
+prefold's time for rendering and tokenising.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from prefold import LLM, Decision
 from prefold.tasks.base import Work
 
 CHARACTERS, SHORT = 1200, 160
-HYBRID_TOKENS = 528  # below which vLLM shares nothing on hybrids
+HYBRID_TOKENS = 528  # below this length vLLM shares nothing on hybrids
 _ASKED = (
     "Does the text answer a question about health or medicine?",
     "Does the text name a year or a date?",
@@ -123,7 +123,7 @@ def states_of(data: Path, case: str, count: int) -> list[str]:
         found = ["\n".join(p["text"] for p in line["passages"])[:most].rsplit(" ", 1)[0] for line in lines]
     chosen = list(dict.fromkeys(found))[:count]
     if len(chosen) < count:
-        raise click.ClickException(f"{data} has {len(chosen)} states for the case {case}, and {count} are wanted")
+        raise click.ClickException(f"{data} has {len(chosen)} states for the case {case}, but {count} are needed")
     return chosen
 
 
@@ -168,7 +168,7 @@ def run_case(arguments: SimpleNamespace, case: str, stack: ExitStack, folder: Pa
     requests = [request for work in works for request in work.requests]
     longest = max(request.tokens.size for request in requests)
     if case == "hybrid" and longest >= HYBRID_TOKENS:
-        raise click.ClickException(f"a prompt has {longest} tokens, and {HYBRID_TOKENS - 1} are the most of this case")
+        raise click.ClickException(f"a prompt has {longest} tokens; the maximum in this case is {HYBRID_TOKENS - 1}")
     counts = {"states": len(states), "questions": len(questions), "longest": longest}
     counts |= {"tokens": sum(request.tokens.size for request in requests)}
 
@@ -198,7 +198,7 @@ def run_case(arguments: SimpleNamespace, case: str, stack: ExitStack, folder: Pa
     differences = {}
     for name, found in rounds.found.items():
         theirs = label_probabilities(works, found) if case == "hybrid" and name != "prefold" else likelihoods(found)
-        if name.lower().startswith(("prefold", "vllm")) and name != "prefold serve":  # others read other prompts
+        if name.lower().startswith(("prefold", "vllm")) and name != "prefold serve":  # other systems read other prompts
             differences[name] = float(np.abs(theirs - own).max())
     rates = {name: f"{count * len(questions) / median(taken):.1f}" for name, taken in rounds.seconds.items()}
     apart = {name: f"{value:.2g}" for name, value in differences.items()}
@@ -218,9 +218,9 @@ def systems_of(
     arguments: SimpleNamespace, case: str, stack: ExitStack, model: str, states: list[str],
     questions: dict[str, dict[str, Any]], requests: list[Any], task: Any, missing: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
-    """Start the other systems, and return {name: a function that returns the seconds of a run and what it found}.
+    """Start the other systems. Return {name: function that returns the seconds and the answers of a run}.
 
-    missing: gets {system: why it does not run the case}.
+    A system that cannot run the case adds {system: reason} to `missing`.
     """
     job = {"model": model, "dtype": arguments.dtype, "threads": arguments.threads}
     options = {"block": int(arguments.blocks[0]), "max_model_len": 2048}
@@ -234,7 +234,7 @@ def systems_of(
         }
         try:
             peer = stack.enter_context(Peer(python_of(arguments.vllm), "vllm", job | options | scored))
-        except RuntimeError as error:  # the other cases are not to be lost
+        except RuntimeError as error:  # continue with the other cases
             missing["vLLM"] = str(error)[-600:]
             print(f"vLLM does not run this case: {missing['vLLM']}")
             return {}
@@ -269,12 +269,14 @@ def systems_of(
     show_default=True,
     help="Cases to run.",
 )
-@click.option("--states", type=int, default=200, show_default=True, help="States of the case many.")
-@click.option("--short-states", type=int, default=2000, show_default=True, help="States of the case short.")
-@click.option("--hybrid-states", type=int, default=40, show_default=True, help="States of the case hybrid.")
-@click.option("--transformers-states", type=int, default=10, show_default=True, help="States that transformers runs.")
-@click.option("--clients", type=int, default=8, show_default=True, help="Requests to a server at a time.")
-@click.option("--quick", is_flag=True, help="Run few states once, to see that the script works.")
+@click.option("--states", type=int, default=200, show_default=True, help="Number of states in the case many.")
+@click.option("--short-states", type=int, default=2000, show_default=True, help="Number of states in the case short.")
+@click.option("--hybrid-states", type=int, default=40, show_default=True, help="Number of states in the case hybrid.")
+@click.option(
+    "--transformers-states", type=int, default=10, show_default=True, help="Number of states that transformers runs."
+)
+@click.option("--clients", type=int, default=8, show_default=True, help="Concurrent requests to a server.")
+@click.option("--quick", is_flag=True, help="Run few states once, to test the script.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     if arguments.quick:
         arguments.states, arguments.short_states, arguments.hybrid_states, arguments.repeats = 6, 24, 3, 1

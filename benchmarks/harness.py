@@ -1,7 +1,7 @@
-"""What all benchmarks share: options, the machine and its limits, systems that take turns, tables and the JSON file.
+"""Shared by all benchmarks: options, the machine and its limits, systems that take turns, tables and the JSON file.
 
-A script is a function under `@benchmark(...)`, which names the common options that the script takes. The function
-returns the content of the JSON file. The machine, the versions and the machine's limits are added and printed.
+A script has a function with the decorator `@benchmark(...)`, which names the common options of the script. The function
+returns the content of the JSON file. The decorator adds and prints the machine, the versions and the machine's limits.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _COMMON: dict[str, dict[str, Any]] = {
 
 
 class _Command(click.Command):
-    """A command whose help text is the docstring as written, without new line breaks."""
+    """A command that prints its help text with the line breaks of the docstring."""
 
     def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\n{self.help}\n")
@@ -141,7 +141,7 @@ def benchmark(
 
 @contextmanager
 def _exits_on_signals() -> Iterator[None]:
-    """Let signals end the benchmark as an exception does: a stopped peer would outlive a benchmark that is killed."""
+    """Convert signals to exceptions, so that the benchmark ends its peers. A stopped peer would stay otherwise."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in numbers]
     try:
@@ -179,8 +179,7 @@ def commit() -> str | None:
 
 
 def command_line() -> str:
-    """Return the command that runs, as typed in the checkout. An absolute path is cut to its last part, because the
-    rest says nothing to others."""
+    """Return the running command as typed in the checkout, with absolute paths cut to their last part."""
     script = Path(sys.argv[0]).resolve()
     script = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     name = f"-m {'.'.join(script.parent.parts)}" if script.name == "__main__.py" else str(script)
@@ -192,8 +191,8 @@ def command_line() -> str:
 def write_json(path: str | Path | None, **content) -> None:
     """Write a benchmark's file: the machine and its versions, the commit, the command, and `content` with every round.
 
-    `scripts/figures.py` makes the published figures from the files in `benchmarks/results/`. Lists of numbers stand on
-    one line. Without a path nothing is written.
+    `scripts/figures.py` makes the published figures from the files in `benchmarks/results/`. A list of numbers is
+    written on one line. Without a path nothing is written.
     """
     if path:
         head = {"machine": machine(), "commit": commit(), "command": command_line()}
@@ -220,16 +219,16 @@ def spread(values: Sequence[float]) -> str:
 
 
 def clocked(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of a run, and its result. A run that returns a float has timed itself."""
+    """Return the seconds of a run, and its result. If the run returns a float, that is its time."""
     started = time.perf_counter()
     found = run()
     return (found if isinstance(found, float) else time.perf_counter() - started), found
 
 
 def step_seconds(run: Callable[[int], Any], tokens: int, first: int = 1) -> float:
-    """Return the seconds of a decode step: a run with `tokens` tokens minus a run with the first tokens only.
+    """Return the seconds of a decode step: a run of `tokens` tokens minus a run of the first tokens, per token.
 
-    run: generates a number of tokens in each sequence; it may return its own seconds
+    `run` generates this many tokens in each sequence. It may return its own seconds.
     """
     few, many = (clocked(lambda count=count: run(count))[0] for count in (first, tokens))
     return (many - few) / (tokens - first)
@@ -238,7 +237,7 @@ def step_seconds(run: Callable[[int], Any], tokens: int, first: int = 1) -> floa
 def timed(
     run: Callable[[], object], repeats: int, *, warm: int = 0, sync: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Return the seconds of each run after `warm` runs that do not count. sync: waits for a device"""
+    """Return the seconds of each run, after `warm` untimed runs. `sync` waits for a device."""
     seconds = []
     for number in range(warm + repeats):
         sync()
@@ -251,11 +250,11 @@ def timed(
 
 
 class Rounds:
-    """The seconds of systems that take turns, so that a drift of the machine's speed hits all of them.
+    """The times of systems that take turns, so that a change of the machine's speed affects all of them.
 
     Attributes:
         seconds: {system: seconds of each round}.
-        found: {system: what its last run returned}.
+        found: {system: result of its last run}.
     """
 
     def __init__(self, about: str = "") -> None:
@@ -276,10 +275,10 @@ class Rounds:
 
 
 def take_turns(systems: Mapping[Any, Callable[[], Any]], repeats: int, *, warm: int = 1) -> Rounds:
-    """Run the systems round by round, after rounds that do not count.
+    """Run the systems round by round, after untimed rounds.
 
-    A system that returns a float has timed itself. Python's garbage collector skips objects that exist before the first
-    round, as in a server, because a pass over them would hit any of the systems.
+    If a system returns a float, that is its time. As in a server, Python's garbage collector skips objects from before
+    the first round, because a pass over them would delay a random system.
     """
     gc.collect()
     gc.freeze()
@@ -315,7 +314,7 @@ def compared(
 
     Args:
         seconds: {system: seconds of each round}.
-        limit: The least seconds that this machine needs.
+        limit: The machine's limit, in seconds.
         unit: "s" or "ms".
         columns: {header: {system: cell}} of more columns.
     """
@@ -338,13 +337,13 @@ def compared(
 
 
 def machine_limits(dtype: torch.dtype = torch.float32, *, smoke: bool = False) -> dict[str, float]:
-    """Return the machine's rates: GB/s of reading memory, GFLOP/s of PyTorch's matrix product in dtype or float32.
+    """Return the machine's rates: GB/s of reading memory, GFLOP/s of PyTorch's matrix product in dtype and float32.
 
-    smoke: small sizes, whose rates mean nothing.
+    `smoke` selects small sizes, with meaningless rates.
     """
     size = 256 if smoke else 1024
     product = 0.0
-    for kind in {dtype, torch.float32}:  # a CPU may have no products of the dtype
+    for kind in {dtype, torch.float32}:  # a CPU may be unable to multiply in the dtype
         a, b = (torch.randn(size, size).to(kind) for _ in range(2))
         seconds = timed(lambda a=a, b=b: a @ b, 1 if smoke else 3, warm=1)
         product = max(product, 2 * size**3 / min(seconds))
@@ -362,7 +361,7 @@ def rates_of(config, dtype: torch.dtype) -> dict[str, float]:
 
 
 def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Return the FLOP/s of a model's linears with packed weights: the best over some numbers of rows, in one layer."""
+    """Return the best FLOP/s of a model's linears with packed weights, over several numbers of rows, in one layer."""
     from prefold.worker.torch.layers import Linear
 
     q, kv = config.q_size, 2 * config.kv_size
@@ -380,7 +379,7 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
     with torch.inference_mode():
         for rows in (768, 2048, 4096):
             inputs = [torch.randn(rows, k).to(dtype) for k, _ in shapes]
-            # Layer by layer, the best of each: a limit, not what a model would see.
+            # The best time of each layer: a limit that a whole model does not reach.
             seconds = 0.0
             for layer, x in zip(layers, inputs, strict=True):
                 layer(x)
@@ -390,7 +389,7 @@ def linear_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 
 def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
-    """Return the FLOP/s of our attention kernel at its best: plain causal prompts of 1,024 tokens."""
+    """Return the best FLOP/s of prefold's attention kernel: causal prompts of 1,024 tokens."""
     from prefold.worker.torch.attention.heads import Heads
     from prefold.worker.torch.attention.row_attention import RowAttention
 
@@ -408,12 +407,12 @@ def attention_rate(config, dtype: torch.dtype, repeats: int = 5) -> float:
 
 
 def attention_flops(config, pairs: int) -> float:
-    """Return the operations of one layer: a product and a sum for each of q k and p v."""
+    """Return the FLOPs of one layer: a multiplication and an addition for each element of q k and of p v."""
     return 4.0 * pairs * config.heads * config.head_dim
 
 
 def read_bandwidth(repeats: int = 5, *, rows: int = 1 << 15) -> float:
-    """Return the bytes/s at which all threads read memory: the best of a sum and a matrix-vector product of 1 GiB."""
+    """Return the bytes/s at which all threads read memory: the best of a sum and a matrix-vector product over 1 GiB."""
     columns = 1 << 13
     matrix = torch.ones(rows, columns, dtype=torch.float32)
     vector = torch.ones(columns)
@@ -424,7 +423,7 @@ def read_bandwidth(repeats: int = 5, *, rows: int = 1 << 15) -> float:
 def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None) -> dict:
     """Return the machine's limit for a stream: linear FLOPs over their best rate, plus attention FLOPs over theirs.
 
-    num_reads: the number of rows that are read, if the last layer computes no other rows (beside their K and V).
+    With `num_reads`, the last layer computes only K and V for all rows, and the rest for this many read rows.
     """
     linear, attention = linear_rate(config, dtype), attention_rate(config, dtype)
     layer = config.linear_flops / len(config.planes)
@@ -448,9 +447,9 @@ def limit_seconds(config, trie, dtype: torch.dtype, num_reads: int | None = None
 def generation_limit(
     config, prompts: Sequence[Sequence[int]], max_tokens: int, rates: dict[str, float], dtype: torch.dtype
 ) -> dict:
-    """Return the machine's limit for prompts that are continued by `max_tokens` tokens each, in seconds.
+    """Return the machine's limit for generating `max_tokens` tokens after each prompt, in seconds.
 
-    generate.py has the formula. rates: from `rates_of`.
+    generate.py has the formula, `rates_of` the rates.
     """
     from prefold.trie import Trie
 
@@ -458,7 +457,7 @@ def generation_limit(
     # Equal prompts have equal outputs.
     ends, first = np.unique(trie.last_row, return_index=True)
     lengths = np.array([len(prompts[i]) for i in first])
-    steps = max_tokens - 1  # the first token comes out of the prompt's last row, and the last one is no row
+    steps = max_tokens - 1  # the prompt's last row yields the first token, and the last token needs no row
     decode_rows = len(ends) * steps
     head = 2 * config.hidden * config.vocab_size
     flops = (trie.num_rows + decode_rows) * config.linear_flops + len(ends) * max_tokens * head
@@ -466,7 +465,7 @@ def generation_limit(
     pairs = visible_pairs(trie.end) + int(steps * lengths.sum() + len(ends) * steps * (steps + 1) // 2)
     row_bytes = len(config.planes) * 2 * config.kv_size * dtype.itemsize
     tails = len(ends) * steps * (steps + 1) // 2
-    weights = (config.linear_flops + head) // 2 * dtype.itemsize  # two operations of a row for each
+    weights = (config.linear_flops + head) // 2 * dtype.itemsize  # two FLOPs per weight and row
     moved = steps * weights + row_bytes * (steps * trie.num_rows + tails)
     parts = {
         "linear_seconds": flops / rates["linear"],
@@ -478,14 +477,14 @@ def generation_limit(
         "prompt_tokens": sum(map(len, prompts)),
         "prompt_rows": trie.num_rows,
         "decode_rows": decode_rows,
-        # What the trie and all running tails take, and what they would without sharing.
+        # K/V of the trie and of all running tails, and the same without sharing.
         "kv_bytes": row_bytes * (trie.num_rows + decode_rows),
         "kv_bytes_unshared": row_bytes * (sum(map(len, prompts)) + len(prompts) * steps),
     }
 
 
 def visible_pairs(end: np.ndarray) -> int:
-    """Return the pairs (query row, visible key row) of a stream: the rows j .. end[j] - 1 see row j."""
+    """Count the pairs (query row, visible key row) of a stream: the rows j .. end[j] - 1 see row j."""
     return int((end - np.arange(len(end))).sum())
 
 
@@ -493,9 +492,9 @@ def visible_pairs(end: np.ndarray) -> int:
 
 
 class Peer:
-    """A system that scores or generates in its own process, which is stopped between its runs.
+    """Another system in its own process, which is stopped between its runs. A context manager.
 
-    A context manager. Raises RuntimeError with the end of the system's error output if it does not start or fails.
+    Raises RuntimeError with the end of the system's error output if the system fails.
     """
 
     def __init__(self, python: str, system: str, job: dict):
@@ -510,7 +509,7 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # its workers stop and end with it
+                start_new_session=True,  # signals to the session reach its workers too
             )
         try:
             self.version = self._read()["version"]
@@ -553,9 +552,9 @@ class Peer:
 def open_peers(
     stack: ExitStack, arguments: SimpleNamespace, job: dict[str, Any], *, files: Mapping[str, str | Path] = {}
 ) -> dict[str, Peer]:
-    """Start the systems that the common options name, and return them by their names in the tables.
+    """Start the systems that the common options name. Return {name in the tables: system}.
 
-    files: {name: GGUF file} of llama.cpp's runs.
+    llama.cpp runs once for each entry of `files`, {name: GGUF file}.
     """
     wanted: list[tuple[str, str, str | None, dict[str, Any]]] = []
     if getattr(arguments, "transformers", False):
@@ -575,7 +574,7 @@ def open_peers(
 
 
 def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
-    """Write a checkpoint's weights as a Hugging Face folder, so that all systems run equal weights."""
+    """Write a checkpoint as a Hugging Face folder, so that all systems run the same weights."""
     from prefold.train import save_model
     from prefold.worker.torch.load import load_model
 
@@ -583,7 +582,7 @@ def export_folder(checkpoint, folder: str | Path, dtype: torch.dtype) -> Path:
 
 
 def run_engine(engine, requests, readout, sharing: str | None = None) -> list:
-    """Return the results of requests in their order. Sorting and planning are part of the run."""
+    """Return the results of requests in input order. The run includes sorting and planning."""
     from prefold.trie import Spool
 
     results = [None] * len(requests)

@@ -1,11 +1,11 @@
-"""Times row streams of hybrids with shared prompt rows computed once, and without; counts states and rows.
+"""Time row streams of hybrids with and without sharing, and count states and rows.
 
     python benchmarks/hybrids.py --shape qwen3.5 --layers 4 --cases shared,tree,short --decode 1,16,64 --json FILE
 
 Weights are random, in the shape of Qwen3.5-0.8B or LFM2-350M with fewer layers and a small vocabulary. The last rows of
-prompts are read. `full` and `off` take turns. The ratio is the median over the rounds of the time of `off` over the
-time of `full`, beside the ratio of their floating-point operations (linears, attention and states). --decode times a
-step of sequences that generate side by side.
+prompts are read. `full` and `off` take turns. The ratio is the median over the rounds of (time of `off` / time of
+`full`). The table also has the ratio of their FLOPs (linears, attention and states). --decode times a step of sequences
+that generate together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
     },
 }
-# (children of each node, tokens of each child) by level of the trie.
+# {case: (children of each node, tokens of each child) by level of the trie}
 CASES = {
     "shared": [(1, 1000), (64, 100)],
     "tree": [(2, 500), (4, 200), (8, 50)],
@@ -76,7 +76,7 @@ def prompts(levels: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def flops(llm: LLM, levels: list[tuple[int, int]], sharing: str) -> float:
-    """Return the floating-point operations: linears, attention's scores and sums, and states in chunks."""
+    """Return the FLOPs of linears, of attention's scores and sums, and of states in chunks."""
     config, per_layer = llm.config, 0
     if "value_heads" in config.sizes:
         keys, values = config.sizes["key_dim"], config.sizes["value_dim"]
@@ -96,7 +96,7 @@ def flops(llm: LLM, levels: list[tuple[int, int]], sharing: str) -> float:
 
 
 def read_seconds(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
-    """Return the seconds of reading the last rows of all prompts."""
+    """Return the seconds of one run that reads the last rows of all prompts."""
     with Spool() as spool:
         for number, text in enumerate(texts):
             spool.add(Request(text), str(number).encode())
@@ -107,13 +107,13 @@ def read_seconds(llm: LLM, texts: list[np.ndarray], sharing: str) -> float:
 
 
 def decode_seconds(llm: LLM, sequences: int, tokens: int) -> float:
-    """Return the seconds of a step with one token for each sequence, after prompts of 8 tokens."""
+    """Return the seconds of a decode step, after prompts of 8 tokens."""
     texts = np.random.default_rng(sequences).integers(100, VOCAB, (sequences, 8)).tolist()
     return step_seconds(lambda n: llm.generate(texts, max_tokens=n, ignore_eos=True, temperature=0), 1 + tokens)
 
 
 def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
-    """Return the seconds of transformers for each prompt, one at a time, in float32."""
+    """Return the seconds of transformers for each prompt. It runs one prompt at a time, in float32."""
     import transformers
 
     settings = json.loads((Path(path) / "config.json").read_text())
@@ -126,12 +126,14 @@ def transformers_seconds(path: str, texts: list[np.ndarray]) -> list[float]:
 
 
 @benchmark("layers", "dtype", "repeats", layers=4, dtype="auto")
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen3.5", show_default=True, help="Shape.")
+@click.option(
+    "--shape", type=click.Choice(list(SHAPES)), default="qwen3.5", show_default=True, help="Shape of the model."
+)
 @click.option("--cases", type=Listed(among=CASES), default=",".join(CASES), show_default=True, help="Sets of prompts.")
 @click.option("--prompts", type=int, default=64, show_default=True, help="Prompts of the cases shared and short.")
-@click.option("--decode", type=NUMBERS, default="", help="Numbers of sequences whose steps are timed.")
-@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens of each sequence of --decode.")
-@click.option("--transformers", type=int, default=0, help="Prompts that transformers computes too.")
+@click.option("--decode", type=NUMBERS, default="", help="Numbers of sequences to time decode steps of.")
+@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens generated per sequence of --decode.")
+@click.option("--transformers", type=int, default=0, help="Number of prompts to run in transformers too.")
 def main(options: SimpleNamespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = checkpoint(Path(folder), options.shape, options.layers)

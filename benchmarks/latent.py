@@ -1,12 +1,12 @@
-"""Times latent attention (MLA), whose planes keep a latent of each row, beside attention with all keys and values.
+"""Time latent attention (MLA), which stores one latent per row, against attention that stores all keys and values.
 
     python benchmarks/latent.py --layers 2 --context 4096 --json FILE
 
-Both models have the attention of GLM-4.7-Flash: 20 heads, whose keys and values have 256 numbers each. One makes them
-of latents of 512 numbers, and keeps the latent and 64 rotated numbers; the other keeps them expanded. Weights and the
-keys that the steps read are random; MLPs are dense, and small. Steps over slots decode a token for each sequence, with
-`--context` keys before it: of its own, or of one prompt that all sequences share. Prompts of `--rows` rows behind such
-a context are computed over slots, with absorbed queries, and in a stream of rows, whose keys are expanded.
+Both models have the attention of GLM-4.7-Flash: 20 heads with keys and values of 256 elements. One model stores the
+latent (512 elements) and 64 rotated elements per row, and computes keys and values from them. The other stores the
+expanded keys and values. Weights and stored keys are random; MLPs are dense and small. Steps over slots decode a token
+for each sequence, after `--context` keys: its own keys, or the keys of one prompt that all sequences share. Prompts of
+`--rows` rows after such a context run over slots, with absorbed queries, and in a stream of rows, with expanded keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Model:
         self.store = NativeStore(layouts_of(self.model.kernels, config, self.model.dtype), slots, self.model.kernels)
         self.row_bytes = config.kv_numbers * self.model.dtype.itemsize
         rng = np.random.default_rng(0)
-        for first in range(1, slots - 1, 4096):  # the rows of steps without a context put keys there
+        for first in range(1, slots - 1, 4096):  # steps without a context write keys there
             at = np.arange(first, min(slots - 1, first + 4096))
             self.run(batch_of(self.config, rng, at, np.zeros(len(at)), []))
 
@@ -76,10 +76,11 @@ def batch_of(
     runs: list[tuple[int, int, int, int]],
     own: np.ndarray | None = None,
 ) -> SlotBatch:
-    """Return a step whose rows see runs of slots, and themselves.
+    """Return a step. Its rows see runs of slots, and rows of the step itself.
 
-    runs  of each: its first slot, how many slots, and the queries that see it, from one up to another
-    own   of each row the first query that does not see it; None: a row is seen by itself alone
+    Args:
+        runs: (first slot, number of slots, first query that sees the run, first later query that does not).
+        own: For each row, the first later query that does not see it; None: each row sees only itself.
     """
     rows = np.arange(len(slots))
     starts, counts, first, last = (
@@ -96,7 +97,7 @@ def batch_of(
 
 
 def decoding(config: ModelConfig, sequences: int, context: int, shared: bool) -> SlotBatch:
-    """Return a step with a token for each sequence."""
+    """Return a decode step."""
     rng, each = np.random.default_rng(sequences), context + 1
     if shared:
         slots, runs = 1 + context + np.arange(sequences), [(1, context, 0, sequences)]
@@ -107,14 +108,14 @@ def decoding(config: ModelConfig, sequences: int, context: int, shared: bool) ->
 
 
 def prompt(config: ModelConfig, rows: int, context: int) -> SlotBatch:
-    """Return a step with the rows of one prompt behind a context."""
+    """Return a step with the rows of one prompt after a context."""
     slots = 1 + context + np.arange(rows)
     runs, own = [(1, context, 0, rows)], np.full(rows, rows)
     return batch_of(config, np.random.default_rng(rows), slots, context + np.arange(rows), runs, own)
 
 
 def stream_seconds(model: Model, rows: int, context: int) -> Any:
-    """Return what runs the same rows as `prompt` in a stream of rows."""
+    """Return a function that runs the rows of `prompt` in a stream of rows."""
     rng, keys = np.random.default_rng(rows), np.arange(context + rows, dtype=np.int32)
     tokens = rng.integers(0, model.config.vocab_size, rows).astype(np.int32)
     step = StreamStep(tokens, keys[context:], context, np.full(len(keys), len(keys)), keys)
@@ -123,8 +124,10 @@ def stream_seconds(model: Model, rows: int, context: int) -> Any:
 
 @benchmark("layers", "dtype", "repeats", layers=2, dtype="float32")
 @click.option("--context", type=int, default=4096, show_default=True, help="Keys before the rows of a step.")
-@click.option("--sequences", type=NUMBERS, default="1,32", show_default=True, help="Sequences that decode.")
-@click.option("--rows", type=NUMBERS, default="64,128,256,512,1024,2048", show_default=True, help="Rows of prompts.")
+@click.option("--sequences", type=NUMBERS, default="1,32", show_default=True, help="Numbers of sequences that decode.")
+@click.option(
+    "--rows", type=NUMBERS, default="64,128,256,512,1024,2048", show_default=True, help="Lengths of prompts in rows."
+)
 def main(options: SimpleNamespace) -> dict[str, Any]:
     slots = (options.context + 1) * max(options.sequences) + max(options.rows) + 2
     sizes = SIZES | {"num_hidden_layers": options.layers}

@@ -1,16 +1,19 @@
-"""Scores prompts with a model whose weights are larger than the memory of the process, layer by layer.
+"""Score prompts layer by layer, with weights that are larger than the memory of the process.
 
     python benchmarks/layerwise.py --full --json FILE
 
-Three systems score the same prompts in processes of their own: all weights in memory; layer by layer, in a process
-that may map --share of the weights' bytes; and the same, with weights that each step of --step rows reads anew, as
-steps over a mapped file do. All results must be the same, bit for bit. The limit is the time to read the weights once a
-window, at the rate at which the file is read: from the disk, and from the system's cache.
+Three systems score the same prompts, each in its own process:
 
-Weights are random, in bfloat16, in files of a temporary folder that are deleted at the end. --full: the shape of
-Qwen3-4B (36 layers of 2,560; 8 GB) and 2,000 records, and the limit holds for the whole process, as `ulimit -v` does.
-Otherwise: 40 layers of 1,024 (1.1 GB), and the limit does not count what Python and its libraries have mapped. Linux
-only.
+1. with all weights in memory;
+2. layer by layer, in a process that may map --share of the weights' bytes;
+3. in such a process, where each step of --step rows reads all weights again, as steps over a mapped file do.
+
+All results must be bit-equal. The limit is the time to read the weights once per window, from the disk or from the
+system's cache.
+
+Weights are random, in bfloat16, in files of a temporary folder that are deleted at the end. --full uses the shape of
+Qwen3-4B (36 layers of 2,560; 8 GB) and 2,000 records, and limits the whole process, as `ulimit -v` does. Otherwise the
+model has 40 layers of 1,024 (1.1 GB), and memory that Python and its libraries have mapped does not count. Linux only.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ SYSTEMS = ("all weights in memory", "layer by layer", "weights read by each step
 
 
 def shapes_of(shape: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer of Qwen3's."""
+    """Return the shapes of the tensors in a layer of Qwen3."""
     hidden, wide, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     attention = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
@@ -56,7 +59,7 @@ def shapes_of(shape: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(seed: int, size: tuple[int, ...]) -> np.ndarray:
-    """Return a matrix of small numbers, or the ones of a norm, in bfloat16."""
+    """Return a matrix of small random numbers, or ones for a norm, in bfloat16."""
     if len(size) == 1:
         return np.ones(size, ml_dtypes.bfloat16)
     rng = np.random.default_rng(seed)
@@ -89,7 +92,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def drop(paths: Iterable[Path]) -> None:
-    """Let the system's cache forget files."""
+    """Drop files from the system's cache."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -97,7 +100,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def rate(paths: Iterable[Path], most: int = 2 << 30) -> float:
-    """Return the bytes a second at which files are read, the first ones of so many bytes."""
+    """Return the bytes per second of reading files, over the first files with this many bytes together."""
     started, size, room = time.perf_counter(), 0, bytearray(1 << 24)
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -109,7 +112,7 @@ def rate(paths: Iterable[Path], most: int = 2 << 30) -> float:
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what `limited.scored` gives in a process of its own."""
+    """Return the result of `limited.scored` in a new process."""
     child = [sys.executable, str(CHILD), json.dumps(settings)]
     done = subprocess.run(child, capture_output=True, text=True)
     if done.returncode:
@@ -119,16 +122,16 @@ def run(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @benchmark("layers", "threads", "repeats", "smoke", repeats=1, limits=False)
-@click.option("--full", is_flag=True, help="The shape of Qwen3-4B, with a limit of the whole process.")
-@click.option("--records", type=int, help="Prompts.  [default: 2,000 with --full, else 300]")
-@click.option("--shared", type=int, default=256, show_default=True, help="Tokens that all prompts begin with.")
-@click.option("--own", type=int, default=8, show_default=True, help="Tokens of each prompt after these.")
+@click.option("--full", is_flag=True, help="Use the shape of Qwen3-4B, and limit the whole process.")
+@click.option("--records", type=int, help="Number of prompts.  [default: 2,000 with --full, else 300]")
+@click.option("--shared", type=int, default=256, show_default=True, help="Tokens of the shared prefix.")
+@click.option("--own", type=int, default=8, show_default=True, help="Tokens of each prompt after the prefix.")
 @click.option("--step", type=int, default=2048, show_default=True, help="Rows of a step.")
 @click.option(
-    "--share", type=float, default=0.4, show_default=True, help="The limit, as a share of the weights' bytes."
+    "--share", type=float, default=0.4, show_default=True, help="Memory limit, as a share of the weights' bytes."
 )
-@click.option("--dtype", default="auto", show_default=True, help="What is computed in.")
-@click.option("--folder", help="Where the weights are written.  [default: the system's temporary folder]")
+@click.option("--dtype", default="auto", show_default=True, help="Compute dtype.")
+@click.option("--folder", help="Folder for the weights.  [default: the system's temporary folder]")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     records = arguments.records or (2000 if arguments.full else 300)
     step = arguments.step
@@ -158,7 +161,7 @@ def main(arguments: SimpleNamespace) -> dict[str, Any]:
                 found[system] = run(given)
                 rounds.add(system, found[system]["seconds"], found[system])
     if len({one["digest"] for one in found.values()}) != 1:
-        raise SystemExit("the results are not the same, bit for bit")
+        raise SystemExit("the results are not bit-equal")
     by_layer = found[SYSTEMS[1]]
     limits = {where: by_layer["bytes read"] / speed for where, speed in rates.items()}
     columns = {

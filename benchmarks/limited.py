@@ -1,8 +1,8 @@
-"""Scores prompts in a process whose address space is limited, and prints the seconds as JSON: `layerwise.py` runs it.
+"""Score prompts in a process with limited address space, and print the seconds as JSON. `layerwise.py` runs it.
 
     python benchmarks/limited.py SETTINGS
 
-SETTINGS is JSON: see `scored`. It imports no more than a user's program does.
+SETTINGS is JSON; see `scored`. The script imports only what a user's program imports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def limit_memory(size: int) -> None:
-    """Let the process map so many bytes at most, as `ulimit -v` does. size: 0: it may map all"""
+    """Limit the bytes that the process may map, as `ulimit -v` does (0: no limit)."""
     if size:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
@@ -28,13 +28,13 @@ def mapped() -> int:
 
 
 def resident_peak() -> int:
-    """Return the most bytes that were resident; what was resident before this program began does not count."""
+    """Return the peak of the resident bytes, without memory that was resident before this program started."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def prompts(records: int, shared: int, own: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts that begin alike, and a continuation of each, as token ids."""
+    """Return prompts with a shared prefix, and a continuation of each, as token ids."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -44,11 +44,16 @@ def prompts(records: int, shared: int, own: int) -> tuple[list[list[int]], list[
 
 
 def scored(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of a job of scores, its digest, and what it read.
+    """Score the prompts. Return the seconds, a digest of the scores, and the bytes read.
 
-    settings: model, layerwise, dtype, threads; records, shared, own: of the prompts; step: rows of a step; by_step:
-    whether each step reads the weights, as over a mapped file; limit: bytes of the address space, free: more bytes than
-    what imports have mapped (0: there is no limit)
+    Settings:
+
+    - model, layerwise, dtype, threads: options of LLM
+    - records, shared, own: the number of prompts, and the tokens of their prefix and of the rest
+    - step: rows of a step
+    - by_step: whether each step reads the weights, as with a mapped file
+    - limit: bytes of the address space (0: no limit)
+    - free: bytes of the address space beyond what imports have mapped (0: no limit)
     """
     limit_memory(settings["limit"])
     from prefold import LLM

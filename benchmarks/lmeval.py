@@ -1,17 +1,17 @@
-"""Runs lm-evaluation-harness on prefold and on its own "hf" model, and compares scores and times.
+"""Run lm-evaluation-harness with prefold and with its own "hf" model, and compare scores and times.
 
     python benchmarks/lmeval.py --data FOLDER --limit 100 --dtype float32 --json FILE
 
-FOLDER holds mmlu_5shot and gsm8k (dev.jsonl.gz and prefixes.jsonl.gz each), of which task files are written:
+FOLDER has mmlu_5shot and gsm8k (dev.jsonl.gz and prefixes.jsonl.gz each). The script writes task files for them:
 
     mmlu_5shot_local    the standard 5-shot prompts, as multiple choice; subjects take turns
     gsm8k_8shot_local   the 8-shot chain of thought, generate_until, with the filters of the harness's gsm8k_cot
     gsm8k_text_local    questions and answers as plain text, rolling log-likelihood
 
-Both models run every task in turn, in one process and on equal weights. Timed is the model's part, from the harness's
-requests to its answers, without loading, building requests and metrics. "differ" counts documents with another choice,
-or another text after its filter. "gap" is the largest difference of a log-likelihood. In float32 no document should
-differ. Most of the gap is the hf model's own log_softmax, which sums a large vocabulary in float32.
+Both models run every task in turn, in one process, with the same weights. Times are from the harness's requests to the
+model's answers, without loading, building requests, and metrics. "differ" counts documents with another choice, or with
+another text after the filter. "gap" is the largest difference of a log-likelihood. In float32 no document should
+differ. Most of the gap comes from the hf model's log_softmax, which sums a large vocabulary in float32.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def write_task(folder: Path, name: str, docs: list[dict], task: dict) -> None:
 
 
 def timed_requests(model) -> list[float]:
-    """Return a list to which a model adds the seconds of every call of its three methods."""
+    """Wrap the three methods of a model. Return a list that gets the seconds of every call."""
     seconds: list[float] = []
 
     def wrap(method):
@@ -135,7 +135,7 @@ def timed_requests(model) -> list[float]:
 
 
 def answers_of(samples: list[dict]) -> tuple[list, list[float]]:
-    """Return the choice or text of each document, by document and filter, and all log-likelihoods."""
+    """Return {(document, filter): choice or text}, and all log-likelihoods."""
     said, likelihoods = [], []
     for sample in sorted(samples, key=lambda sample: (sample["doc_id"], sample["filter"])):
         answer = sample["filtered_resps"]
@@ -164,7 +164,7 @@ def scores_of(results: dict) -> str:
 
 @benchmark("data", "model", "dtype", "threads", "repeats", repeats=1)
 @click.option("--tasks", type=Listed(among=TASKS), default=",".join(TASKS), show_default=True, help="Tasks.")
-@click.option("--limit", type=int, default=100, show_default=True, help="Documents of each task.")
+@click.option("--limit", type=int, default=100, show_default=True, help="Number of documents of each task.")
 @click.option("--batch-size", type=int, default=16, show_default=True, help="Batch size of the hf model.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     import lm_eval

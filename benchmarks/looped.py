@@ -1,21 +1,21 @@
-"""Times generation of looped models, by the way in which rows leave the loop.
+"""Time generation with looped models, by the rule with which rows exit the loop.
 
     python benchmarks/looped.py --out FOLDER --section decode --kinds random,oneblock --batches 1,8,64 --json FILE
 
-A cell is a model, a number of sequences, and numbers of tokens of prompts and outputs. Models:
+A cell is a model, a number of sequences, and the lengths of prompts and outputs. Models:
 
-    trained   follows pointers (examples/looped_model.py); it is trained if --out does not hold it
-    random    random weights: two blocks of a layer, visited in turn
+    trained   follows pointers (examples/looped_model.py); it is trained if --out does not have it
+    random    random weights: two blocks of one layer, visited alternately
     oneblock  random weights: one block of two layers
 
 Paths:
 
     fixed          all visits
-    template + KV  the route of all visits, given by the request
-    + exits        rows leave by the gate (trained) or after 2 to 6 of 8 visits (random)
+    template + KV  the route of all visits, given in the request
+    + exits        rows exit by the gate (trained), or after 2 to 6 of 8 visits (random)
 
-All paths of a cell take turns. TTFT is the time of a run with one token; TPOT is the rest of a whole run over its other
-tokens.
+All paths of a cell take turns. TTFT is the time of a run with one token. TPOT is the rest of the time of a whole run,
+divided by the number of the other tokens.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ sys.path.insert(0, str(EXAMPLES))
 import looped_model as example  # noqa: E402
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-# nodes: (chains, hops of the training)
+# {nodes: (chains, hops in training)}
 TASKS = {16: (3, 3), 24: (4, 4)}
 EVALUATED_GRAPHS = 64
 KINDS = ("trained", "random", "oneblock")
 
 
 def held_out(nodes: int) -> Any:
-    """Return queries about graphs that no training has, of up to one hop more."""
+    """Return queries about graphs that occur in no training, with up to one hop more."""
     chains, hops = TASKS[nodes]
     rng = np.random.default_rng(example.HELD_OUT)
     return example.Queries.make(example.Task(nodes, chains), EVALUATED_GRAPHS, hops + 1, 8, rng)
 
 
 def train(script: str, **given: Any) -> float:
-    """Run a training of examples/, and return its processor seconds. Raise RuntimeError if it fails."""
+    """Run a training script of examples/. Return its processor seconds, or raise RuntimeError if it fails."""
     command = [sys.executable, str(EXAMPLES / script), *(f"--{name}={value}" for name, value in given.items())]
     before = os.times()
     done = subprocess.run(command, check=False)
@@ -69,21 +69,23 @@ def train(script: str, **given: Any) -> float:
 
 
 def trained_with(folder: Path, **given: Any) -> bool:
-    """Return whether a folder holds a model that was trained with these options. Raise RuntimeError if it was trained
-    with other options."""
+    """Return whether a folder has a model that was trained with these options.
+
+    Raise RuntimeError if its model was trained with other options.
+    """
     if not (folder / "model.safetensors").exists():
         return False
     found = folder / "found.json"
     had = json.loads(found.read_text()).get("options", {}) if found.exists() else {}
     for name, value in given.items():
         if str(had.get(name)) != str(value):
-            was = f"was trained with {name} {had[name]}" if name in had else f"does not say its {name}"
-            raise RuntimeError(f"{folder} {was}; asked for is {value}: give another --out, or remove it")
+            was = f"was trained with {name} {had[name]}" if name in had else f"has no record of its {name}"
+            raise RuntimeError(f"{folder} {was}; but {value} is wanted; give another --out, or delete the folder")
     return True
 
 
 def trained_model(out: Path, nodes: int, seed: int, steps: int) -> Path:
-    """Return the folder of a gated model. Train the model if the folder is empty."""
+    """Return the folder of a model with a gate. Train the model if the folder is empty."""
     chains, hops = TASKS[nodes]
     folder = out / f"model-{nodes}-{seed}"
     given = {"nodes": nodes, "chains": chains, "hops": hops, "seed": seed, "steps": steps}
@@ -94,14 +96,14 @@ def trained_model(out: Path, nodes: int, seed: int, steps: int) -> Path:
 
 
 def requests(prompts: Sequence[Sequence[int]], each: Sequence[dict[str, Any]] = (), **sampling: Any) -> list[Request]:
-    """Return a greedy request for each prompt. each: further options of each request"""
+    """Return a greedy request for each prompt. `each` has further options of each request."""
     options: list[dict[str, Any]] = [{**GREEDY, **sampling, **one} for one in (each or [{}] * len(prompts))]
     pairs = zip(prompts, options, strict=True)
     return [Request(np.array(prompt, np.int32), sampling=Sampling(**one)) for prompt, one in pairs]
 
 
 def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
-    """Return the tokens of requests, in their order. Raise the error of a request that cannot run."""
+    """Return the tokens of requests, in input order. Raise the error of a request that cannot run."""
     found = []
     for answer in run_engine(llm.engine, asked, Readout("tokens"), "full"):
         if isinstance(answer, Exception):
@@ -111,7 +113,7 @@ def tokens_of(llm: LLM, asked: Sequence[Request]) -> list[list[int]]:
 
 
 def random_config(hidden: int, visits: int, blocks: int = 2) -> dict[str, Any]:
-    """Return the config.json of a model with a gate and two layers in `blocks` blocks, visited in turn."""
+    """Return the config.json of a model with a gate, and two layers in `blocks` blocks that are visited alternately."""
     config = example.hf_config(example.Task(24, 4), hidden, 4 if hidden < 256 else 8, visits)
     return config | {"max_position_embeddings": 1024, "loop": config["loop"] | {"blocks": blocks}}
 
@@ -121,7 +123,7 @@ def random_llm(
 ) -> LLM:
     """Return an LLM with random weights."""
     config = random_config(hidden, visits, blocks)
-    options |= {"cache": "off"}  # a round must not find rows of the round before
+    options |= {"cache": "off"}  # a round must not reuse rows of an earlier round
     return LLM(Checkpoint.dummy(config), dtype=dtype, device=device, kv_memory=1 << 30, **options)
 
 
@@ -151,10 +153,12 @@ def decode(
 ) -> dict[str, Any]:
     """Run all paths of a cell in turn.
 
-    folder  of a trained model, which gets real queries, whose tokens are scored; None: random weights of the width
-            `hidden`, whose rows leave after 2 to 6 visits, as the rows of a trained model do
-    blocks, dtype   of the random model
-    only    names of paths, beside "fixed" and "+ exits"; empty: all
+    Args:
+        folder: A trained model. It gets real queries, and its tokens are scored. None: random weights with width
+            `hidden`. Their rows exit after 2 to 6 visits, as in a trained model.
+        blocks: Blocks of the random model.
+        dtype: Dtype of the random model.
+        only: Paths to run in addition to "fixed" and "+ exits"; empty: all.
     """
 
     def make(**options: Any) -> LLM:
@@ -211,7 +215,7 @@ def decode(
 
 
 def cells_of(options: SimpleNamespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return the cells by their names, KIND-WIDTH-BATCH-PROMPT-OUT, or trained-NODES-BATCH-OUT."""
+    """Return {name: cell}. Names are KIND-WIDTH-BATCH-PROMPT-OUT, or trained-NODES-BATCH-OUT."""
     rest = {"repeats": options.repeats, "device": options.device, "only": options.paths}
     cells: dict[str, Callable[[], dict[str, Any]]] = {}
     for batch, out in itertools.product(options.batches, options.outs):
@@ -251,14 +255,18 @@ HEADERS = ["cell", "path", "TTFT, ms", "TPOT, ms", "end to end, ms", "tokens/s",
 
 
 @benchmark("device", "dtype", "repeats", "smoke", dtype="float32", repeats=5)
-@click.option("--out", type=FOLDER, required=True, help="Folder of trained models.")
+@click.option("--out", type=FOLDER, required=True, help="Folder for trained models.")
 @click.option("--section", type=click.Choice(["decode"]), default="decode", show_default=True, help="Table.")
 @click.option("--kinds", type=Listed(among=KINDS), default=",".join(KINDS), show_default=True, help="Models.")
-@click.option("--batches", type=NUMBERS, default="1,8,16,64", show_default=True, help="Sequences side by side.")
-@click.option("--prompts", type=NUMBERS, default="64,128,256,512", show_default=True, help="Tokens of a prompt.")
-@click.option("--outs", type=NUMBERS, default="16,32,64", show_default=True, help="Tokens of an output.")
+@click.option(
+    "--batches", type=NUMBERS, default="1,8,16,64", show_default=True, help="Numbers of sequences that decode together."
+)
+@click.option(
+    "--prompts", type=NUMBERS, default="64,128,256,512", show_default=True, help="Lengths of prompts in tokens."
+)
+@click.option("--outs", type=NUMBERS, default="16,32,64", show_default=True, help="Lengths of outputs in tokens.")
 @click.option("--hidden", type=NUMBERS, default="512", show_default=True, help="Widths of random models.")
-@click.option("--paths", default="", help="Paths beside `fixed` and `+ exits`, with ; between them.  [default: all]")
+@click.option("--paths", default="", help="Paths in addition to `fixed` and `+ exits`, separated by ;  [default: all]")
 @click.option("--nodes", type=NUMBERS, default="16,24", show_default=True, help="Nodes of trained models' graphs.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the training.")
 @click.option("--steps", type=int, default=1500, show_default=True, help="Steps of the training.")

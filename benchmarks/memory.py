@@ -1,11 +1,11 @@
-"""Counts the resident memory of a process: after its imports, with a model loaded, after one token, after 1,000 tokens.
+"""Measure the resident memory of a process: after imports, after loading a model, after one token, after 1,000 tokens.
 
     python benchmarks/memory.py --models smollm2-135m,qwen3-4b-q4_k --json FILE
 
-Each model has a process of its own. `smollm2-135m` and `gemma3-270m` are built in; `smollm2-135m-bf16` is the first
-with its weights in bfloat16. qwen3-0.6b has that model's shape and random weights in bfloat16. qwen3-0.6b-q8_0 and
-qwen3-4b-q4_k are GGUF files of that shape and of Qwen3-4B's, with random blocks. The bound is 1.15 times the weights'
-bytes as they lie in memory, and 130 MB. Memory is `Rss` of /proc/self/smaps_rollup, so Linux only.
+Each model has its own process. `smollm2-135m` and `gemma3-270m` are built in; `smollm2-135m-bf16` has the weights of
+the first one in bfloat16. qwen3-0.6b has the shape of that model and random weights in bfloat16. qwen3-0.6b-q8_0 and
+qwen3-4b-q4_k are GGUF files with the shapes of Qwen3-0.6B and Qwen3-4B, and random blocks. The bound is 1.15 times the
+bytes of the weights in memory, plus 130 MB. Memory is `Rss` of /proc/self/smaps_rollup, so Linux only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QWEN_4B = QWEN | {
 
 
 def write_blocks(path: Path, shape: dict[str, Any], kind: str) -> None:
-    """Write a GGUF file of a shape of Qwen3's with random blocks of one type, without a tokenizer."""
+    """Write a GGUF file with a shape of Qwen3 and random blocks of one type, without a tokenizer."""
     writer, type_ = gguf.GGUFWriter(path, "qwen3"), gguf.GGMLQuantizationType[kind]
     hidden, wide, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -83,7 +83,7 @@ FILES = {"qwen3-0.6b-q8_0": (QWEN, "Q8_0"), "qwen3-4b-q4_k": (QWEN_4B, "Q4_K")}
 
 @contextmanager
 def file_of(name: str) -> Iterator[str]:
-    """Give what to load: the path of a file that exists within the context, or `name` itself."""
+    """Yield the model to load: the path of a file that exists inside the context, or `name` itself."""
     if name not in FILES:
         yield name
         return
@@ -94,7 +94,7 @@ def file_of(name: str) -> Iterator[str]:
 
 
 @benchmark(limits=False)
-@click.option("--models", type=Listed(), default=",".join(MODELS), show_default=True, help="Of these.")  # fmt: skip
+@click.option("--models", type=Listed(), default=",".join(MODELS), show_default=True, help="Models.")  # fmt: skip
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     models = {}
     for name in arguments.models:

@@ -1,20 +1,20 @@
-"""Runs another system on the same prompts, in its own process that stays: `python peers.py SYSTEM JOB.json`.
+"""Run another system on the same prompts, in its own process: `python peers.py SYSTEM JOB.json`.
 
-The script runs under any interpreter that has the system installed, and imports nothing of prefold. It loads the model,
-runs a few prompts as a warm-up and prints {"version": "..."}. For every line of standard input it then runs once, with
-empty caches, and prints {"seconds": ..., "found": ...}. An answer is one line of JSON. JOB holds model (a Hugging Face
-folder), dtype ("bfloat16" | "float32"), threads, block (vLLM), max_model_len, and prompts, cases or states:
+The script runs with any interpreter that has the system installed, and does not import prefold. It loads the model,
+runs a few prompts as a warm-up, and prints {"version": "..."}. For every line of standard input it then runs once, with
+empty caches, and prints {"seconds": ..., "found": ...}. An answer is one line of JSON. JOB has model (a Hugging Face
+folder), dtype ("bfloat16" | "float32"), threads, block (vLLM), max_model_len, and one of prompts, cases and states:
 
-    prompts   lists of token ids, which are scored; `found` has a value or a list of values for each prompt. With `ids`:
-              the log-probabilities of these ids (one list for all prompts, or one for each) at the last position. With
+    prompts   lists of token ids to score; `found` has a value or a list of values for each prompt. With `ids`: the
+              log-probabilities of these ids (one list for all prompts, or one per prompt) at the last position. With
               `targets`: the summed log-probability of `targets[i]`, the last tokens of prompts[i]
-    cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line names a case, whose
-              prompts are continued greedily, past the end of text; `found` has the tokens of each output
-
-    states    texts, about which transformers' pipeline answers `questions` ({name: question}), one prompt at a time;
+    cases     {name: {"prompts": lists of token ids, "max_tokens": tokens of each output}}; a line of standard input
+              names a case. Its prompts are continued greedily, past the end of text; `found` has the tokens of each
+              output
+    states    texts; transformers' pipeline answers `questions` ({name: question}) about each, one prompt at a time;
               `found` has the answers to each state
 
-llama.cpp and OpenVINO take their weights from the file `gguf`.
+llama.cpp and OpenVINO read their weights from the file `gguf`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def padded(prompts, torch):
 
 
 def batches(prompts, size):
-    """Return indices of prompts in batches of `size`, each of similar lengths."""
+    """Return the indices of prompts in batches of `size` prompts with similar lengths."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     return [by_length[first : first + size] for first in range(0, len(by_length), size)]
 
@@ -100,7 +100,7 @@ def transformers_runner(job):
 
 
 def vllm_runner(job):
-    # Of the allowed ids only: others may be more likely.
+    # Only the allowed ids count. Other ids may be more likely.
     llm, version = load_vllm(job, max_logprobs=128, logprobs_mode="processed_logprobs")
     import vllm
 
@@ -137,7 +137,7 @@ def transformers_generator(job):
     import torch
 
     model, version = load_transformers(job)
-    model.generation_config.eos_token_id = None  # go on after it
+    model.generation_config.eos_token_id = None  # generate past it
 
     @torch.inference_mode()
     def run(prompts, max_tokens):
@@ -168,8 +168,10 @@ def vllm_generator(job):
 
 
 def load_llama(job, room, sequences):
-    """Return llama.cpp's module, its K/V memory, and a function that runs rows (token, position, sequence, is_read) and
-    returns the logits of the read rows. The model is the file `gguf`."""
+    """Load the file `gguf` in llama.cpp. Return its module, its K/V memory, and a function that runs rows.
+
+    The function gets rows (token, position, sequence, is_read), and returns the logits of the read rows.
+    """
     import llama_cpp as llama
     import numpy as np
 
@@ -182,7 +184,7 @@ def load_llama(job, room, sequences):
     options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     options.kv_unified = True
     loading = llama.llama_model_default_params()
-    loading.use_extra_bufts = False  # with AMX an illegal instruction ends the process (0.3.36, Q8_0)
+    loading.use_extra_bufts = False  # with AMX, version 0.3.36 crashes on an illegal instruction (Q8_0)
     model = llama.llama_model_load_from_file(job["gguf"].encode(), loading)
     context = llama.llama_init_from_model(model, options)
     vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
@@ -198,12 +200,12 @@ def load_llama(job, room, sequences):
         logits = [llama.llama_get_logits_ith(context, i) for i, row in enumerate(rows) if row[3]]
         return [np.ctypeslib.as_array(one, (vocabulary,)) for one in logits]
 
-    step.silent = silent  # llama.cpp calls it
+    step.silent = silent  # keep a reference, because llama.cpp calls it
     return llama, llama.llama_get_memory(context), step
 
 
 def llama_runner(job):
-    """Run llama.cpp over sorted prompts, by `ids` only. A prompt keeps the K/V that it shares with the last prompt."""
+    """Score sorted prompts in llama.cpp, with `ids` only. A prompt reuses K/V that it shares with the last."""
     import numpy as np
 
     room = max(map(len, job["prompts"]))
@@ -229,7 +231,7 @@ def llama_runner(job):
 
 
 def llama_generator(job):
-    """Run llama.cpp's own batches: all prompts, then a token of every sequence a step."""
+    """Generate with llama.cpp's batches: all prompts, then steps with one token per sequence."""
     cases = job["cases"].values()
     most = max(len(case["prompts"]) for case in cases)
     room = max(sum(len(prompt) + case["max_tokens"] for prompt in case["prompts"]) for case in cases)
@@ -253,7 +255,7 @@ def llama_generator(job):
 
 
 def openvino_generator(job):
-    """Run OpenVINO GenAI's own batches. If weights are in blocks of int8 or fewer bits, it multiplies in int8."""
+    """Generate with OpenVINO GenAI's batches. It multiplies in int8 if weights have blocks of at most 8 bits."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -270,7 +272,7 @@ def openvino_generator(job):
 
     def run(prompts, max_tokens):
         config.max_new_tokens = max_tokens
-        ids = np.array(prompts, np.int64)  # of one length
+        ids = np.array(prompts, np.int64)  # all prompts have one length
         inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         return [list(map(int, tokens)) for tokens in pipeline.generate(inputs, config).tokens]
 
@@ -295,7 +297,7 @@ def decider(system, job):
 
 
 def scorer(system, job):
-    """Return a function that runs the prompts of JOB for any line, and the version."""
+    """Return a function that runs the prompts of JOB, whatever the line, and the version."""
     run, version = {"transformers": transformers_runner, "vllm": vllm_runner, "llama": llama_runner}[system](job)
     prompts, ids, targets = job["prompts"], job.get("ids"), job.get("targets")
     if ids is not None and not isinstance(ids[0], list):
@@ -305,7 +307,7 @@ def scorer(system, job):
 
 
 def generator(system, job):
-    """Return a function that runs the case that a line names, and the version."""
+    """Return a function that runs the case named by a line, and the version."""
     systems = {
         "transformers": transformers_generator,
         "vllm": vllm_generator,

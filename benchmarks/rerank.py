@@ -1,10 +1,9 @@
-"""Times reranking on a CPU: prefold's three modes, transformers, vLLM and llama.cpp on the same prompts.
+"""Time reranking on a CPU: prefold's three modes, transformers, vLLM and llama.cpp on the same prompts.
 
     python benchmarks/rerank.py --data msmarco.jsonl.gz --transformers --vllm VENV --llama VENV --json FILE
 
-All systems run equal weights; llama.cpp runs the model's GGUF file as stored. The data has one query a line:
-{"query": ..., "passages": [{"text": ...}, ...]}. Timed is the way from token ids to scores, without loading and without
-each system's warm-up.
+All systems run the same weights; llama.cpp runs the model's GGUF file as stored. The data has one query per line:
+{"query": ..., "passages": [{"text": ...}, ...]}. Times are from token ids to scores, without loading and warm-up.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from prefold.trie import Trie
 
 
 @benchmark("data", "model", "dtype", "threads", "repeats", "transformers", "vllm", "llama", "blocks")
-@click.option("--pairs", type=int, default=800, show_default=True, help="Query-passage pairs.")
+@click.option("--pairs", type=int, default=800, show_default=True, help="Number of query-passage pairs.")
 @click.option("--max-batch-rows", type=int, help="Rows of a step.")
-@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's modes of sharing.")
+@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's sharing modes.")
 def main(arguments: SimpleNamespace) -> dict[str, Any]:
     options = {"dtype": arguments.dtype, "threads": arguments.threads, "max_batch_rows": arguments.max_batch_rows}
     llm = LLM(arguments.model, **options)

@@ -1,8 +1,8 @@
-"""Prints the resident memory of this process at stages of a model's life, in bytes: `memory.py` runs it.
+"""Print the resident memory of this process at stages of a model's life, in bytes. `memory.py` runs it.
 
     python benchmarks/resident.py MODEL
 
-It imports no more than a user's program does.
+The script imports only what a user's program imports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def resident() -> int:
 
 
 def stages_of(name: str) -> dict[str, Any]:
-    """Return the bytes after each stage, of the weights, and of the model's file (0: the model has none)."""
+    """Return the bytes after each stage, the bytes of the weights, and the bytes of the model's file (0: no file)."""
     from prefold import LLM
     from prefold.checkpoint import Checkpoint
 

@@ -1,26 +1,27 @@
-"""Measures the server: overhead of HTTP, batches beside live requests, and prefold's server beside vLLM's.
+"""Measure the server: the overhead of HTTP, batches with live requests, and prefold's server against vLLM's.
 
     python benchmarks/serve.py --case overhead
     python benchmarks/serve.py --case batches --lines 200
     python benchmarks/serve.py --case msmarco --data FOLDER --vllm VENV --queries 24 --concurrency 1,4,16
     python benchmarks/serve.py --case live --data FOLDER --vllm VENV --workload prefix_repetition --requests 40
 
-In `overhead` and `batches` the server runs in this process, beside the calls with which it is compared, on one LLM. The
-client is another process, which speaks HTTP over sockets with the standard library only. Calls and requests take turns.
+In `overhead` and `batches` the server runs in this process. It shares one LLM with the calls that it is compared with.
+The client is another process, which sends HTTP over sockets with the standard library only. Calls and requests take
+turns.
 
 overhead  P50 of requests of each kind, one after the other, by HTTP and by a call in the process; the processor time of
-          a request here and in the client; and many requests at a time beside one call with as many prompts
-batches   a batch alone beside a job of `prefold run` with equal lines in this process; and requests of one token, one
-          after the other, with a batch beside them and without
+          a request in the server and in the client; many concurrent requests against one call with as many prompts
+batches   a batch against a job of `prefold run` with the same lines in this process; requests of one token, one after
+          the other, with and without a running batch
 
-In `msmarco` and `live` each server is another process and is stopped while another server runs (`servers.py`). The
+In `msmarco` and `live` each server is another process, and is stopped while another server runs (`servers.py`). The
 client is this process, or `vllm bench serve`.
 
-msmarco   requests with all pairs of one query of MS MARCO in the reranker's prompt, as embeddings and as /rerank, at
+msmarco   requests with all pairs of one MS MARCO query in the reranker's prompt, as embeddings and as /rerank, at
           several concurrencies: prefold's modes, and vLLM's pooling; peak memory
-live      `vllm bench serve` as the client of both servers, with all requests at once and at shares of vLLM's rate:
-          prefix_repetition, tau_airline (steps of agents), mooncake (conversations of a trace), or the lengths of
-          trace_azure2023_conv
+live      `vllm bench serve` is the client of both servers, with all requests at once, and at shares of vLLM's rate.
+          Workloads: prefix_repetition, tau_airline (steps of agents), mooncake (conversations of a trace), or the
+          lengths of trace_azure2023_conv
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from prefold import LLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-# `vllm bench serve`. The command of the CPU build does not start it, because the package has another name.
+# `vllm bench serve`. The command of the CPU build cannot start it, because the package has another name.
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -59,7 +60,7 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-SAME_HASHES = {"PYTHONHASHSEED": "0"}  # from which it makes the text of a trace's blocks
+SAME_HASHES = {"PYTHONHASHSEED": "0"}  # `vllm bench serve` makes the text of a trace's blocks from hashes
 MODES = ("full", "mlp", "off", "auto")
 QUERY = "how do prefix caches work"
 DOCUMENTS = [f"Document {i}: a prefix that many prompts share is computed once." for i in range(10)]
@@ -76,7 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def call(llm: Any, kind: str) -> Any:
-    """Do in this process the work of a request of this kind."""
+    """Do the work of a request of this kind in this process."""
     path, body = KINDS[kind]
     if path == "/v1/completions":
         return llm.generate(body["prompt"], max_tokens=body["max_tokens"], ignore_eos=True)
@@ -87,10 +88,10 @@ def call(llm: Any, kind: str) -> Any:
 
 
 def client(port: int) -> None:
-    """Send the requests that lines on standard input name, and answer each with their seconds and processor time."""
+    """Send the requests that lines of standard input name. Answer each line with the seconds and the processor time."""
     for line in sys.stdin:
         order = json.loads(line)
-        # A new connection: the server closes a connection that is idle between two orders.
+        # A new connection, because the server closes connections that are idle between two lines.
         connection = http.client.HTTPConnection("127.0.0.1", port)
         connection.connect()
         path, body = order["path"], json.dumps(order["body"]).encode()
@@ -104,7 +105,7 @@ def client(port: int) -> None:
 
 
 def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float:
-    """Return the seconds of a request, from its first byte to the last byte of its answer."""
+    """Return the seconds from the first byte of a request to the last byte of its answer."""
 
     def once() -> None:
         connection.request("POST", path, body, {"content-type": "application/json"})
@@ -116,7 +117,7 @@ def ask(connection: http.client.HTTPConnection, path: str, body: bytes) -> float
 
 
 def at_once(port: int, path: str, bodies: list[bytes]) -> list[float]:
-    """Return the seconds of all requests together, as a list of one element."""
+    """Return [seconds of all requests together]."""
     connections = [http.client.HTTPConnection("127.0.0.1", port) for _ in bodies]
     for connection in connections:
         connection.connect()
@@ -176,7 +177,7 @@ def overhead(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any
 
 
 def saturated(llm: Any, ask_client: Client, arguments: SimpleNamespace) -> dict[str, Any]:
-    """Compare many requests at a time with one call with as many prompts."""
+    """Compare many concurrent requests with one call with as many prompts."""
     prompts = [f"{PROMPT} number {i} jumps" for i in range(arguments.at_once)]
     bodies = [{"prompt": prompt, "max_tokens": 32} | GREEDY for prompt in prompts]
     seconds: dict[str, list[float]] = {"http": [], "call": []}
@@ -205,7 +206,7 @@ def lines_of(kind: str, count: int) -> list[str]:
 
 
 def as_job(llm: Any, lines: list[str], folder: Path) -> float:
-    """Return the seconds of lines as a job in this process."""
+    """Return the seconds of the lines as a job in this process."""
     from prefold.jobs import Job, OutputOptions, open_output, run_job
     from prefold.jobs.batch import OpenAIBatch
     from prefold.jobs.report.progress import Progress
@@ -221,14 +222,14 @@ def as_job(llm: Any, lines: list[str], folder: Path) -> float:
 
 
 class Kept:
-    """An LLM that is not closed at the end of a job."""
+    """An LLM that stays open at the end of a job."""
 
     def __init__(self, llm: Any):
         self.engine, self.dtype = llm.engine, llm.dtype
 
 
 def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]:
-    """Compare batches with jobs, and live requests beside a batch with live requests alone."""
+    """Compare batches with jobs, and live requests during a batch with live requests alone."""
     import openai
 
     from prefold.engine.pace import LATELY_SECONDS
@@ -242,7 +243,7 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
         url = json.loads(lines[0])["url"]
         return openai_client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h").id
 
-    # Read in this process: polling over HTTP takes a tenth of a core.
+    # Read in this process, because polling over HTTP needs a tenth of a core.
     def is_open(batch: str) -> bool:
         return batch in server.state.batches.open
 
@@ -266,7 +267,9 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
 
     for kind in ("completions", "embeddings"):
         seconds: dict[str, list[float]] = {"job": [], "batch": [], "alone": [], "beside": []}
-        lines = lines_of(kind, arguments.lines * (8 if kind == "embeddings" else 1))  # embeddings are so much shorter
+        lines = lines_of(
+            kind, arguments.lines * (8 if kind == "embeddings" else 1)
+        )  # embeddings are about 8 times shorter
         many = lines_of(kind, 20_000 if kind == "embeddings" else 5_000)
         for number in range(arguments.repeats):
             for name in ("job", "batch") if number % 2 else ("batch", "job"):
@@ -296,8 +299,7 @@ def batches(llm: Any, server: Any, arguments: SimpleNamespace) -> dict[str, Any]
 
 
 def both(stack: ExitStack, arguments: SimpleNamespace, modes: dict[str, list[str]], *vllm: str) -> list[ServedModel]:
-    """Return the paused servers of a case: `prefold serve` with the options of each mode, and vLLM's if --vllm is
-    given."""
+    """Return the paused servers of a case: `prefold serve` in each mode, and vLLM's server with --vllm."""
     found = [
         stack.enter_context(prefold_server(name, arguments.model, *options, dtype=arguments.dtype))
         for name, options in modes.items()
@@ -315,7 +317,7 @@ def both(stack: ExitStack, arguments: SimpleNamespace, modes: dict[str, list[str
 
 
 def msmarco(arguments: SimpleNamespace) -> dict[str, Any]:
-    """Rerank with all pairs of one query a request, at several concurrencies, all systems in turn."""
+    """Rerank with all pairs of a query in one request, at several concurrencies. All systems take turns."""
     count = 4 if arguments.smoke else arguments.queries
     llm = LLM(arguments.model, dtype=arguments.dtype)
     task = llm.task("rerank")
@@ -339,7 +341,7 @@ def msmarco(arguments: SimpleNamespace) -> dict[str, Any]:
             for number in at_once:
                 for server in servers:
                     if path == "/rerank" and server.name == "vLLM":
-                        continue  # vLLM does not rerank with this model
+                        continue  # vLLM cannot rerank with this model
                     server.go_on()
                     with Clients(server.port, number) as clients:
                         clients.ask_all(path, bodies[path][:1])
@@ -368,7 +370,7 @@ def msmarco(arguments: SimpleNamespace) -> dict[str, Any]:
 
 
 def parts_of(server: ServedModel) -> tuple[float, float]:
-    """Return the seconds of a server's planning and of its model; zeros if it does not report them."""
+    """Return the seconds that a server spent in planning and in the model, or zeros if it does not report them."""
     found = server.counted("prefold:engine_seconds_total")
     return found.get('{part="plan"}', 0.0), found.get('{part="model"}', 0.0)
 
@@ -379,7 +381,7 @@ def parts_of(server: ServedModel) -> tuple[float, float]:
 def live(arguments: SimpleNamespace) -> dict[str, Any]:
     """Run `vllm bench serve` against both servers, with all requests at once, then at shares of vLLM's rate."""
     if not arguments.vllm:
-        raise SystemExit("--case live needs --vllm, whose bench is the client of both servers")
+        raise SystemExit("--case live needs --vllm, because vllm bench serve is the client of both servers")
     found = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -419,7 +421,7 @@ def live_workload(
 
 
 def warm(server: ServedModel) -> None:
-    """Warm a server up with a few prompts, and empty its cache."""
+    """Send a few warm-up prompts to a server, and empty its cache."""
     bodies = [{"model": "model", "prompt": [11 + i] * 200, "max_tokens": 8, "ignore_eos": True} for i in range(4)]
     with Clients(server.port, 4) as clients:
         clients.ask_all("/v1/completions", [json.dumps(body).encode() for body in bodies])
@@ -427,7 +429,7 @@ def warm(server: ServedModel) -> None:
 
 
 def workload_of(arguments: SimpleNamespace, folder: Path, workload: str) -> tuple[str, list[str]]:
-    """Return a workload's name, and the options of `vllm bench serve` that make it."""
+    """Return a workload's name, and its options for `vllm bench serve`."""
     count = 4 if arguments.smoke else arguments.requests
     llm = LLM(arguments.model, dtype=arguments.dtype)
     same = ["--num-prompts", str(count), "--ignore-eos", "--temperature", "0", "--seed", "0"]
@@ -450,7 +452,7 @@ def workload_of(arguments: SimpleNamespace, folder: Path, workload: str) -> tupl
     if workload == "tau_airline":
         texts = [llm.tokenizer.decode(ids) for ids in airline(Path(arguments.data), llm).prompts]
         sizes = [arguments.output] * len(texts)
-    else:  # lengths of a trace, with text that is not shared
+    else:  # the lengths of a trace, with random text
         trace = read_jsonl(Path(arguments.data, workload, "trace.jsonl.gz"))
         drawn = random.Random(0).sample(trace, count)
         words, draw = [llm.tokenizer.decode([i]) for i in range(1000, 9000)], random.Random(1)
@@ -489,7 +491,7 @@ def bench(arguments: SimpleNamespace, folder: Path, server: ServedModel, options
 
 
 def children_cpu() -> float:
-    """Return the processor seconds of ended child processes."""
+    """Return the processor seconds of all child processes that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
@@ -525,17 +527,19 @@ def in_process(arguments: SimpleNamespace) -> dict[str, Any]:
 
 @benchmark("data", "model", "dtype", "repeats", "smoke", "vllm", data="data", repeats=10)
 @click.option("--case", type=click.Choice(CASES), default="overhead", show_default=True, help="Case; see above.")
-@click.option("--each", type=int, default=10, show_default=True, help="overhead: requests of a kind and round.")
-@click.option("--at-once", type=int, default=256, show_default=True, help="overhead: requests at a time.")
+@click.option("--each", type=int, default=10, show_default=True, help="overhead: requests per kind and round.")
+@click.option("--at-once", type=int, default=256, show_default=True, help="overhead: concurrent requests.")
 @click.option("--lines", type=int, default=200, show_default=True, help="batches: lines of a batch.")
 @click.option("--vllm-length", type=int, default=8192, show_default=True, help="vLLM's --max-model-len.")
 @click.option("--block", type=int, default=32, show_default=True, help="live: vLLM's block size.")
-@click.option("--queries", type=int, default=120, show_default=True, help="msmarco: queries.")
-@click.option("--concurrency", type=NUMBERS, default="1,4,16", show_default=True, help="msmarco: requests at a time.")
+@click.option("--queries", type=int, default=120, show_default=True, help="msmarco: number of queries.")
+@click.option(
+    "--concurrency", type=NUMBERS, default="1,4,16", show_default=True, help="msmarco: numbers of concurrent requests."
+)
 @click.option("--paths", type=Listed(), default="/v1/embeddings,/rerank", show_default=True, help="msmarco: paths.")
 @click.option("--modes", type=Listed(among=MODES), default="full,mlp,off", show_default=True, help="msmarco: modes.")
 @click.option("--workload", type=Listed(), default="prefix_repetition", show_default=True, help="live: workloads.")
-@click.option("--requests", type=int, default=100, show_default=True, help="live: requests.")
+@click.option("--requests", type=int, default=100, show_default=True, help="live: number of requests.")
 @click.option("--output", type=int, default=32, show_default=True, help="live: tokens of an answer.")
 @click.option("--shares", type=Listed(float), default="0.5,0.8", show_default=True, help="live: shares of vLLM's rate.")
 @click.option("--client", type=int, hidden=True)

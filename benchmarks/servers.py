@@ -1,7 +1,7 @@
-"""Servers in processes of their own, and a client of threads: the harness's `Peer`, over HTTP.
+"""Servers in their own processes, and a client with threads: the counterpart of the harness's `Peer` over HTTP.
 
-A server starts on a free port, in its own session. `/health` is polled for at most 600 seconds. If the server fails,
-the end of its log is in the error. A server is stopped while another server runs.
+A server starts on a free port, in its own session. The client polls `/health` for at most 600 seconds. If the server
+fails, the error has the end of its log. A server is stopped while another server runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KV_GIB = 2  # K/V memory of each server
 
 
 class ServedModel:
-    """A server in its own process, which is ready. A context manager. forget: the path that empties its cache"""
+    """A server in its own process, ready for requests. A context manager. The path `forget` empties its cache."""
 
     def __init__(self, name: str, command: Sequence[str], forget: str, environment: dict[str, str] | None = None):
         self.name, self.port, self._forget = name, free_port(), forget
@@ -45,7 +45,7 @@ class ServedModel:
         )
         try:
             self._wait()
-        except BaseException:  # also if this process gets a signal to end
+        except BaseException:  # also on a signal to this process
             self.close()
             raise
         self.pause()
@@ -54,7 +54,7 @@ class ServedModel:
         started = time.monotonic()
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() - started > READY_SECONDS:
-                raise RuntimeError(f"{self.name} did not come up:\n{self.log_end}")
+                raise RuntimeError(f"{self.name} did not start:\n{self.log_end}")
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
@@ -68,7 +68,7 @@ class ServedModel:
             connection.close()
 
     def pause(self) -> None:
-        """Stop the server, so that it uses no processor."""
+        """Stop the server's processes, so that they use no processor time."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -84,7 +84,7 @@ class ServedModel:
         """Empty the server's cache. Raise RuntimeError if the server refuses."""
         answer = json.loads(self._ask("POST", self._forget))
         if answer.get("success") is False:
-            raise RuntimeError(f"{self.name} has not emptied its cache: {answer}")
+            raise RuntimeError(f"{self.name} did not empty its cache: {answer}")
 
     def counted(self, name: str) -> dict[str, float]:
         """Return the values of a counter in /metrics, by their labels."""
@@ -150,11 +150,11 @@ def prefold_server(name: str, model: str, *options: str, dtype: str = "bfloat16"
 
 
 def vllm_server(name: str, environment: str, model: str, *options: str, dtype: str = "bfloat16") -> ServedModel:
-    """Start vLLM's server of a virtual environment, on all cores."""
+    """Start the vLLM server of a virtual environment, on all cores."""
     command = [str(Path(environment, "bin", "python")), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--port", "{port}", "--host", "127.0.0.1", "--dtype", dtype, *options]
     settings = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
-    settings |= {"VLLM_SERVER_DEV_MODE": "1"}  # with which its cache can be emptied
+    settings |= {"VLLM_SERVER_DEV_MODE": "1"}  # allows emptying its cache
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     return ServedModel(name, command, "/reset_prefix_cache", settings | quiet)
 
@@ -183,7 +183,7 @@ class Clients:
         return seconds, json.loads(answer)
 
     def ask_all(self, path: str, bodies: Sequence[bytes]) -> tuple[float, list[float], list[Any]]:
-        """Return the seconds of all requests together, the seconds of each, and their answers."""
+        """Return the seconds of all requests together, the seconds of each request, and the answers."""
         whole, found = clocked(lambda: list(self._pool.map(self.ask, [path] * len(bodies), bodies)))
         return whole, [one for one, _ in found], [answer for _, answer in found]
 

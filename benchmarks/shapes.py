@@ -1,11 +1,11 @@
-"""Times one sequence and prompts of the shapes that people run now, beside the machine's limits.
+"""Time one sequence and prompts in the shapes of current models, and the machine's limits.
 
     python benchmarks/shapes.py --cases qwen3.5-35b-a3b,lfm3-1.7b,gemma-4-e2b,glm-4.7-flash --json FILE
 
-Weights are random, with the sizes of each model's layers, fewer layers and a small vocabulary; Qwen3.5 has 128 of its
-256 experts. The limit of a decode step is the time to read the weights that a row meets, and the LM head, at the rate
-at which all threads read memory. The limit of a prompt is the time of its operations in linears at the best rate of
-packed products. Both rates are measured in every round.
+Weights are random, with each model's layer sizes, fewer layers and a small vocabulary; Qwen3.5 has 128 of its 256
+experts. The limit of a decode step is the time in which all threads read the weights that one row uses, and the LM
+head. The limit of a prompt is the time of its operations in linears at the best rate of packed products. Both rates are
+measured in every round.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def step_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of weights that a step of one row reads."""
+    """Return the bytes of weights that a step with one row reads."""
     return (config.linear_flops // 2 + config.vocab_size * config.hidden) * itemsize
 
 
@@ -68,9 +68,9 @@ def seconds_of(llm: LLM, prompt: int, tokens: int) -> tuple[float, float]:
 
 
 @benchmark("dtype", "repeats", dtype="float32")
-@click.option("--cases", type=Listed(among=SHAPES), default=",".join(SHAPES), show_default=True, help="Shapes.")
-@click.option("--prompt", type=int, default=512, show_default=True, help="Tokens of a prompt.")
-@click.option("--tokens", type=int, default=24, show_default=True, help="Tokens that the sequence generates.")
+@click.option("--cases", type=Listed(among=SHAPES), default=",".join(SHAPES), show_default=True, help="Shapes to run.")
+@click.option("--prompt", type=int, default=512, show_default=True, help="Length of a prompt in tokens.")
+@click.option("--tokens", type=int, default=24, show_default=True, help="Tokens to generate.")
 def main(options: SimpleNamespace) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for name in options.cases:

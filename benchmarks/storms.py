@@ -1,4 +1,4 @@
-"""Counts right, refused and wrong answers under storms: interrupts, cancels, disconnects, floods and failing workers.
+"""Count right, refused and wrong answers under storms: interrupts, cancels, disconnects, floods and failing workers.
 
     python benchmarks/storms.py interrupts cancels disconnects floods --events 1250 --seed 1 --json FILE
     python benchmarks/storms.py failures
@@ -6,16 +6,17 @@
 All models are tiny and random.
 
 interrupts   Ctrl-C in generate, stream, embed, classify and score, while other threads run calls
-cancels      agenerate and astream that are cancelled, streams that are left, and handles that are cancelled
-disconnects  clients of a server that leave before they have sent a whole request, before the first token, and in
-             mid-stream
-floods       more requests at a time than a server lets wait
-failures     each call of a worker raises in turn: for each kind of message, with each of some errors, when the step
-             starts or when its result is read, once or from then on. Runs all failures, whatever `--events` says
+cancels      cancelled agenerate and astream, abandoned streams, and cancelled handles
+disconnects  clients that disconnect from a server within a request, before the first token, and in the middle of a
+             stream
+floods       more concurrent requests than a server lets wait
+failures     each call of a worker fails in turn: for each kind of message and each of several errors, when the step
+             starts or when its result is read, once or always. All failures run; `--events` does not apply
 
-An answer is right (equal to an undisturbed model's answer), refused (an error that the storm provokes, or nothing for a
-caller that left) or wrong. At the end no request waits and no slot is in use. Otherwise the exit status is 1. Kills of
-jobs and servers are in tests/cli/test_kills.py and tests/serve/test_batch_kills.py.
+An answer is right (equal to an undisturbed model's answer), refused (an error that the storm causes, or no answer for a
+disconnected client) or wrong. At the end no request may wait and no slot may be in use. The exit status is 1 if an
+answer is wrong or something is left. Kills of jobs and servers are in tests/cli/test_kills.py and
+tests/serve/test_batch_kills.py.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ CALLS = (generate, stream, embed, classify, score)
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Return whether two answers are equal; numbers up to the rounding of another batch."""
+    """Return whether two answers are equal. Numbers may differ by the rounding in another batch."""
     return np.allclose(one, other, atol=1e-3) if isinstance(one, np.ndarray) else one == other
 
 
 class Watch:
-    """Counts, and compares answers with the answers of an undisturbed model."""
+    """The counters. Answers are compared with the answers of an undisturbed model."""
 
     def __init__(self, llm: LLM, calls: tuple[Callable[[LLM], Any], ...] = CALLS):
         self.llm, self.counts = llm, Counter[str]()
@@ -105,7 +106,7 @@ class Watch:
         self.counts["right" if alike(answer, self.wanted[call]) else "wrong"] += 1
 
     def end(self) -> dict[str, int]:
-        """Return the counts, with the requests that wait and the slots in use at the end."""
+        """Return the counts, and the waiting requests and used slots at the end."""
         engine = self.llm.engine
         until = time.monotonic() + LONGEST
         while (engine.generator.has_work or engine.handles) and time.monotonic() < until:
@@ -119,7 +120,7 @@ class Watch:
 
 @contextmanager
 def bystanders(watch: Watch, count: int = 2) -> Iterator[None]:
-    """Run calls in other threads meanwhile, whose answers must not change."""
+    """Run calls in other threads inside the context. Their answers must not change."""
     is_over = threading.Event()
 
     def ask(number: int) -> None:
@@ -150,7 +151,7 @@ def plain(folder: Path) -> LLM:
 
 
 def interrupts(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Send Ctrl-C at random moments. A whole call follows every fifth."""
+    """Send Ctrl-C at random moments. After every fifth, run an undisturbed call."""
     watch, seconds = Watch(plain(folder)), {}
     for call in CALLS:
         seconds[call] = timed(partial(call, watch.llm), 1)[0]
@@ -180,7 +181,7 @@ def interrupts(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 class Kept(Handle):
-    """A handle that keeps its events."""
+    """A handle that records its events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class Kept(Handle):
 
 
 def cancels(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Cancel tasks of an event loop, streams and handles after a random time; some end before."""
+    """Cancel tasks of an event loop, streams and handles after a random time. Some end earlier."""
     watch = Watch(plain(folder))
     llm, counts = watch.llm, watch.counts
     prompt = llm.tokenizer.encode(TEXTS[0])
@@ -245,7 +246,7 @@ def cancels(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def disconnects(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Close connections of clients at random moments, beside a client that stays."""
+    """Close connections of clients at random moments, while one client stays connected."""
     watch = Watch(plain(folder), (generate, embed))
     body = {"prompt": TEXTS[0], **GREEDY, "max_tokens": 100}
     chat = {"messages": [{"role": "user", "content": TEXTS[1]}], "max_tokens": 100, "ignore_eos": True}
@@ -277,7 +278,7 @@ def disconnects(folder: Path, events: int, rng: random.Random) -> dict[str, int]
 
 
 def floods(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Send bursts of more requests than may wait. Each gets its answer or 429."""
+    """Send bursts of more requests than may wait. Each gets an answer or status 429."""
     watch = Watch(plain(folder), (generate, embed))
     text = watch.llm.generate(TEXTS[0], **GREEDY).text
 
@@ -303,7 +304,7 @@ def floods(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def server_is_idle(server: Any) -> int:
-    """Return how many requests a server has after a time to end them."""
+    """Return the number of requests that a server still has after a time to end them."""
     until = time.monotonic() + LONGEST
     left = lambda: len(server.state.handler.backpressure.replies) + server.state.open  # noqa: E731
     while left() and time.monotonic() < until:
@@ -343,7 +344,7 @@ def see_images(llm: LLM, number: int) -> Any:
 def shifted_text(llm: LLM, number: int) -> Any:
     chunk = "a chunk of text that stands in both prompts, behind other words"
     made = llm.generate([TEXTS[number] + chunk, TEXTS[number][3:] + chunk], max_tokens=3, ignore_eos=True)
-    return [len(one.tokens) for one in made]  # rows that are copied are near, not equal
+    return [len(one.tokens) for one in made]  # copied rows are only approximately equal
 
 
 def short(llm: LLM) -> Any:
@@ -357,15 +358,16 @@ MODELS: dict[str, tuple[Callable[[Path], LLM], tuple[Any, ...]]] = {
     "shifting": (shifting, tuple(partial(shifted_text, number=number) for number in range(2))),
 }
 ERRORS = (MemoryError, ValueError, RuntimeError)
-METHODS = ("prepare", "kv_slots")  # of a worker, beside `start`
+METHODS = ("prepare", "kv_slots")  # methods of a worker in addition to `start`
 
 
 class Failing:
-    """Raises an error at the number-th call of a kind, or from that call on, in place of the worker's methods.
+    """A worker that raises an error at the `number`-th call of a kind, or from that call on.
 
-    mode    "start": the call raises; "result": its ticket's result raises; "lasting": all later calls raise
-    seen    number of calls of each kind
-    struck  whether the call came
+    Attributes:
+        mode: "start": the call raises; "result": the result of its ticket raises; "lasting": all later calls raise.
+        seen: Number of calls of each kind.
+        struck: Whether an error was raised.
     """
 
     def __init__(self, llm: LLM, kind: str = "", number: int = 0, error: Any = None, mode: str = "start"):
@@ -405,7 +407,7 @@ class _Raising:
 
 
 def disturbed(llm: LLM, calls: Any, wanted: list[Any], counts: Counter[str]) -> None:
-    """Call from two threads and an event loop at a time. Each gets a right answer or an error."""
+    """Call from two threads and an event loop at once. Each call gets a right answer or an error."""
 
     def ask(call: Any, right: Any) -> None:
         try:
@@ -438,7 +440,7 @@ def disturbed(llm: LLM, calls: Any, wanted: list[Any], counts: Counter[str]) -> 
 
 
 def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
-    """Let each call of each kind fail once with each error, in a new model."""
+    """Make each call of each kind fail once with each error, in a new model."""
     total = Counter[str]()
     for name, (make, calls) in MODELS.items():
         llm = make(folder)
@@ -471,7 +473,7 @@ def failures(folder: Path, events: int, rng: random.Random) -> dict[str, int]:
 
 
 def given(llm: LLM) -> dict[str, Any]:
-    """Return the options of an LLM, for another LLM."""
+    """Return the options with which an LLM was made."""
     names = ("dtype", "device", "kv_memory", "threads", "cache", "max_batch_rows")
     options = {name: getattr(llm.options, name) for name in names}
     return options | {"looped": llm.options.looped, "images": llm.options.images}
@@ -489,7 +491,7 @@ BAD = ("wrong", "lost", "doubled", "stuck", "waiting", "slots")
 
 @benchmark(limits=False)
 @click.argument("storms", nargs=-1, required=True, type=click.Choice(list(STORMS)))
-@click.option("--events", type=int, default=100, show_default=True, help="Events of each storm.")
+@click.option("--events", type=int, default=100, show_default=True, help="Number of events per storm.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random moments.")
 def main(arguments: SimpleNamespace) -> None:
     names = ["events", "right", "refused", *BAD]

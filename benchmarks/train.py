@@ -1,14 +1,15 @@
-"""Times a training step with and without sharing, on completions of one prompt; forward, backward, optimizer apart.
+"""Time a training step with and without sharing, on completions of one prompt: forward, backward and optimizer.
 
     python benchmarks/train.py --completions 16 --prompt 576 --completion 64 --transformers --recompute --json FILE
 
-Random weights of a real geometry, float32, plain cross entropy of the completions, AdamW. Systems: prefold's three
-modes (with --recompute also with layers computed again in the backward pass), and transformers on the same sequences in
-one padded batch with sdpa attention and logits of the completions only. Each system runs in its own process, so that
-its peak memory can be read: the memory of a step beyond weights, gradients and optimizer state. The FLOP ratio counts
-three times the forward pass: linears on rows, attention over visible pairs, the head on read rows.
+The model has random weights in a real shape, in float32. The loss is the cross entropy of the completions, the
+optimizer AdamW. Systems: prefold's three modes (with --recompute also with layers recomputed in the backward pass), and
+transformers with the same sequences in one padded batch, with sdpa attention and logits of the completions only. Each
+system runs in its own process, to measure its peak memory: the memory of a step in addition to weights, gradients and
+optimizer state. The FLOP ratio counts three times the forward pass: linears of all rows, attention over visible pairs,
+the LM head of read rows.
 
-Then the losses of 100 steps of a small model with and without sharing, and their largest difference.
+The script also compares the losses of 100 steps of a small model with and without sharing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_sequences(options: SimpleNamespace, vocab: int) -> list[np.ndarray]:
 
 
 def step_flops(batch: TrainBatch) -> float:
-    """Return the operations of forward and backward. The backward pass has twice the products of the forward pass."""
+    """Return the FLOPs of forward and backward. The backward pass has twice the FLOPs of the forward pass."""
     config, step, reads = batch.config, batch.step, len(batch.step.read_rows)
     layer, kv = config.linear_flops / len(config.planes), 4 * config.hidden * config.kv_size
     linear = batch.num_rows * (layer * (len(config.planes) - 1) + kv) + reads * (layer - kv)
@@ -49,9 +50,9 @@ def step_flops(batch: TrainBatch) -> float:
 
 
 class PeakMemory:
-    """The peak of memory since it was made, less the memory in use at that time, in bytes.
+    """The peak of memory since the object was made, minus the memory in use at that time, in bytes.
 
-    One object measures all steps, because the allocator may keep freed memory for the next step.
+    One object measures all steps, because the allocator may retain freed memory for the next step.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ def prefold_loss(options: SimpleNamespace, mode: str, device: torch.device) -> t
     sequences = make_sequences(options, model.config.vocab_size)
     prompts = [options.prompt] * options.completions
 
-    def loss() -> torch.Tensor:  # making the batch is part of a step
+    def loss() -> torch.Tensor:  # a step includes making the batch
         sharing = mode.split("-")[0]
         batch = TrainBatch.build(model.config, sequences, prompt_lengths=prompts, sharing=sharing)
         return sft_loss(logprobs(model, batch))
@@ -110,7 +111,7 @@ def geometry(options: SimpleNamespace) -> dict:
 
 
 def measure(options: SimpleNamespace, mode: str, queue: multiprocessing.Queue) -> None:
-    """Run one system's steps: seconds of each part of each step after the first, and peak memory."""
+    """Run the steps of one system. Return the seconds of each part of all steps but the first, and the peak memory."""
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, loss = (transformers_loss if mode == "transformers" else prefold_loss)(options, mode, device)
@@ -127,7 +128,7 @@ def measure(options: SimpleNamespace, mode: str, queue: multiprocessing.Queue) -
 
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes its state
+    optimizer.step()  # allocates its state
     memory = PeakMemory()
     for _ in range(options.repeats + 1):
         optimizer.zero_grad(set_to_none=False)
@@ -150,13 +151,13 @@ def in_own_process(options: SimpleNamespace, mode: str) -> dict:
             break
         except Exception:  # queue.Empty: the process may have ended
             if not process.is_alive():
-                raise SystemExit(f"{mode} ended with code {process.exitcode}: not enough memory?") from None
+                raise SystemExit(f"{mode} ended with code {process.exitcode}, maybe for lack of memory") from None
     process.join()
     return result
 
 
 def curves(steps: int) -> dict[str, list[float]]:
-    """Return losses of equal steps in each mode: SFT on groups that are drawn for every step."""
+    """Return the losses of the same steps in each mode: SFT on random groups."""
     base = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 512}
     losses: dict[str, list[float]] = {}
     for sharing in ("off", "mlp", "full"):
@@ -177,12 +178,12 @@ def curves(steps: int) -> dict[str, list[float]]:
 
 
 @benchmark("model", "layers", "threads", "transformers", "repeats")
-@click.option("--completions", type=int, default=16, show_default=True, help="Completions of the prompt.")
+@click.option("--completions", type=int, default=16, show_default=True, help="Number of completions.")
 @click.option("--prompt", type=int, default=576, show_default=True, help="Tokens of the prompt.")
 @click.option("--completion", type=int, default=64, show_default=True, help="Tokens of a completion.")
-@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's modes of sharing.")
-@click.option("--recompute", is_flag=True, help="Also compute layers again in the backward pass.")
-@click.option("--curve-steps", type=int, default=100, show_default=True, help="Steps of the losses.")
+@click.option("--modes", type=Listed(), default="full,mlp,off", show_default=True, help="prefold's sharing modes.")
+@click.option("--recompute", is_flag=True, help="Also recompute layers in the backward pass.")
+@click.option("--curve-steps", type=int, default=100, show_default=True, help="Number of steps with compared losses.")
 def main(options: SimpleNamespace) -> dict[str, Any]:
     config = config_from(geometry(options))
     sequences = make_sequences(options, config.vocab_size)

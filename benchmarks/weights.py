@@ -1,10 +1,10 @@
-"""Times weights as their file stores them beside weights in the dtype: decode steps, and rows of prompts.
+"""Time weights in the form of their file against weights in the dtype: decode steps, and prompts.
 
     python benchmarks/weights.py --dtypes float32,bfloat16 --sequences 1,8,64 --json FILE
 
-The model is the built-in one, whose file is of type Q4_1, or any other GGUF file. Sequences share nothing; each has a
-prompt of 32 tokens. `prompts` embeds texts of 200 tokens, of which the first 100 are the same. The systems of a dtype
-take turns. Memory is what the weights take.
+The model is the built-in one (a file of type Q4_1), or any other GGUF file. Sequences share nothing; each has a prompt
+of 32 tokens. `prompts` embeds texts of 200 tokens with a shared prefix of 100 tokens. The systems of a dtype take
+turns. Memory is the memory of the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPTS, SHARED, LONG = 24, 100, 200
 
 
 def cases_of(arguments: SimpleNamespace, llms: dict[str, LLM]) -> dict[str, dict[str, Any]]:
-    """Return what each system does, by the name of a case; calls return their seconds."""
+    """Return {case: {system: function}}. The functions return their seconds."""
     rng, vocab = np.random.default_rng(0), next(iter(llms.values())).config.vocab_size
     cases: dict[str, dict[str, Any]] = {}
 
@@ -47,7 +47,7 @@ def cases_of(arguments: SimpleNamespace, llms: dict[str, LLM]) -> dict[str, dict
 
 
 @benchmark("threads", "repeats", repeats=5)
-@click.option("--model", default="smollm2-135m", show_default=True, help="A GGUF file, or the built-in one.")
+@click.option("--model", default="smollm2-135m", show_default=True, help="GGUF file, or the built-in model.")
 @click.option("--dtypes", type=Listed(), default="float32,bfloat16", show_default=True, help="Dtypes of rows.")
 @click.option("--sequences", type=NUMBERS, default="1,8,64", show_default=True, help="Side by side.")
 @click.option("--tokens", type=int, default=33, show_default=True, help="Tokens that each sequence generates.")

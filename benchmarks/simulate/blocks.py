@@ -54,7 +54,7 @@ class _BlockSequence:
         self.cached: int | None = None
         self.turn = 0  # number of admissions and preemptions; plans of an earlier turn are void
         self.order = 0
-        # Keys of the prompt's full blocks: (part of the block's last row, place of the block). Later blocks are private.
+        # Keys of the prompt's full blocks: (part of the block's last row, its place). Later blocks are private.
         self.keys: list[tuple[int, int]] = []
         stop, i = 0, 0
         for number, size in request.path:

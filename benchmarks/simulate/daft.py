@@ -24,8 +24,8 @@ __all__ = ["DaftProvider", "DaftRouter"]
 class DaftRouter:
     """Daft's router. A replica's load is the number of all prompts ever sent to it.
 
-    - A batch with a prefix goes to a replica with fewer than `slack` prompts more than the least loaded one. This is the
-      replica that received the prefix most recently (within its last 8 batches), else the last one.
+    - A batch with a prefix goes to a replica with fewer than `slack` prompts more than the least loaded one: to the
+      replica that received the prefix most recently (within its last 8 batches), else to the last one.
     - A batch without a prefix goes to the first of the least loaded replicas.
     """
 
