@@ -14,6 +14,7 @@ from prefold.engine import EngineOptions, GenerateOptions, ModelEngine
 from prefold.engine.schedule.steps import SlotStep
 from prefold.spec.requests import Request, Sampling
 from prefold.worker.torch.attention.gpu import place_slots
+from prefold.worker.torch.attention.store import KVStore
 from prefold.worker.torch.device import runs_triton
 from prefold.worker.torch.slots import SlotAttend, make_store, prepare_slots
 from prefold.worker.torch.worker import TorchWorker
@@ -55,6 +56,14 @@ def decode_step(batch: int, shared: int, own: int, *, grouped: bool) -> SlotStep
     )
 
 
+def fill(store: KVStore) -> None:
+    """Fill a store with random K/V. The store of the compiled kernels stays zero."""
+    for keys_and_values in getattr(store, "_memory", ()):
+        for plane in keys_and_values:
+            if plane.is_floating_point():
+                plane.normal_()
+
+
 def steps(bench: Bench, name: str) -> None:
     model = bench.model(name)
     config = model.config
@@ -64,8 +73,7 @@ def steps(bench: Bench, name: str) -> None:
     rows = []
     for batch in batches:
         store = make_store(model, 1 + shared + batch * own)
-        for rows in (rows for both in getattr(store, "_memory", ()) for rows in both):
-            rows.normal_()
+        fill(store)
         times, planned = {}, {}
         for grouped in (True, False):
             step = decode_step(batch, shared, own, grouped=grouped)

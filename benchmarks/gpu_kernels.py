@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from gpu_common import Bench
-from gpu_decode import decode_step
+from gpu_decode import decode_step, fill
 from harness import visible_pairs
 from torch import Tensor
 from torch.nn import functional as F
@@ -199,8 +199,7 @@ def slots(bench: Bench, name: str, shape: tuple[int, int, int]) -> None:
     found = []
     for batch in (4,) if bench.smoke else (64, 256):
         store = KVStore([Heads(heads, kv_heads, dim, bench.dtype)] * 1, 1 + shared + batch * own, bench.device)
-        if store._memory.is_floating_point():
-            store._memory.normal_()
+        fill(store)
         q = torch.randn(batch, heads, dim, device=bench.device).to(bench.dtype)
         moved = 2 * kv_heads * dim * bench.dtype.itemsize * (shared + batch * own)
         variants: list[tuple[str, bool, dict]] = [("grouped", True, {}), ("not grouped", False, {})]
