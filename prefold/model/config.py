@@ -413,7 +413,7 @@ class ModelConfig:
         if any(len({*self.mixers_of(number)} - {ATTENTION}) > 1 for number in layers):
             raise UnsupportedModelError("a layer may have one mixer with a state, and attention beside it")
         if not self.visited:
-            raise UnsupportedModelError("no layer has attention; a model of states alone is not supported")
+            raise UnsupportedModelError("no layer has attention; models without attention are not supported")
         if len(self.planes) != len(self.visited):
             raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
 
