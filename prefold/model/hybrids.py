@@ -516,7 +516,7 @@ _NEMOTRON_KEYS = {
     "time_step_min": "mamba_dt_min",
     "use_conv_bias": "mamba_conv_bias",
 }
-# Keys without effect: transformers ignores them or uses them for random weights, or they are for multi-token prediction.
+# Keys without effect: ignored by transformers, for random weights, or for multi-token prediction.
 # The dtype of states has no effect because prefold's states are float32.
 _NEMOTRON_UNREAD = (
     "time_step_limit",
