@@ -409,7 +409,7 @@ class LayerBuilder:
     def plain_mlp(
         self, h: Buffer, out: Buffer, width: int, prefix: str = "mlp.", named: bool = True, summed: bool = True
     ) -> None:
-        """Add down(activation(up)). The arguments are those of `gated_mlp`."""
+        """Add down(activation(up)), with the arguments of `gated_mlp`."""
         up, down = [(f"{prefix}up_proj", width)], [(f"{prefix}down_proj", self.config.hidden)]
         self._mlp(h, out, up, down, named, gated=False, summed=summed)
 
@@ -694,5 +694,5 @@ def widths_of(config: ModelConfig, layers: Iterable[Iterable[Operation]]) -> dic
             if (filled := operation.fills) is not None:
                 buffer, width = filled
                 if widths.setdefault(buffer, width) != width:
-                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} numbers, and of {width}")
+                    raise ValueError(f"the buffer {buffer!r} has rows of {widths[buffer]} and of {width} elements")
     return widths

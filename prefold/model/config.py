@@ -142,18 +142,21 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not 0 < self.chosen <= self.count:
-            raise UnsupportedModelError(f"each row goes through {self.chosen} experts of {self.count}")
+            raise UnsupportedModelError(
+                f"chosen is {self.chosen}; it must be from 1 to the number of experts, {self.count}"
+            )
         if self.count % self.groups or not 0 < self.chosen_groups <= self.groups:
             raise UnsupportedModelError(
-                f"{self.count} experts in {self.groups} groups, of which a row goes through {self.chosen_groups}"
+                f"count is {self.count}, groups {self.groups} and chosen_groups {self.chosen_groups}; count must be a "
+                "multiple of groups, and chosen_groups from 1 to groups"
             )
         if self.chosen > self.count // self.groups * self.chosen_groups:
             raise UnsupportedModelError(
-                f"each row goes through {self.chosen} experts, and {self.chosen_groups} groups have "
-                f"{self.count // self.groups * self.chosen_groups}"
+                f"chosen is {self.chosen}, but {self.chosen_groups} groups have only "
+                f"{self.count // self.groups * self.chosen_groups} experts"
             )
         if self.score == "sparsemixer" and (self.corrected or self.groups > 1):
-            raise UnsupportedModelError("sparsemixer goes neither with corrected scores nor with groups of experts")
+            raise UnsupportedModelError("sparsemixer does not support corrected scores or groups of experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +385,9 @@ class ModelConfig:
         for name in ("mixers", "mlp", "in_norms", "out_norms", "mlp_widths"):
             every = getattr(self, name)
             if every and isinstance(every, tuple) and len(every) != self.layers:
-                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+                raise UnsupportedModelError(
+                    f"{name} has {len(every)} entries; it must have {self.layers}, one per layer"
+                )
         if sum(whole_blocks) > 1 or (any(map(self.out_norms_of, layers)) and any(whole_blocks[:2])):
             raise UnsupportedModelError(
                 "a model can have only one of sum_norms, parallel, row_qk_norm and residual_scale; sum_norms and "
@@ -400,7 +405,9 @@ class ModelConfig:
             raise UnsupportedModelError('activation "xielu" needs MLPs of the kind "plain"')
         for name, every in (("mixers", self.mixers), ("mlp", () if isinstance(self.mlp, str) else self.mlp)):
             if every and len(every) != self.layers:
-                raise UnsupportedModelError(f"{len(every)} {name} for {self.layers} layers")
+                raise UnsupportedModelError(
+                    f"{name} has {len(every)} entries; it must have {self.layers}, one per layer"
+                )
         by_window = {plane.window: plane.sizes for plane in self.planes}
         if any(by_window[plane.window] != plane.sizes for plane in self.planes):
             raise UnsupportedModelError("layers with the same sliding window must have KV heads of the same sizes")
@@ -415,7 +422,7 @@ class ModelConfig:
         if not self.visited:
             raise UnsupportedModelError("no layer has attention; models without attention are not supported")
         if len(self.planes) != len(self.visited):
-            raise UnsupportedModelError(f"{len(self.planes)} planes for {len(self.visited)} layers of a pass")
+            raise UnsupportedModelError(f"planes has {len(self.planes)} entries; it must have {len(self.visited)}")
 
     @property
     def visited(self) -> Sequence[int]:

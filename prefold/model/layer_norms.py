@@ -91,7 +91,7 @@ GPTJ = replace(
         "mlp.fc_out": ("mlp.down_proj",),
     },
 )
-# CodeGen stores heads in four groups, one for each part that it was trained in.
+# CodeGen stores heads in four groups, a result of its model-parallel training.
 CODEGEN = replace(
     GPTJ, parts={**GPTJ.parts, "attn.qkv_proj": (QKV[0], QKV[2], QKV[1])}, grouped={"attn.qkv_proj": GROUPS}
 )

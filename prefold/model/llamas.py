@@ -78,7 +78,7 @@ def glm(hf: HFConfig, **options: Any) -> ModelConfig:
 
 
 def glm4(hf: HFConfig) -> ModelConfig:
-    """Return the config of GLM 4 (0414): GLM 4 with norms after each sublayer too."""
+    """Return the config of GLM 4 (0414): GLM 4 (9B) with norms after each sublayer too."""
     return glm(hf, out_norms=True, names=GLM4)
 
 

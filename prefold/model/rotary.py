@@ -18,8 +18,8 @@ FIRST_ROWS = 1024  # initial size of a table
 def frequencies(rope: RopeConfig, dim: int) -> tuple[Floats, float]:
     """Return the angle per position of each rotated pair, float32, and the factor of cosines and sines.
 
-    `dim` is the number of rotated elements per head, twice the number of angles. The order of operations in float32 is
-    that of transformers, because at position 8,000 the last bit of a frequency changes an angle by 5e-4.
+    `dim` is the number of rotated elements per head, twice the number of angles. It follows the order of
+    operations in transformers: at position 8,000 the last bit of a frequency changes an angle by 5e-4.
     """
     powers = np.float32(rope.theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     return KINDS[rope.kind](powers, rope.theta, rope.settings)

@@ -78,7 +78,8 @@ class Shard:
         most = min(config.heads, config.intermediate, config.vocab_size)
         if size > most:
             raise InputError(
-                f"tensor_parallel is {size}, but the model has {config.heads} heads and {config.intermediate} MLP columns",
+                f"tensor_parallel is {size}, but the model has {config.heads} heads and an MLP width of "
+                f"{config.intermediate}",
                 field="tensor_parallel",
                 remedy=f"use at most {most}",
             )

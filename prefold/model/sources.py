@@ -37,7 +37,7 @@ NUMBERS = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 
 
 class TensorSource(Protocol):
-    """Tensors by name. Names are those of Llama in transformers, without the prefix "model."."""
+    """Tensors by name: transformers' names of Llama, without the prefix "model."."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
