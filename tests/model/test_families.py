@@ -420,7 +420,7 @@ RELICS = {
 
 @pytest.mark.parametrize("key", CHANGING)
 def test_a_setting_that_changes_results_and_is_not_read_is_refused(key):
-    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {key}.* is .*and LlamaForCausalLM does not read"):
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {key}.* is .*but LlamaForCausalLM does not read"):
         config(**{key: CHANGING[key]})
 
 
