@@ -302,8 +302,10 @@ class LayerBuilder:
 
     @property
     def kv_buffer(self) -> Buffer:
-        """Return the buffer of the keys and values that this layer reads. It outlives the layer if other layers read
-        it too."""
+        """Return the buffer of the keys and values that this layer reads.
+
+        Its name is unique if other layers read it too, so that it outlives the layer.
+        """
         of = self.config.kv_layer(self.number)
         return f"{KV}@{of}" if self.config.kv_layers.count(of) > 1 else self._of_plane(KV)
 
@@ -377,8 +379,10 @@ class LayerBuilder:
         return NormHeads(source, at, heads, dim, stride, config.norm_eps, own, bias, kind.kind)
 
     def _inner_norm(self, name: str, buffer: Buffer, size: int, whole: int | None) -> None:
-        """Add a norm before the last linear of a sublayer. `whole` counts the elements on all ranks; None: this rank
-        has all."""
+        """Add a norm before the last linear of a sublayer.
+
+        `whole` is the number of elements on all ranks; None: this rank has all.
+        """
         kind = self.config.norm if self.config.norm == "unit" else "rms"
         is_bare = kind == "unit" and not self.config.norm_weight
         weight = None if is_bare else Weight(((f"{self.prefix}{name}.weight", size),))

@@ -33,8 +33,7 @@ def settled_lm_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]], source: TensorSource) -> None:
-    """Raise CheckpointError, with names, if tensors are missing, unexpected or misshapen. `expected` maps names to
-    shapes."""
+    """Raise CheckpointError if tensors are missing, unexpected or misshapen. `expected` maps names to shapes."""
     # An LM head may be saved although it is tied to the embedding, or although the model is a classifier.
     unexpected = sorted(set(source.shapes) - set(expected) - {LM_HEAD})
     missing = sorted(set(expected) - set(source.shapes))

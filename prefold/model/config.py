@@ -444,8 +444,10 @@ class ModelConfig:
         return self.kv_layers[number] if self.kv_layers else number
 
     def is_unread(self, name: str) -> bool:
-        """Return whether a tensor belongs to keys or values of a layer that reads another layer's. Checkpoints may
-        have such tensors, and the model ignores them."""
+        """Return whether a tensor holds keys or values of a layer that reads another layer's.
+
+        Checkpoints may have such tensors, and the model ignores them.
+        """
         found = re.match(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name) if self.kv_layers else None
         return found is not None and self.kv_layer(int(found[1])) != int(found[1])
 
@@ -471,8 +473,10 @@ class ModelConfig:
 
     @property
     def reading_layer(self) -> int:
-        """Return the last layer of a pass with its own keys, values or state. From its attention on, a pass drops
-        unread rows."""
+        """Return the last layer of a pass with its own keys, values or state.
+
+        From its attention on, a pass drops unread rows.
+        """
         of_rows = {*self.visited, *(number for number in range(self.layers) if self.states(number))}
         return next(number for number in reversed(self.pass_layers) if number in of_rows)
 
@@ -530,8 +534,7 @@ class ModelConfig:
 
     @property
     def span_rows(self) -> int:
-        """Return the maximum number of rows that see each other in both directions and need one step; 0: no such
-        rows."""
+        """Return the maximum rows of a span, which see each other in both directions and need one step; 0: no spans."""
         return 0
 
     @property
@@ -540,8 +543,10 @@ class ModelConfig:
         return (self.pad_id or 0) if self.layer_inputs else 0
 
     def has_spans(self, window: int | None) -> bool:
-        """Return whether layers with this sliding window let rows of a span see each other in both directions. If
-        not, a row sees only earlier rows there."""
+        """Return whether rows of a span see each other in both directions in layers with this sliding window.
+
+        If not, a row sees only earlier rows there.
+        """
         return True
 
     @property
@@ -596,8 +601,7 @@ class ModelConfig:
 
     @property
     def chosen_positions(self) -> str | None:
-        """Return a sentence that names the rotary factors in use if context_length chooses between two sets
-        (LongRoPE), else None."""
+        """Return a sentence that names the set of LongRoPE factors in use; None for other models."""
         for rope in self.ropes:
             if rope.kind == "longrope":
                 trained, comparison = rope.settings["original_max_position_embeddings"], "up to"

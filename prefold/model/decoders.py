@@ -1,5 +1,4 @@
-"""Dense model families: functions from a Hugging Face config (a dict) to a ModelConfig. Also reads rotary settings.
-No torch."""
+"""Dense families: functions from a Hugging Face config (a dict) to a ModelConfig; rotary settings. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from .names import FUSED, GPT2, STARCODER2, Names
 
 
 def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
-    """Read the rotary settings from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
-    (before)."""
+    """Read rotary settings from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     hf = Settings.of(hf)
     scaling, parameters = hf.settings("rope_scaling"), hf.settings("rope_parameters")
     rope = scaling or parameters
@@ -83,8 +81,10 @@ def _long_rope(hf: Settings, rope: Settings) -> dict[str, Any]:
 
 
 def _dynamic_rope(hf: Settings, rope: Settings) -> dict[str, float]:
-    """Return no settings. Dynamic NTK scaling changes only sequences longer than `max_position_embeddings`, which
-    are refused."""
+    """Return no settings, because dynamic NTK scaling has no effect here.
+
+    It changes only sequences longer than `max_position_embeddings`, which are refused.
+    """
     rope.number("factor")
     return {}
 
@@ -421,8 +421,7 @@ def works_with(hf: Settings, name: str, expected: Mapping[str, Any]) -> None:
 
 
 def with_local_rope(config: ModelConfig, types: Sequence[str], hf: Settings) -> ModelConfig:
-    """Return the config with rotary settings from `hf` for sliding-window layers. `types` has the type of each
-    layer."""
+    """Return the config with rotary settings from `hf` in sliding-window layers. `types` is one type per layer."""
     local, planes = read_rope(hf), zip(config.planes, types, strict=True)
     return replace(config, planes=tuple(replace(p, rope=local) if kind == SLIDING else p for p, kind in planes))
 

@@ -300,8 +300,10 @@ def fallbacks() -> list[str]:
 
 
 def _of_registered(architecture: str, family: Family, hf: Settings) -> ModelConfig:
-    """Return the ModelConfig from a registered family. Raise CheckpointError if the function fails or returns
-    something else."""
+    """Return the ModelConfig from a registered family.
+
+    Raise CheckpointError if the function fails or returns something else.
+    """
     names = ", ".join(field.name for field in fields(ModelConfig))
     try:
         config = family(hf)

@@ -190,8 +190,10 @@ def _add_router(builder: LayerBuilder, source: Buffer, streams: int) -> None:
 def _streams(
     config: Gemma3nConfig, name: str, sources: Sequence[Buffer], outs: Sequence[Buffer]
 ) -> tuple[Operation, ...]:
-    """Return operations that map each source by a linear `name.N`, and then scale it to the length of the first
-    stream."""
+    """Return operations that map each source by a linear, and scale it to the length of the first stream.
+
+    `name` is the list of the linears.
+    """
     hidden, made = config.hidden, list[Operation]()
     for number, (source, out) in enumerate(zip(sources, outs, strict=True)):
         weight = Weight(((f"{name}.{number}.weight", hidden),), (hidden,))

@@ -1,5 +1,4 @@
-"""Families of hybrids: functions from a Hugging Face config to a ModelConfig in which some layers have a state. No
-torch."""
+"""Families of hybrids: functions from a Hugging Face config to a ModelConfig with states in some layers. No torch."""
 
 from __future__ import annotations
 
@@ -392,8 +391,10 @@ def granite4(hf: HFConfig) -> ModelConfig:
 
 
 def _mamba_sizes(hf: Settings, config: ModelConfig, inner: int) -> dict[str, object]:
-    """Return the sizes of Mamba-2 from the keys of Granite 4, Bamba and Falcon-H1. `inner` is the width of all heads
-    together."""
+    """Return the sizes of Mamba-2 from the keys of Granite 4, Bamba and Falcon-H1.
+
+    `inner` is the width of all heads together.
+    """
     hf.get("mamba_chunk_size")  # for transformers' kernels
     heads, groups = hf.size("mamba_n_heads", 128), hf.size("mamba_n_groups", 1)
     if hf.get("mamba_d_head", "auto") not in ("auto", inner / heads) or inner % heads or heads % groups:

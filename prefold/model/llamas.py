@@ -1,5 +1,4 @@
-"""Families close to Llama: functions from a Hugging Face config (a dict) to a ModelConfig, and names in their
-checkpoints. No torch."""
+"""Families close to Llama: functions from a Hugging Face config (a dict) to a ModelConfig. No torch."""
 
 from __future__ import annotations
 

@@ -85,8 +85,10 @@ def give_back() -> None:
 
 
 class GivesBack:
-    """An object whose destructor calls `give_back`. As the last attribute of a worker it is destroyed after the
-    model."""
+    """An object whose destructor calls `give_back`.
+
+    As the last attribute of a worker it is destroyed after the model.
+    """
 
     def __del__(self) -> None:
         if give_back is not None:  # Python sets names to None when it exits
@@ -130,8 +132,10 @@ def has_torch() -> bool:
 
 
 def choose_device(name: str) -> str:
-    """Return the device for a name: "cpu", "cuda" or "cuda:1". "auto" is a GPU if there is one. Raise InputError if
-    the device does not exist."""
+    """Return the device for a name: "cpu", "cuda" or "cuda:1". "auto" is a GPU if there is one.
+
+    Raise InputError if the device does not exist.
+    """
     if name == "cpu" or (name == "auto" and not (has_gpu() and has_torch())):
         return "cpu"
     if not has_torch():

@@ -246,8 +246,10 @@ def qwen_mlps(hf: Settings) -> tuple[str, ...]:
 
 
 def qwen_mixture(hf: Settings, config: ModelConfig, *, count: int, chosen: int, **values: Any) -> ModelConfig:
-    """Return the config with the experts that the keys of Qwen and OLMoE describe. `count` and `chosen` are
-    defaults."""
+    """Return the config with the experts that the keys of Qwen and OLMoE describe.
+
+    `count` and `chosen` are defaults.
+    """
     kinds = qwen_mlps(hf)
     options: dict[str, Any] = {"names": Names(stacks=STACKS), "mlp": kinds if "gated" in kinds else EXPERTS}
     options |= values

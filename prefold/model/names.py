@@ -1,4 +1,4 @@
-"""Names of tensors and modules in checkpoints, as far as they differ from prefold's names, which are Llama's."""
+"""Names of tensors and modules in checkpoints, if they differ from prefold's names, which are Llama's."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Names:
         return self._named(stored, self.parts) or (stored,)
 
     def grouped_by(self, stored: str) -> str | None:
-        """Return the `ModelConfig.sizes` entry with the number of groups in a stored tensor or module; None: it has
-        one group."""
+        """Return the `ModelConfig.sizes` entry with the number of groups in a stored tensor or module; None: one
+        group."""
         return next((size for module, size in self.grouped.items() if re.search(rf"\b{module}(\.|$)", stored)), None)
 
     def of_stack(self, stored: str) -> tuple[str, ...]:

@@ -58,8 +58,10 @@ def plain_norm(kind: NormKind, size: int, eps: float) -> tuple[float, float]:
 
 
 class Operation:
-    """Base class of operations, which read and write rows of buffers. Subclasses are frozen dataclasses; a plugin
-    may add more."""
+    """Base class of operations, which read and write rows of buffers.
+
+    Subclasses are frozen dataclasses. A plugin may add more.
+    """
 
     __slots__ = ()
 
@@ -583,8 +585,10 @@ class Add(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Pick(Operation):
-    """Keep only read rows in these buffers, and compute only these rows from here on. See
-    `ModelConfig.reading_layer`."""
+    """Keep only read rows in these buffers, and compute only these rows from here on.
+
+    See `ModelConfig.reading_layer`.
+    """
 
     sources: tuple[Buffer, ...]
 
@@ -662,14 +666,15 @@ ADDED: dict[type[Operation], object] = {}
 
 
 def add_operation(kind: type[Operation], function: object) -> None:
-    """Register the function that computes an operation with PyTorch tensors, for training, GPUs and operations without
-    a kernel.
+    """Register the function that computes an operation with PyTorch tensors.
+
+    It is used for training, on GPUs, and on a CPU if no kernel has the operation.
 
     Args:
         kind: the class of the operation, a frozen dataclass.
         function: takes the operation, the module with its weights, and the `prefold.worker.torch.operations.Rows`,
             whose buffers it reads and fills. A field of the operation that is a Weight, or a tuple of Weights, is an
-            attribute of that module. An `Execution` of the same module works too, and so does the name of either,
+            attribute of that module. Alternatively, an `Execution` of that module; or the name of either,
             "module:name", which is imported with the first model that has the operation.
     """
     ADDED[kind] = function

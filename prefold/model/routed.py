@@ -1,5 +1,7 @@
-"""Further families with mixtures of experts, with their own router rules or attention: functions from a Hugging Face
-config to a ModelConfig, and names in their checkpoints. No torch."""
+"""More families with mixtures of experts: functions from a Hugging Face config to a ModelConfig. No torch.
+
+They have their own router rules, or attention that families in `mixtures` lack.
+"""
 
 from __future__ import annotations
 

@@ -218,8 +218,10 @@ def own_rows(ids: Array, vocab: slice) -> tuple[Array, Array]:
 
 
 def piece_width(total: int, size: int) -> int:
-    """Return the number of columns that each rank sends of `total`. All send equally many, so the last may be
-    padding."""
+    """Return the number of columns that each rank sends of `total`.
+
+    All ranks send equally many, so the last columns of some ranks are padding.
+    """
     return -(-total // size)
 
 

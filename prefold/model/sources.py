@@ -53,8 +53,10 @@ class TensorSource(Protocol):
         """Copy the tensor or a part of it into `target`, which has its shape and any dtype. Round to nearest."""
 
     def extent(self, name: str) -> Extent:
-        """Return the bytes of a file that hold the tensor. The number of bytes is right even if they are not
-        contiguous."""
+        """Return the bytes of a file that hold the tensor.
+
+        The number of bytes is right even if they are not contiguous.
+        """
 
 
 class StoredSource(TensorSource, Protocol):
@@ -432,8 +434,10 @@ class GGUFSource:
                 self.shapes[name] = shape
 
     def _predicts_further(self, stored: str, arch: str, config: ModelConfig) -> bool:
-        """Return whether a tensor belongs to multi-token prediction layers after the model's. They change no other
-        result."""
+        """Return whether a tensor belongs to multi-token prediction layers, which follow the model's layers.
+
+        They change no other result.
+        """
         if not self.file.metadata.get(f"{arch}.nextn_predict_layers"):
             return False
         in_layer = re.match(r"blk\.(\d+)\.", stored)
@@ -534,19 +538,20 @@ class GGUFSource:
 
 
 def _wanted_shape(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that the model wants if it differs only by dimensions of 1 or by flattening; otherwise the
-    file's shape."""
+    """Return the shape that the model wants if the file's tensor has the same elements in the same order.
+
+    The shapes may differ by dimensions of 1, or the model wants a vector. Otherwise return the file's shape.
+    """
     thin, own = (tuple(size for size in sizes if size != 1) for sizes in (wanted, shape))
     is_flat = len(wanted) == 1 and math.prod(shape) == wanted[0]
     return wanted if wanted and (is_flat or thin == own) else shape
 
 
 class RandomSource:
-    """Random weights: normal with standard deviation 0.02, and 1 minus the model's offset for norms. Reproducible by
-    seed.
+    """Random weights, reproducible by seed: normal with standard deviation 0.02.
 
-    Every tensor is a piece of one long repeated sample, from its own start. So a model of eight billion parameters is
-    filled at memory speed.
+    Norm weights are 1 minus the model's offset. Every tensor is a piece of one long repeated sample, from its own
+    start, so a model of eight billion parameters is filled at memory speed.
     """
 
     POOL = 1_000_003  # a prime, so that rows of a matrix do not repeat
