@@ -326,7 +326,7 @@ def gpt2(hf: HFConfig) -> ModelConfig:
     """Return the config of GPT-2: LayerNorm; learned positions; biases; MLPs without a gate; other names of keys and
     tensors.
 
-    `reorder_and_upcast_attn`, the order in which attention rounds, changes nothing here.
+    The key reorder_and_upcast_attn, the order in which attention rounds, changes nothing here.
     """
     hf = Settings.of(hf)
     for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
