@@ -153,7 +153,7 @@ LAST_LOOP = {"recurrent_kv_cache_mode": "last_loop"}
         ({"n_input_layers": 3}, "n_input_layers is 3; it must be an even number"),
         ({"n_recurrent_layers": 6}, "n_recurrent_layers is 6; it must be the layers"),
         ({"n_recurrent_layers": None, "n_output_layers": 6}, "do not make 1 blocks"),
-        ({"layer_types": ["sliding_attention", "mlp"] * 3 + ["mlp"] * 2}, "layer_types has mlp; full and sliding"),
+        ({"layer_types": ["sliding_attention", "mlp"] * 3 + ["mlp"] * 2}, "layer_types has mlp; only full_attention"),
         ({"layer_types": ["sliding_attention", "mlp", "mlp", "full_attention"] * 2}, "each second entry is"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .* settings for full_attention and"),
         (
