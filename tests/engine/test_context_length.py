@@ -59,7 +59,7 @@ def test_what_is_longer_is_refused(folder, options):
 
 
 def test_a_context_that_the_model_was_not_made_for(folder):
-    with pytest.raises(CheckpointError, match="context_length is 513; the model was made for 512 tokens"):
+    with pytest.raises(CheckpointError, match="context_length is 513; the model supports at most 512 tokens"):
         LLM(str(folder), context_length=513)
 
 
