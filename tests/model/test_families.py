@@ -140,9 +140,9 @@ LONG = {
 
 def test_longrope_has_the_factors_of_the_longest_sequence_that_there_may_be():
     for context, factors, said in (
-        (None, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 512"),
-        (129, [4.0, 5.0, 6.0], "more than 128 tokens, by a context_length of 129"),
-        (128, [1.0, 2.0, 3.0], "up to 128 tokens, by a context_length of 128"),
+        (None, [4.0, 5.0, 6.0], "more than 128 tokens, because context_length is 512"),
+        (129, [4.0, 5.0, 6.0], "more than 128 tokens, because context_length is 129"),
+        (128, [1.0, 2.0, 3.0], "up to 128 tokens, because context_length is 128"),
     ):
         c = config(rope_scaling=LONG, **{CONTEXT: context})
         assert (c.rope.settings["factors"], c.max_positions) == (factors, context or 512)
