@@ -78,7 +78,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_are_the_same_bits(path, dtype):
     if config_from(resolve(str(path)).config).resident is not None:
-        with pytest.raises(InputError, match="layers read what was computed before, beside the residual stream"):
+        with pytest.raises(InputError, match="layers read the results of earlier layers, beside the residual stream"):
             LLM(str(path), dtype=dtype, layerwise="on")
         return
     with LLM(str(path), dtype=dtype) as whole, LLM(str(path), dtype=dtype, layerwise="on") as by_layer:

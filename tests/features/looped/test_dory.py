@@ -153,7 +153,7 @@ LAST_LOOP = {"recurrent_kv_cache_mode": "last_loop"}
         ({"n_input_layers": 3}, "n_input_layers is 3; it must be an even number"),
         ({"n_recurrent_layers": 6}, "n_recurrent_layers is 6; it must be the layers"),
         ({"n_recurrent_layers": None, "n_output_layers": 6}, "do not make 1 blocks"),
-        ({"layer_types": ["sliding_attention", "mlp"] * 3 + ["mlp"] * 2}, "layer_types has mlp; full and sliding"),
+        ({"layer_types": ["sliding_attention", "mlp"] * 3 + ["mlp"] * 2}, "layer_types has mlp; only full_attention"),
         ({"layer_types": ["sliding_attention", "mlp", "mlp", "full_attention"] * 2}, "each second entry is"),
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .* settings for full_attention and"),
         (
@@ -162,7 +162,7 @@ LAST_LOOP = {"recurrent_kv_cache_mode": "last_loop"}
         ),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; it must be 1, as Dory rotates whole heads"),
         ({"initializer_range": 0}, "initializer_range is 0; it must be more than 0"),
-        ({"hidden_act": "xielu"}, "xielu is an activation of MLPs without a gate"),
+        ({"hidden_act": "xielu"}, "xielu.* needs MLPs of the kind"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_key(folder, settings, message):
