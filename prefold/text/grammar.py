@@ -93,8 +93,7 @@ class Matcher:
 
     @property
     def failed(self) -> str | None:
-        """Why the matcher failed, or None. Causes: a token that the mask forbids, or a grammar that became too complex.
-        """
+        """Why the matcher failed, or None. Causes: a token that the mask forbids, or a grammar that is too complex."""
         return self._inner.get_error() or None
 
     def copy(self) -> Matcher:
@@ -185,8 +184,7 @@ def _fault(grammar: Grammar) -> str:
 
 
 def is_quick(kind: str, text: str) -> bool:
-    """Return True if a grammar surely compiles in milliseconds. Short schemas that combine patterns may take minutes.
-    """
+    """Return True if a grammar surely compiles in milliseconds. Schemas that combine patterns may take minutes."""
     combines = ("attern", "allOf", "\\u")  # matches patternProperties and escaped names too
     return len(text) <= QUICK and (kind != "json_schema" or not any(word in text for word in combines))
 

@@ -41,8 +41,7 @@ class TextWithImages:
 
 
 class ImageIds(np.ndarray[Any, Any]):
-    """Token ids, int32 [n], that include rows of images. The reference to the media keeps the ids of their rows in use.
-    """
+    """Token ids, int32 [n], with rows of images. The reference to the media keeps the ids of their rows in use."""
 
     media: tuple[Medium, ...]
 

@@ -141,8 +141,7 @@ def _input_errors(name: str) -> Iterator[None]:
 
 
 class _Generation(Extension):
-    """The Jinja extension for {% generation %}, which marks the assistant's text for training. The content is rendered.
-    """
+    """The Jinja extension for {% generation %}, which marks the assistant's text for training. Its content is kept."""
 
     tags = frozenset({"generation"})
 

@@ -282,8 +282,7 @@ class Tokenizer:
         return EscapingEncoder(self.backend)
 
     def escaping_only(self, tokens: Collection[str]) -> EscapingEncoder:
-        """Return the EscapingEncoder of these special tokens, created at the first use because it copies the tokenizer.
-        """
+        """Return the EscapingEncoder of these special tokens, cached because it copies the tokenizer."""
         key = frozenset(tokens)
         if key not in self._escapings:
             self._escapings[key] = EscapingEncoder(self.backend, key)
