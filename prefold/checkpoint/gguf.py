@@ -117,9 +117,7 @@ class GGUFFile:
                 raise CheckpointError(f"{self.path} is damaged: {message} (general.alignment)")
             size = self._size_of(tensor)
             if size and tensor.offset < end:
-                raise CheckpointError(
-                    f"{self.path} is damaged: {tensor.name!r:.200} overlaps {before!r:.200}"
-                )
+                raise CheckpointError(f"{self.path} is damaged: {tensor.name!r:.200} overlaps {before!r:.200}")
             end, before = max(end, tensor.offset + size), tensor.name
 
     def _size_of(self, tensor: GGUFTensor) -> int:

@@ -127,8 +127,7 @@ def config_from_gguf(file: GGUFFile) -> Settings:
 
 
 def layers_of(gguf: Settings) -> int:
-    """Return the number of layers, without the extra layers behind them for multi-token prediction, which are not run.
-    """
+    """Return the number of layers, without the further layers for multi-token prediction, which are not run."""
     layers: int = gguf.size("block_count", most=MOST_LAYERS)
     further = gguf.size("nextn_predict_layers", 0, least=0)
     if further >= layers:

@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint
 from .gguf import GGUFFile
 
 _BLOCKS, _WHOLE = 64, 4 << 20  # 4 MiB of each file are read, which is fast on a network disk too
-# Files that determine what a model computes: its own, those of sentence-transformers' modules, and more chat templates.
+# Files that determine what a model computes: its own files, sentence-transformers' modules, and more chat templates.
 # `_BARE` files enter the digest with their bare names, as in earlier versions, so that old jobs can be resumed.
 # `_PLACED` files enter with their paths in the folder, because a template may have any name.
 _BARE = ("*", "*/config.json")
