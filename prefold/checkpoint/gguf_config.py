@@ -39,7 +39,7 @@ ROWS: dict[str, dict[str, str]] = {}
 # Settings with one number per layer. The list is stored under the key with the suffix ".layers", and its first number
 # under the key itself.
 BY_LAYER: set[str] = set()
-# Architectures whose layers may use the output of the key projection as values. Their files then have no value tensor.
+# Architectures with layers that may use the output of the key projection as values; files then lack the value tensor.
 TIED_VALUES: set[str] = set()
 # Architectures with layers that have no attention and no KV heads.
 WITHOUT_HEADS = ("lfm2", "lfm2moe", "granitehybrid")

@@ -211,7 +211,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 def check_keys(
     file: str, values: Mapping[str, Any], place: str, *, prefix: str = "", read: Collection[str] = ()
 ) -> None:
-    """Raise UnsupportedModelError for a refused key whose value asks for something.
+    """Raise UnsupportedModelError for a refused key if its value asks for something.
 
     Args:
         file: The table in `KEYS`.

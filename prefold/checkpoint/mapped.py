@@ -20,7 +20,7 @@ LEAST_MAPPED = 1 << 16
 
 
 class MappedFile:
-    """An open file whose bytes are mapped while an array over them exists.
+    """An open file; its bytes are mapped while an array over them exists.
 
     Arrays over the same bytes share a mapping, because a stack of experts is read one matrix at a time.
     """

@@ -46,7 +46,7 @@ class Mailbox:
 
 
 class Call(Handle):
-    """The Handle of one request whose thread waits at a mailbox. `tag` is the caller's name for the request."""
+    """The Handle of one request, with a thread that waits at a mailbox. `tag` is the caller's name for the request."""
 
     waits = True
 

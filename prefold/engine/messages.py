@@ -68,7 +68,7 @@ def adapter_of(facts: Facts, namespace: Namespace) -> int:
 
 
 def kept_rows(step: GenerateStep) -> list[tuple[Namespace, int]]:
-    """Return (namespace, row) of each row of a step whose hidden state must be kept.
+    """Return (namespace, row) of each row of a step if its hidden state must be kept.
 
     A row that runs again only for its result is left out, because its state is kept already.
     """
@@ -120,7 +120,7 @@ class InFlightStep:
     ) -> tuple[list[bool], dict[Hashable, Exception]]:
         """Give tokens and values to their readers, and count the tokens. `tokens` are the result's ids.
 
-        Return whether each consumer of the step ends with it, and {key of a request: the error of its reader}.
+        Return a bool per consumer, True if it ends with the step, and {key of a request: the error of its reader}.
         """
         for reads, read_out in zip(self.message.read_outs, result.values, strict=True):
             first = 0

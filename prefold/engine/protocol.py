@@ -78,7 +78,7 @@ class Snapshot:
     """The counters of an engine, and the state of its KV store."""
 
     stats: Stats
-    slots: int = 0  # slots of the KV store; 0 before there is a store, and for a fleet, whose replicas have stores
+    slots: int = 0  # slots of the KV store; 0 before there is a store, and for a fleet (its replicas have stores)
     used_slots: int = 0
     cache_seconds: float | None = None  # time spent in the radix cache; None without a cache
     rows: Mapping[Hashable, HeldRows] = field(default_factory=dict)  # rows in the KV store, by namespace

@@ -31,7 +31,7 @@ Answer = list[Generated] | Result | InputError
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """Namespace part of rows whose hidden states are kept in their slots.
+    """Namespace part of rows with hidden states kept in their slots.
 
     All rows of a prompt can then be read in the step of its last row, no matter which request computed them.
     """
@@ -49,7 +49,7 @@ class ValueReader:
 
     Attributes:
         asked: The Readout.
-        targets: int32, for "logprobs": the tokens whose log-probabilities are read.
+        targets: int32, for "logprobs": the tokens to score.
         count: How many of the prompt's last rows are read from kept hidden states; None: only the last row is read.
     """
 

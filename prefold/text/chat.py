@@ -174,7 +174,7 @@ def _open_final(chat: list[dict[str, Any]], source: str) -> str:
     content = chat[-1].get("content")
     if not isinstance(content, str) or "content" not in source:
         raise InputError(
-            "continue_final_message needs a last message whose content is a text",
+            "continue_final_message needs a last message with a text as content",
             field=f"messages[{len(chat) - 1}].content",
             remedy="give it as a string, or leave the option out",
             code="wrong_type",

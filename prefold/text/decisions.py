@@ -53,7 +53,7 @@ class ShownQuestion(TypedDict):
 
 
 class Token(str):
-    """A piece of a prompt whose control tokens are encoded as control tokens."""
+    """A piece of a prompt in which control tokens are encoded as control tokens."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +360,7 @@ class DecisionEncoder:
 
         Args:
             text: The rendered text.
-            expand: expand(text, encode) replaces image placeholders in a text whose shielded tokens are hidden, and
+            expand: expand(text, encode) replaces image placeholders in a text with hidden shielded tokens, and
                 returns
                 the ids from `encode`. None for prompts without images.
         """

@@ -265,7 +265,7 @@ def _bytes(name: str | None) -> bytes:
     if name is None:
         return b""
     codes = [_BYTES.get(letter) for letter in name]
-    # An added token whose name has other letters is its own text.
+    # An added token with other letters in its name is its own text.
     return name.encode() if None in codes else bytes(codes)
 
 

@@ -137,7 +137,7 @@ class Template:
     """Text from a record; the value of an option such as --prompt.
 
     Args:
-        text: A template whose {fields} are columns ({{ and }} are literal braces), or, without braces, a column's name.
+        text: A template with columns as {fields} ({{ and }} are literal braces), or, without braces, a column's name.
         option: Name of the option in error messages.
 
     Raises:

@@ -36,7 +36,7 @@ MOST_STATES = 50_000
 MOST_ITEMS = 16_000
 # Letters. A grammar of at most this length is compiled in this process; a longer one is first checked in a subprocess.
 QUICK = 4096
-# Letters of a schema's example that are checked at compile time, to see whether the schema needs more than MOST_ITEMS.
+# Letters of a schema's example that are checked at compile time, to see if the schema needs more than MOST_ITEMS.
 FOLLOWED = 100
 # White space between the parts of a JSON text. If the grammar allows too much, a small model may generate blanks until
 # its context is full, one step per blank.
@@ -152,7 +152,7 @@ class GrammarCompiler:
         matcher = Matcher(inner, self._vocab_size, shows_special=bool(special))
         if matcher.failed:
             raise _refused(grammar, matcher.failed)
-        matcher.mask()  # the first mask shows whether any text can start
+        matcher.mask()  # the first mask shows if any text can start
         if matcher.is_done and not matcher.is_complete:
             raise _refused(grammar, "no text fits it")
         if grammar.kind == "json_schema":

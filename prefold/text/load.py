@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # the rule that splits a text into words, only a name, `tokenizer.ggml.pre`. The name stands for the pre-tokenizer of
 # the checkpoint's tokenizer.json. For SentencePiece (model "llama") the file contains pieces, their types and scores.
 #
-# SentencePiece repeatedly joins the two neighbours whose joined piece ranks best, however that piece was formed. The
+# SentencePiece repeatedly joins the two neighbours that form the best-ranked piece, however that piece was formed. The
 # BPE of `tokenizers` joins listed pairs in list order. So every pair that joins to a piece is listed, best piece first.
 # A space is the letter "▁" (U+2581), and a character without a piece becomes its UTF-8 bytes.
 

@@ -76,7 +76,7 @@ def check_cut(ids: np.ndarray, rest: np.ndarray, field: str) -> None:
 
 
 def too_long(field: str) -> InputError:
-    """Return the error for a prompt whose cut would remove an image."""
+    """Return the error for a prompt that cannot be cut without removing an image."""
     return InputError(
         f"{field!r} is too long, and cutting it would cut an image",
         field=field,

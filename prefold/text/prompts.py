@@ -148,7 +148,7 @@ class FilledTemplate(str):
         parts: (text, is_column) pairs; their texts joined are the whole text.
 
     Example:
-        prompt = FilledTemplate.of("Title: {title}\nBody: {body}", title="A", body=long_text)
+        prompt = FilledTemplate.of("Title: {title} Text: {body}", title="A", body=long_text)
         llm.embed([prompt], truncate=True)
     """
 

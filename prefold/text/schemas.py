@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 Schema = Mapping[str, Any]
-# Keywords whose values are data; below, keywords that contain schemas by name.
+# Keywords with data as values; below, keywords that contain schemas by name.
 _VALUES = ("const", "enum", "default", "examples")
 _SIMPLE = {"string": "", "integer": 0, "number": 0.0, "boolean": False}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

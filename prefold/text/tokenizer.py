@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #
 # In a user's text, a shield character is inserted behind the first letter of every special token. The same happens to a
 # partial special token at the end of a text, because the template may write more text directly after it (`shielded`).
-# The template then renders the conversation, whose only special tokens are now the template's own. `encode` renames
+# The template then renders the conversation, which then has only the template's own special tokens. `encode` renames
 # these tokens, removes the shields, and encodes the text with a copy of the tokenizer that has only the new names.
 
 # Two code points that Unicode reserves for internal use by programs; they are no characters.

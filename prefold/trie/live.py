@@ -48,8 +48,8 @@ class WaitingRequest:
 class Bucket:
     """Requests that share a prefix and can leave the window together.
 
-    A bucket is a topmost node whose path is at least `threshold` of the mean length of the prompts below the node. A
-    prompt that ends above all such nodes forms its own bucket.
+    A bucket is a topmost node with a path of at least `threshold` times the mean length of the prompts below the node.
+    A prompt that ends above all such nodes forms its own bucket.
     """
 
     namespace: Hashable

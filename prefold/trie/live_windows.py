@@ -75,7 +75,7 @@ class Feed:
     def put(self, requests: Sequence[tuple[Request, bytes]]) -> list[bool]:
         """Put the requests of one record, each with its tag.
 
-        Return for each request whether it is a new prompt. A twin (another read of the previous prompt, see
+        Return a list with True for each request that is a new prompt. A twin (another read of the previous prompt, see
         `Window.twins`) stays with its prompt.
         """
         prompts: list[Sequence[SpooledRequest]] = []

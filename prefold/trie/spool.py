@@ -56,7 +56,7 @@ class Spool:
         self._file: TempFile | None = None  # contains all runs
         self._runs: list[_Run] = []  # each is sorted and contains a consecutive range of arrivals
         self._merged: list[_Run] | None = None  # the same requests in at most `fan_in` runs
-        self._orders: dict[bool, Order] = {}  # key: whether equal requests are joined
+        self._orders: dict[bool, Order] = {}  # key: `joins`
         self._last = (NO_NAMESPACE, b"")  # namespace and tokens of the last request added
         self._state = "adding"
         self._lock = threading.Lock()

@@ -221,9 +221,9 @@ def _next_smaller(values: np.ndarray) -> np.ndarray:
 
 
 # Image rows have ids above every vocabulary. The rows of one image have consecutive ids, and equal images have equal
-# ids. So windows, tries, caches and schedulers treat image rows as tokens. An image whose rows attend to each other in
-# both directions is a *span*: its ids start at SPAN_BASE or above, and at least one id between two spans is unused. So
-# a span is a run of consecutive ids, and the ids show which cuts of a prompt are not allowed.
+# ids. So windows, tries, caches and schedulers treat image rows as tokens. If the rows of an image attend to each other
+# in both directions, the image is a *span*. The ids of spans start at SPAN_BASE, and at least one id between two spans
+# is unused. So a span is a run of consecutive ids, and the ids show which cuts of a prompt are not allowed.
 MEDIA_BASE = 1 << 30
 SPAN_BASE = MEDIA_BASE + (1 << 29)
 

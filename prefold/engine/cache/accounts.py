@@ -19,7 +19,7 @@ class Account:
 
     Attributes:
         rows: How many of its rows may be evicted.
-        num_slots: How many slots its nodes and tails occupy, whether kept, pinned or in use.
+        num_slots: How many slots its nodes and tails occupy: kept, pinned or in use.
         nodes: How many of its nodes are kept.
         leaves: A heap of its nodes that can be evicted now; the RadixCache fills it.
         used_at: When the tenant last used any of its rows.

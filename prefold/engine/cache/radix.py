@@ -110,7 +110,7 @@ class RadixCache:
             node.uses += not node.scant
 
     def scant(self, path: Sequence[Node]) -> list[Node]:
-        """Return the nodes of a path whose rows `use` would discard; empty once the path has enough computed rows."""
+        """Return the nodes of a path that would lose their rows in `use`; empty if enough rows are computed."""
         nodes = [node for node in path if node.scant and not node.pins]
         return nodes if nodes and sum(node.num_computed for node in path) < self.options.min_overlap else []
 

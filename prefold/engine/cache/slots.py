@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 
-# Rows whose K/V is not needed are written to this slot. It is never allocated and never read.
+# K/V that is not needed is written to this slot. It is never allocated and never read.
 SCRATCH = 0
 # How many free runs of about the right size are tried before a larger run is cut; and, if there is no larger run,
 # before several runs are combined.

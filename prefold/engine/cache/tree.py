@@ -1,4 +1,4 @@
-"""The radix tree: the trie of all K/V rows, whether they wait to be computed, are in use, or are kept.
+"""The radix tree: the trie of all K/V rows: waiting to be computed, in use, or kept.
 
 Its nodes are nodes of a radix trie (`trie.radix`). Their payload is the slots of the rows' K/V, the number of sequences
 that use them, and their state in the cache.

@@ -70,7 +70,7 @@ class Admission(Protocol):
         """Record the end of an admitted sequence."""
 
     def before(self, sequence: SequenceState, running: Collection[SequenceState]) -> Collection[SequenceState]:
-        """Return the running sequences whose rows come before the rows of a waiting sequence."""
+        """Return the running sequences that get rows before a waiting sequence does."""
 
     def gives_way(self, sequence: SequenceState, running: Collection[SequenceState]) -> SequenceState | None:
         """Return the running sequence to preempt for a waiting one, or None."""

@@ -151,7 +151,7 @@ class StepPlan:
     computed_rows: dict[Node, int] = field(default_factory=dict)  # how many of each node's next rows are computed
     # (sequence, node): the sequence gets a token from the last row of the node.
     reads: list[tuple[SequenceState, Node]] = field(default_factory=list)
-    # Nodes whose last row runs again only for its result, with the sequences that get a token from it.
+    # Nodes with a last row that runs again only for its result, with the sequences that get a token from it.
     rereads: dict[Node, list[SequenceState]] = field(default_factory=dict)
     # Rows of a node that run again without writing K/V; the node's new rows follow them.
     repeats: dict[Node, range] = field(default_factory=dict)
@@ -405,7 +405,7 @@ class RepeatedStep:
 def join_runs(
     start: np.ndarray, count: np.ndarray, position: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Join runs of keys whose slots are neighbours and which the same queries see; return the joined runs.
+    """Join runs of keys with neighbouring slots that the same queries see; return the joined runs.
 
     The nodes of a path without branches in the step form such runs. Joined, they give bit-equal results however the
     path is split into nodes.

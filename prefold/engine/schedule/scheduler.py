@@ -46,7 +46,7 @@ class Scheduler:
         max_running: The most running sequences; never more than the rows of a step.
         stats: The counters.
         running: The running sequences, in order of admission.
-        ending: The sequences whose last token is in flight.
+        ending: The sequences with their last token in flight.
         waiting: The waiting sequences, in an admission policy.
         requests: {key: its sequences that have not ended}.
     """
@@ -218,7 +218,7 @@ class Scheduler:
         """Give running sequences slots for their next rows, and admit waiting sequences while there is capacity.
 
         Return (key, error) for requests that can never run; they have been ended. `limits` are the limits of the next
-        step, as far as they are known.
+        step that are known so far.
         """
         failures: list[tuple[Hashable, InputError]] = []
         if self.cache is not None:
@@ -297,7 +297,7 @@ class Scheduler:
         Args:
             tokens: The token of each of `step.consumers`; ignored for sequences that had ended before.
             ended: True for each consumer that ends here; its token is then not part of the output.
-            result: The worker's result, whose ids are the tokens; None if only the tokens are known.
+            result: The worker's result, with the tokens as ids; None if only the tokens are known.
 
         Raises:
             ValueError: This is not the oldest step in flight.

@@ -23,7 +23,7 @@ import numpy as np
 from ...spec.requests import Readout, TokenLogprobs
 from ...trie import PrefixMap
 
-# Replaces a token whose logits were not finite.
+# Replaces a token if its logits were not finite.
 NOT_FINITE = -2
 LAST = Readout("last")
 NOTHING = np.zeros(0, np.int64)
@@ -71,11 +71,11 @@ class StreamStep(Message):
     tokens: np.ndarray
     positions: np.ndarray  # int32 [n]
     path: int  # how many rows of the carried path are above this step: the first ones
-    end: np.ndarray  # int64 [path + m]: one past the last key whose query sees key j
+    end: np.ndarray  # int64 [path + m]: one past the last query (as a key number) that sees key j
     key_positions: np.ndarray  # int32 [path + m]: the position of each key in its prompt
     keep: np.ndarray = field(default_factory=lambda: NOTHING)  # int64 [k], ascending: keys that the next step needs
     fold: PrefixMap | None = None  # rows [n] <-> new rows of the stream [m] (sharing "mlp" only)
-    # int64 [r], ascending: the rows in [0, n) whose hidden states the model returns; None: all.
+    # int64 [r], ascending: the rows in [0, n) for which the model returns hidden states; None: all.
     read_rows: np.ndarray | None = None
     read_out: Reads = Reads(LAST)  # the values to read
     stream: int = 0  # number of the stream
@@ -90,7 +90,7 @@ class StreamStep(Message):
 
 
 def folded(step: StreamStep, fold: PrefixMap) -> StreamStep:
-    """Return a step of whole prompts whose position-wise layers compute each distinct token once (sharing "mlp").
+    """Return a step of whole prompts that computes each distinct token once in position-wise layers (sharing "mlp").
 
     Attention unfolds the rows again.
     """
@@ -185,7 +185,7 @@ class Drawing:
 
 @dataclass(eq=False, slots=True)
 class SlotStep(Message):
-    """One forward pass over n rows whose keys are in the slots of the store. The result is a SlotResult.
+    """One forward pass over n rows with their keys in the slots of the store. The result is a SlotResult.
 
     The rows are the queries, numbered from 0 to n - 1.
     """
@@ -203,7 +203,7 @@ class SlotStep(Message):
     run_position: np.ndarray
     run_first: np.ndarray
     run_last: np.ndarray
-    read_rows: np.ndarray  # int64, ascending: rows whose hidden states are needed
+    read_rows: np.ndarray  # int64, ascending: rows for which hidden states are needed
     # int64 [p], ascending: the place in read_rows of each read; several reads may share a row.
     reads: np.ndarray = field(default_factory=lambda: NOTHING)
     drawing: Drawing | None = None  # how tokens are drawn; None: every read that draws a token is greedy
@@ -211,7 +211,7 @@ class SlotStep(Message):
     # int64 [n]: the LoRA adapter of each row as a place in `Facts.adapters`, -1 for none; None: no row has an adapter.
     adapters: np.ndarray | None = None
     feature: object = None  # data from a feature's part of the engine for its part of the worker
-    # int64 [k], ascending: places in read_rows of the rows whose hidden states are kept in their slots.
+    # int64 [k], ascending: places in read_rows of the rows that keep their hidden states in their slots.
     state_reads: np.ndarray = field(default_factory=lambda: NOTHING)
     # True: this step repeats the previous SlotStep (see the scheduler's RepeatedStep). Each row is one position and one
     # slot further, so it sees the keys of the row before, and itself. Only `tokens` and `drawing` differ otherwise.

@@ -26,7 +26,7 @@ class PlannedStep:
     start: int
     stop: int
     message: StreamStep
-    requests: np.ndarray  # int64 [d]: requests of the window whose last row is in this step
+    requests: np.ndarray  # int64 [d]: requests of the window with their last row in this step
     request_reads: np.ndarray  # int64 [d]: for each of these, its row of the result; empty for "logprobs"
     targets: np.ndarray  # int64 [p]: for "logprobs", the place of each result row in the window's targets; else empty
 
@@ -177,7 +177,7 @@ class WindowPlanner:
             return start + -(-remaining // steps)
         offsets = self._offsets
         sequence = int(np.searchsorted(offsets, start, side="right")) - 1
-        if start > offsets[sequence]:  # inside an over-long prompt, whose chunks run alone
+        if start > offsets[sequence]:  # inside an over-long prompt: its chunks run alone
             return min(start + max_rows, int(offsets[sequence + 1]))
         whole = int(offsets[np.searchsorted(offsets, start + max_rows, side="right") - 1])
         return whole if whole > start else start + max_rows
