@@ -83,8 +83,7 @@ def _gemma4(gguf: Settings, config: Keys) -> Keys:
 
 
 def _of_each(gguf: Settings, key: str, kinds: list[str]) -> dict[str, int]:
-    """Return the value of a setting for each kind of layer; {} if one value holds for all. `kinds` has the kind of each
-    layer."""
+    """Return the value of a setting for each kind of layer (`kinds`: one per layer); {} if all layers share it."""
     values = gguf.get(f"{key}.layers")
     if values is None:
         return {}

@@ -45,8 +45,7 @@ def _of_experts(gguf: Settings, function: int = SOFTMAX) -> Keys:
 
 
 def _qwen35(gguf: Settings, config: Keys) -> Keys:
-    """Return the config keys specific to Qwen3.5. In its files, value head h uses key head h modulo the number of key
-    heads."""
+    """Return the config keys specific to Qwen3.5. In its files, value head h uses key head h % num_keys."""
     keys, values = gguf.size("ssm.group_count"), gguf.size("ssm.time_step_rank")
     return _delta_net(gguf, keys, values) | {"model_type": "qwen3_5_text", TILED: keys != values}
 

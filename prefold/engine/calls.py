@@ -31,8 +31,7 @@ class Mailbox:
         self.events: SimpleQueue[tuple[Call | None, Sequence[Any]]] = SimpleQueue()
 
     def note(self, step: StepInfo) -> None:
-        """Put a step into the mailbox. This wakes the waiting thread, which costs more than all other work after a
-        step."""
+        """Put a step into the mailbox. Waking the waiting thread costs more than all other work after a step."""
         self.events.put((None, [step]))
 
     def take(self) -> Iterator[tuple[Call | None, Any]]:

@@ -236,8 +236,7 @@ Tagged = tuple[tuple[bytes, bool], Request]  # ((tag, True for a twin), request)
 
 
 def _tagged(window: Window, readout: Readout) -> list[Tagged]:
-    """Return the requests of a window, without references to it: generation takes long, and a window may contain
-    images."""
+    """Return the requests of a window, without references to it: it may contain images, and generation is slow."""
     twins = [False] * window.num_requests if readout.kind == "tokens" else window.twins.tolist()
     return [((tag, twins[number]), window.request(number)) for number, tag in enumerate(window.tags)]
 

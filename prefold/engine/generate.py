@@ -332,8 +332,7 @@ class Generator:
         return [self.open[sequence.key].readers[sequence.sample] for sequence in step.consumers]  # type: ignore[index]
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest step in flight, give its tokens and values to their readers, and answer the requests that
-        end."""
+        """Wait for the oldest step in flight, give its results to the readers, and answer the requests that end."""
         oldest, waiting = self.in_flight[0], time.perf_counter()
         try:
             result = oldest.ticket.result()

@@ -128,8 +128,7 @@ class SamplerState:
         return self.end_ids if self.position + ahead < self.sampling.min_tokens else self.end_ids[:0]
 
     def advance(self, token: int) -> bool:
-        """Append `token` to the output. Return True if the sample ends with it, because the grammar allows no further
-        token."""
+        """Append `token` to the output. Return True if the sample ends because the grammar allows no further token."""
         self.position += 1
         if self.penalised:
             self._count(token)

@@ -82,8 +82,7 @@ class Worker(ABC):
         """
 
     def prepare(self, message: Message) -> Any:
-        """Do the part of `start` that can be done in advance, in any thread, such as creating tensors; return its
-        result."""
+        """Do the part of `start` that can be done in advance, such as creating tensors, in any thread."""
         return None
 
     def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:

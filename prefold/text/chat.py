@@ -48,8 +48,7 @@ class ChatTemplates:
         return bool(self.templates)
 
     def thinks(self, template: str | None) -> bool:
-        """Return True if the template contains the mark of reasoning; with None, if any template of the checkpoint
-        does."""
+        """Return True if the template, or with None any template of the checkpoint, contains the mark of reasoning."""
         named = self.templates.values() if template is None else [self.templates.get(template, template)]
         return any(THINK[0] in source for source in named)
 

@@ -358,8 +358,7 @@ class _ByteFallback:
 
 
 def _stripped(text: str, strips: list[tuple[str, int]]) -> tuple[str, list[tuple[str, int]]]:
-    """Remove the letters of `strips` from the start of a text. Return it, and the strips that apply to the text after
-    it."""
+    """Remove the letters of `strips` from the start of a text. Return it, and the strips for the text after it."""
     remain = []
     for letter, count in strips:
         size = len(text)

@@ -22,8 +22,7 @@ _MISSING = object()
 
 
 def lookup(data: dict[str, Any], path: str) -> Any:
-    """Return the value at `path`: the column with exactly this name, else the value at a dotted path into nested
-    values.
+    """Return the value at `path`: the column with exactly this name, else the nested value at a dotted path.
 
     A name that meets a list is looked up in each of its elements. Raise InputError if there is no value.
     """

@@ -343,8 +343,7 @@ def _add_token(backend: Any, token: Any) -> None:
 
 
 def _configured_ids(checkpoint: Checkpoint, config: dict) -> dict[str, int]:
-    """Return the ids of special tokens in generation_config.json and config.json, for tokenizers without names for
-    them.
+    """Return the ids of special tokens in generation_config.json and config.json, for tokenizers that name none.
 
     If tokenizer_config.json sets a token to null, the token stays absent.
     """

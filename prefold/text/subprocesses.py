@@ -188,8 +188,7 @@ def answer_all(answer: Callable[[bytes], tuple[dict[str, Any], bytes]], source: 
 
 
 def _limit_time(seconds: float) -> None:
-    """Let the operating system end this process after this much CPU time, even inside compiled code; 0 removes the
-    limit.
+    """Let the system end this process after this much CPU time, even inside compiled code; 0 removes the limit.
 
     On Windows there is no such limit; the caller's timeout ends the process.
     """

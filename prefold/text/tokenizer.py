@@ -56,8 +56,7 @@ class EscapingEncoder:
         return self._special.search(text) is not None
 
     def shielded(self, value: Any, field: str) -> Any:
-        """Return a JSON value with a SHIELD in each special token, and in each end of a text that may start a special
-        token.
+        """Return a JSON value with a SHIELD in each special token and in each end of a text that may start one.
 
         Raise InputError for texts that contain SHIELD, for values nested too deep, and for other types.
         """
@@ -150,8 +149,7 @@ class Tokenizer:
         max_length: int | None = None,
         truncation_side: str = "right",
     ):
-        """Wrap `backend`. `special_ids` ({"bos_token": 1, ...}) has ids of special tokens missing from
-        `special_tokens`."""
+        """Wrap `backend`. `special_ids` ({"bos_token": 1, ...}) has ids of tokens missing from `special_tokens`."""
         # The files may set the padding and truncation used in training. Both must be off here.
         backend.no_truncation()
         backend.no_padding()
@@ -208,8 +206,7 @@ class Tokenizer:
         return texts
 
     def cut_at(self, text: str, start: int) -> int:
-        """Return the cut at the newline of the line that starts at `start`: behind or before it. 0 if no cut is
-        allowed.
+        """Return the cut behind or before the newline that precedes the line at `start`; 0 if no cut is allowed.
 
         The parts of a text cut there have together the ids of the text.
         """
@@ -240,8 +237,7 @@ class Tokenizer:
         return spans
 
     def located(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return (the token ids of a text, their `spans`), without special tokens. The interpreter lock is released
-        meanwhile."""
+        """Return (the token ids of a text, their `spans`), without special tokens. Releases the interpreter lock."""
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # `encode` would hold the lock
         return encoding.ids, encoding.offsets
 

@@ -103,8 +103,7 @@ class Feed:
         return is_new
 
     def _join(self, request: SpooledRequest, counted: CountedTag) -> bool:
-        """Return True if the request now waits for the answer of an equal one. Otherwise later requests may wait for
-        it."""
+        """Return True if the request now waits for the answer of an equal one; if not, later ones may wait for it."""
         key = request._replace(tag=b"", number=0, media=())
         waiting = self._open.get(key)
         if waiting is not None:

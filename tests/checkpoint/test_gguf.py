@@ -155,8 +155,8 @@ def key_of(name: str, value: int) -> bytes:
         ([key_of("a", 1), key_of("a", 2)], [], "the key 'a' twice"),
         ([], [tensor_of("w", [4], 0), tensor_of("w", [8], 32)], "the tensor 'w' twice"),
         ([], [tensor_of("w", [4], 0), tensor_of("v", [4], 8)], "'v' starts at 8, which is not a multiple of 32"),
-        ([], [tensor_of("w", [4], 2**64 - 1)], "no multiple of 32"),
-        ([key_of("general.alignment", 64)], [tensor_of("w", [4], 32)], "no multiple of 64"),
+        ([], [tensor_of("w", [4], 2**64 - 1)], "not a multiple of 32"),
+        ([key_of("general.alignment", 64)], [tensor_of("w", [4], 32)], "not a multiple of 64"),
         ([], [tensor_of("w", [16], 0), tensor_of("v", [4], 32)], "'v' overlaps 'w'"),
         ([], [tensor_of("w", [16], 32), tensor_of("v", [4], 32)], "overlaps"),
         ([], [tensor_of("w", [256, 1], 0, 12), tensor_of("v", [4], 128)], "'v' overlaps 'w'"),  # Q4_K

@@ -115,8 +115,7 @@ class RadixCache:
         return nodes if nodes and sum(node.num_computed for node in path) < self.options.min_overlap else []
 
     def use(self, path: Sequence[Node]) -> list[Node]:
-        """Let a sequence start to use the rows of its path. Return the scant nodes, whose rows are discarded and
-        recomputed.
+        """Let a sequence start to use the rows of its path. Return the scant nodes: their rows are recomputed.
 
         Rows are discarded only now, so that a sequence that ends while it waits costs none. Kept rows below the
         discarded rows are evicted if all sequences end before the rows above are recomputed (see `keep`).
@@ -131,8 +130,7 @@ class RadixCache:
         return given_up
 
     def touch(self, node: Node) -> None:
-        """Record a use of this node and the nodes above it, after their rows were copied for a sequence on another
-        path."""
+        """Record a use of this node and the nodes above it: their rows were copied for a sequence on another path."""
         now = self._clock()
         for above in node.path():
             if above.kept:
@@ -192,8 +190,7 @@ class RadixCache:
         return self.namespace_of(request.namespace, request.sampling, request.tokens), request.tokens
 
     def pin(self, namespace: Hashable, tokens: np.ndarray) -> int:
-        """Pin the computed rows of these tokens: they are not evicted until `unpin`. Return how many leading tokens are
-        pinned.
+        """Pin the computed rows of these tokens until `unpin`, so that they are not evicted. Return the pinned length.
 
         If a step fails after its rows were booked, all rows are lost, and with them all pins.
         """
@@ -273,8 +270,7 @@ class RadixCache:
         return self.accounts.of(self._tenant_of(namespace))
 
     def _count(self, node: Node, rows: int, nodes: int = 0) -> None:
-        """Record that `rows` more rows of a kept node may be evicted (unless it is pinned), and `nodes` more nodes are
-        kept."""
+        """Record `rows` more rows that may be evicted (none if the node is pinned), and `nodes` more kept nodes."""
         account = node.account
         assert account is not None
         account.nodes += nodes

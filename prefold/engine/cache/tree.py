@@ -116,8 +116,7 @@ class Node(RadixNode):
         return next(stop for _, stop in self.stretches if stop >= self.num_computed) - self.num_computed
 
     def runs(self, rows: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (first slot, count, position of the first row) for each run of neighbouring slots of the first `rows`
-        rows."""
+        """Yield (first slot, count, first position) for each run of neighbouring slots of the first `rows` rows."""
         for first, stop in self.stretches:
             if first >= rows:
                 return

@@ -60,8 +60,7 @@ class Admission(Protocol):
         """Remove a sequence that ends before it is admitted."""
 
     def first(self, scheduler: Capacity, limits: StepLimits, *, batches: bool = True) -> SequenceState | None:
-        """Return the sequence to admit next; None if none is now. With batches=False, sequences of batches do not
-        count."""
+        """Return the sequence to admit next, or None. With batches=False, sequences of batches do not count."""
 
     def note_admission(self, sequence: SequenceState, rows: int) -> None:
         """Mark the sequence returned by `first` as running; `rows` of its prompt must be computed."""

@@ -167,8 +167,7 @@ class StepPlan:
         return sum(self.computed_rows.values()) + len(self.rereads) + sum(map(len, self.repeats.values()))
 
     def fill(self, running: Collection[SequenceState]) -> None:
-        """Add a row for each sequence that generates, then prompt rows in the order of the sequences, until the step is
-        full.
+        """Add a row for each generating sequence, then prompt rows in sequence order, until the step is full.
 
         A span is added whole. If the first prompt's next span does not fit beside the generating sequences, it goes
         before all other rows. Image rows that the worker does not have are left out, and so are the rows after them.
@@ -185,8 +184,7 @@ class StepPlan:
                 begins_with_span = False
 
     def _add_span_first(self, running: Collection[SequenceState]) -> bool:
-        """Add the next span of the first unfinished prompt, if the generating sequences would leave too few rows for
-        it.
+        """Add the first unfinished prompt's next span, if generating sequences would leave too few rows for it.
 
         Return True if it was added.
         """

@@ -49,8 +49,7 @@ class EnginePart:
         """Return the feature's own scheduler of generation, or None. The arguments are Scheduler's."""
 
     def stream_scheduler(self, inner: MakePlanner) -> MakePlanner:
-        """Return a function that creates the planner of each window of a new row stream, with WindowPlanner's
-        arguments.
+        """Return the function that creates the planner of each window; its arguments are WindowPlanner's.
 
         `inner` is this function without the feature.
         """
