@@ -140,7 +140,7 @@ WRONG = {
     "altup_active_idx": (1, UnsupportedModelError, "altup_active_idx is 1; layers compute the first stream"),
     "altup_num_inputs": (9, CheckpointError, "altup_num_inputs is 9; it must be at most 8"),
     "activation_sparsity_pattern": ([0.5, 1.0, 0, 0], CheckpointError, "numbers from 0 to less than 1"),
-    "intermediate_size": ([64, 64], CheckpointError, "a list of 4, one per layer"),
+    "intermediate_size": ([64, 64], CheckpointError, "a list of 4, one a layer"),
     "num_kv_shared_layers": (3, UnsupportedModelError, "no layer with keys and values of full_attention"),
     "use_bidirectional_attention": (True, UnsupportedModelError, "both directions"),
 }

@@ -23,7 +23,7 @@ RAISING = [
     ("{% include 'x' %}", "TypeError|loader"),
     ("{{ missing(99) }}", "undefined"),
     ("{{ 'a' * 10 ** 18 }}", "it needs more memory than there is"),
-    ("{{ namespace(__call__=1) }}", "may not: .*__call__"),
+    ("{{ namespace(__call__=1) }}", "may not do: .*__call__"),
     ("{{ dict.update(messages[0], role='x') }}", "no attribute 'update'"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"),
 ]

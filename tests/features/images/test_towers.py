@@ -415,7 +415,7 @@ def test_pairs_that_do_not_fit(tmp_path):
         resolve(str(tmp_path / "llama.gguf"), mmproj=str(tmp_path / "nothing.gguf"))
     with pytest.raises(CheckpointError, match="which contains its tower"):
         resolve(str(folder), mmproj=str(tmp_path / "gemma.gguf"))
-    with pytest.raises(CheckpointError, match="holds 3"):
+    with pytest.raises(CheckpointError, match="contains 3"):
         resolve(str(tmp_path))
 
 
