@@ -172,8 +172,7 @@ def resolve(
             config.json.
         weights: If False, download only the small files (config, tokenizer) of a hub id.
         mmproj: The GGUF file of the tower that belongs to a GGUF file. Not needed if a folder contains only these two
-            files
-            and `name` is the folder.
+            files and `name` is the folder.
         context_length: Limit on the tokens of a sequence; None for the model's own.
         notify: Called with one line before a download.
 

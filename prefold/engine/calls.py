@@ -80,8 +80,7 @@ def serve(
     Args:
         max_waiting: Submit the next window when at most this many requests wait.
         stopping: Called after every step of the engine. Once it returns True, the generator yields the available
-            answers
-            and ends. None: it ends with the last answer.
+            answers and ends. None: it ends with the last answer.
         on_step: Called after every step of the engine, in the caller's thread.
         is_again: is_again(tag) -> True if the request is a twin: another read of a prompt that is counted already.
         owner: The tenant and the class (interactive or batch) of the requests.

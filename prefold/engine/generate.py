@@ -98,10 +98,8 @@ class Generator:
 
         Args:
             on_done: Called with the answer: a list with a Generated per sample, the Result of a `readout`, the
-                InputError of an
-                invalid request, or the error of the steps that fail because of the request. It is called from a step,
-                or before
-                `add` returns, and must not raise.
+                InputError of an invalid request, or the error of the steps that fail because of the request. It is
+                called from a step, or before `add` returns, and must not raise.
             on_text: Called with every piece of text.
             readout: The read-out of a request that is not continued; None for generation.
             sharing: The request shares rows with others; None: as set by the engine's options.

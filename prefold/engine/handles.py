@@ -26,8 +26,8 @@ class Handle:
         begun_at: time.perf_counter() at the start of the first step that served them; None while they wait.
         first_at: time.perf_counter() after the step with the first token, or with the answer of a read-out.
         keys: The generator's keys of the requests.
-        post: Calls a function elsewhere, for example in an event loop. If set, `put` is called through `post`, else
-            the engine's thread calls `put`.
+        post: Calls a function elsewhere, for example in an event loop. If set, `put` is called through `post`, else the
+            engine's thread calls `put`.
         waits: The thread that submits the requests waits for the answer. The engine's own thread must not do that.
     """
 

@@ -129,8 +129,7 @@ class Engine(Protocol):
         Args:
             tokenizer: Decodes tokens to text; None if only tokens are needed.
             text: With the read-out "tokens", send pieces of text to the handle before the answer. A fleet sends the
-                whole text
-                of a sample as one piece.
+                whole text of a sample as one piece.
             share: Requests share rows with others; None: as in the engine's facts.
         """
 
@@ -161,11 +160,9 @@ class Engine(Protocol):
             sharing: How rows are shared; None: as in the engine's facts.
             max_batch_rows: Limit on the rows of a step of a row stream; None: the engine's.
             owner: For an engine of one model: the tenant and the class of the requests, which run beside other
-                requests. None:
-                the run may use the whole engine.
+                requests. None: the run may use the whole engine.
             on_failure: With `owner`: called with the error of steps that fail because of one request; returns the
-                request's
-                answer. None: raise the error.
+                request's answer. None: raise the error.
             on_step: Called after every step.
             stopping: Called after every step; once it returns True, the run ends. None: the run ends with the last
                 answer.

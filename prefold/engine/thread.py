@@ -137,8 +137,7 @@ class EngineThread:
 
 
 # The running EngineThreads. If the last reference to an engine disappears while its thread works, the engine is freed
-# in that thread. A thread that frees NumPy memory during the interpreter's exit crashes the process, so the exit waits
-# for it.
+# in that thread. A thread that frees NumPy memory during the interpreter's exit crashes the process, so the exit waits.
 _RUNNING: set[EngineThread] = set()
 
 

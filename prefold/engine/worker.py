@@ -88,7 +88,7 @@ class Worker(ABC):
     def kv_slots(self, kv_memory: int | None, slot_bytes: int) -> int:
         """Return how many slots of this size fit in memory, besides one slot that is never read.
 
-        `kv_memory` is the limit in bytes; None: the free memory of the device. Raise InputError if the limit is larger
+        `kv_memory` is the limit in bytes; None: the worker chooses it. Raise InputError if the limit is larger
         than the free memory.
         """
         return max(1, (kv_memory or 1 << 20) // slot_bytes - 1)

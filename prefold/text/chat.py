@@ -14,13 +14,11 @@ from ..errors import InputError
 from .template_process import TemplateProcess
 from .valid import plain_json, wrong_type
 
-# Limit on the CPU seconds that a request's template may use for one conversation. Typical templates need less than 1
-# ms.
+# Limit on the CPU seconds that a request's template may use for one conversation. Most need less than 1 ms.
 TEMPLATE_SECONDS = 10.0
 
 _CONTENT = "give it a text, or a list of parts"
-# Names of the field with a message's reasoning. Most templates read the first name; gpt-oss's template reads the
-# second.
+# Names of the field with a message's reasoning. Most templates read the first name, gpt-oss's the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 # A reasoning model writes its reasoning between these marks, and its chat template contains them.
 THINK = ("<think>", "</think>")
@@ -70,8 +68,7 @@ class ChatTemplates:
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], at least one. The content of an assistant's message may
-                be
-                missing or null; if the template fails without it, the template gets "".
+                be missing or null; if the template fails without it, the template gets "".
             template: The name of one of the checkpoint's templates, or a template's source text.
             add_generation_prompt: End with the text that introduces the assistant's next message.
             continue_final_message: Leave the last message open, so that the model continues it.
@@ -79,8 +76,7 @@ class ChatTemplates:
                 (`sandbox.with_tools`).
             documents: Documents passed to the template. A template without documents refuses them.
             in_subprocess: Render a template given as source text in a subprocess with limits on CPU time and memory.
-                Use it
-                for templates from requests.
+                Use it for templates from requests.
             template_seconds: CPU time that the subprocess may use, in seconds.
             variables: Further names that the template may look up.
 

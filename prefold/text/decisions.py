@@ -360,8 +360,7 @@ class DecisionEncoder:
 
         Args:
             text: The rendered text.
-            expand: expand(text, encode) replaces image placeholders in a text with hidden shielded tokens, and
-                returns
+            expand: expand(text, encode) replaces image placeholders in a text with hidden shielded tokens, and returns
                 the ids from `encode`. None for prompts without images.
         """
         if expand is None:

@@ -140,8 +140,7 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> Matcher:
         check_grammar(grammar)
         library = _library()
-        # Ambiguous grammars need ever more items, so only JSON schemas get this limit; the library's own limit is
-        # lower.
+        # Only for JSON schemas: ambiguous grammars need ever more items, and the library's own limit is lower.
         items = {"max_items_in_row": self._most_items} if grammar.kind == "json_schema" else {}
         limits = library.LLParserLimits(max_lexer_states=MOST_STATES, **items)
         source, special = _source(grammar), ""

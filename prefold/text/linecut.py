@@ -286,8 +286,7 @@ def _dropped(backend: Any, pre_tokenizer: dict[str, Any] | None, vocab: Mapping[
     parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
     if not any(part.get("type") == "ByteLevel" for part in parts):
         return None
-    # A character of several bytes is dropped only if all its bytes are; every byte but the first is a continuation
-    # byte.
+    # A character of several bytes is dropped only if all its bytes are. All but the first are continuation bytes.
     letters = {ByteLevel(add_prefix_space=False).pre_tokenize_str(chr(i))[0][0]: chr(i) for i in range(128)}
     continuations = {c for i in range(64) for c in ByteLevel(False).pre_tokenize_str(chr(0x80 + i))[0][0][1:]}
     if not all(letter in vocab for letter in continuations):

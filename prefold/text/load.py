@@ -114,8 +114,7 @@ def _sentencepiece(checkpoint: Checkpoint, tokens: list[str], types: list[int], 
         unknown=tokens[named] if named is not None and named < len(tokens) else unknown,
         prefix_space=bool(checkpoint.metadata("tokenizer.ggml.add_space_prefix", True)),
     )
-    # User-defined runs of spaces are not added tokens: normalisation turns spaces into "▁", and their rank joins them
-    # first.
+    # User-defined runs of spaces are not added tokens: normalisation turns spaces into "▁", which rank joins first.
     added = [(t, kind) for t, kind in zip(pieces, types, strict=True) if kind != USER_DEFINED or SPACE not in t]
     _find_tokens(backend, [t for t, _ in added], [kind for _, kind in added])
     return backend
@@ -199,8 +198,7 @@ def sentencepiece_backend(
     Args:
         pieces: The pieces in the order of their ids, with "▁" for spaces.
         ranks: The rank of each piece; lower ranks are joined first. -inf: before all others, and part of no other
-            piece.
-            None: the piece is never a result of joining.
+            piece. None: the piece is never a result of joining.
         unknown: The piece for a character without a piece and without byte pieces.
         prefix_space: Encode each text as if a space came before it.
     """

@@ -37,8 +37,7 @@ def write(name: str, source: str, values: Mapping[str, Any], longest: float = ma
     Args:
         name: The template's name in error messages.
         values: The plain JSON values that the template may look up. If it does not look up "tools", they are written
-            into
-            "messages". If it does not look up "documents", they are an error.
+            into "messages". If it does not look up "documents", they are an error.
         longest: Limit on the letters that the template writes.
 
     Raises:

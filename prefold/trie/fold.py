@@ -11,8 +11,7 @@ from ..errors import InputError
 from .ragged import windows
 from .trie import Layout
 
-# Cost of one pass over many sequences, and of each token in the pass. The unit is the cost of handling one sequence
-# alone.
+# Cost of one pass over many sequences, and of each token in the pass. The unit is the cost of one sequence alone.
 _PASS_COST = 24
 _TOKEN_COST = 1 / 128
 _BLOCK = 1 << 17  # rows in a pass; small enough to stay in the CPU cache

@@ -132,8 +132,7 @@ def _sort_by_few_tokens(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.nda
     num = len(offsets) - 1
     starts, lengths = offsets[:-1], offsets[1:] - offsets[:-1]
     depth = _shared_by_all(tokens, starts, int(lengths.min()))
-    # One key contains the tokens and the sequence number. So an ordinary sort is stable, and much faster than an
-    # argsort.
+    # One key contains the tokens and the sequence number. So an ordinary sort is stable, and far faster than argsort.
     bits, token_bits = num.bit_length(), (int(tokens.max()) + 1).bit_length()
     code, used = np.zeros(num, np.int64), 0
     while used == 0 or (used < _PRESORT_TOKENS and bits + (used + 1) * token_bits < 64):

@@ -121,8 +121,7 @@ class Spool:
 
         Args:
             share: Return requests in lexicographic order over the whole job, equal ones in order of arrival. Each
-                window ends
-                at a place across which few tokens are shared. If False, requests come in order of arrival.
+                window ends at a place across which few tokens are shared. If False, requests come in order of arrival.
             joins: Pack all tags (see `repeats`), and join equal requests if `share` is True.
         """
         if max_tokens < 1:
@@ -192,8 +191,7 @@ class Spool:
         if not self._runs:
             yield from sorted(self._requests, key=attrgetter("namespace", "number"))
             return
-        # Runs contain consecutive ranges of arrivals. All runs are read once, side by side, one namespace after the
-        # other.
+        # Runs contain consecutive ranges of arrivals. All runs are read once, side by side, by namespace.
         parts = (_parts(number, run) for number, run in enumerate(self._runs))
         for _, _, part in heapq.merge(*parts, key=itemgetter(0, 1)):
             yield from sorted(part, key=attrgetter("number"))

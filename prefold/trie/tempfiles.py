@@ -99,8 +99,7 @@ class BlobStore:
         self._file: TempFile | None = None
         self.size = 0  # bytes of the file, free places included
         self.free: defaultdict[int, list[int]] = defaultdict(list)  # size -> free places in the file
-        # The garbage collector may delete a blob at any time, even in the thread that has the lock. So the lock is
-        # reentrant.
+        # The garbage collector may delete a blob at any time, even in the thread that has the lock. Hence an RLock.
         self._lock = threading.RLock()
 
     def put(self, data: bytes) -> Blob:
@@ -130,8 +129,7 @@ class BlobStore:
             else:
                 place, self.size = self.size, self.size + _room(len(data))
         blob = Blob(self, place, len(data))  # created before the write, so that its place is freed if the write fails
-        # Write without the lock: a thread that has the file's lock may delete a blob, and that deletion waits for this
-        # lock.
+        # Write without the lock: a thread that has the file's lock may delete a blob, which waits for this lock.
         self._file.write(data, place)
         return blob
 

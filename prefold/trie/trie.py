@@ -109,8 +109,7 @@ class Trie:
             offsets: Bounds of the sequences [B + 1].
             share: If False, every sequence gets its own branch, and the branches are in input order.
             is_sorted: The sequences are in lexicographic order already, so they are not sorted again. The order is
-                checked,
-                except among images: there it is enough that equal images are neighbours.
+                checked, except among images: there it is enough that equal images are neighbours.
             vocab_size: Ids must be below this; None accepts every id.
             shared: How many leading tokens each sequence shares with the previous one, if known: int64 [B]. Only used
                 for sorted sequences.

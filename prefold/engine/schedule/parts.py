@@ -19,8 +19,7 @@ from .windows import StreamPlanner, WindowPlanner
 MakePlanner = Callable[..., StreamPlanner]
 MakePart = Callable[[Any, Any, Any, Sequence[object]], "EnginePart | None"]
 MAKERS: list[MakePart] = []
-# Functions of features that adapt options to a model before it is loaded: (ModelSpec, identity of the model) ->
-# options.
+# Functions of features that adapt options to a model before it is loaded: (ModelSpec, identity) -> options.
 SETTLERS: list[Callable[[Any, Mapping[str, Any]], Any]] = []
 
 

@@ -107,8 +107,7 @@ class Scheduler:
 
         Args:
             reserve: Reserve slots for the whole output when the prompt is admitted. Otherwise the output gets slots as
-                it
-                grows, and a sequence may be preempted.
+                it grows, and a sequence may be preempted.
             namespace: Rows are shared only between prompts of one namespace.
             priority: The priority of its rows in the cache.
             outputs: For a request submitted before: {number of a sample that has not ended: its tokens}.

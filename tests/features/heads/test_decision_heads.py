@@ -373,7 +373,7 @@ def test_packages_that_cannot_be_read_are_refused(tmp_path):
             LLM(str(package))
         (package / name).write_text(json.dumps(content))
     (package / "backbone" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="has no backbone/config"):
+    with pytest.raises(CheckpointError, match="needs backbone/config"):
         LLM(str(package))
 
 
