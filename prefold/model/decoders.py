@@ -388,8 +388,8 @@ def decoder(
     activation = hf.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"hidden_act {activation!r:.200} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}. For another "
-            "activation add a kind of MLP (docs/families.md)"
+            f"hidden_act {activation!r:.200} is not supported; supported: {', '.join(map(repr, ACTIVATIONS))}. For "
+            "another activation add a kind of MLP (docs/families.md)"
         )
     hidden, heads, layers = hf.size("hidden_size"), hf.size("num_attention_heads"), num_layers(hf)
     positions = hf.size("max_position_embeddings", most=MOST_POSITIONS)

@@ -199,8 +199,8 @@ def _config_from(hf: Settings) -> ModelConfig:
     if own is None and (found := ENCODERS.match(str(architecture)) or BOTH_WAYS.match(str(architecture))):
         what = "an encoder" if found.re is ENCODERS else "made to attend in both directions"
         raise UnsupportedModelError(
-            f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}. Its tokens see later tokens, "
-            "so texts cannot share a prefix; use a causal embedder or reranker (docs/models.md), or another program"
+            f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}. Its tokens see later "
+            "tokens, so texts cannot share a prefix; use a causal embedder or reranker (docs/models.md), or another program"
         )
     if architecture not in _REFUSED:
         families = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
@@ -214,16 +214,16 @@ def _config_from(hf: Settings) -> ModelConfig:
         raise UnsupportedModelError(f"the architecture {architecture!r} is not supported: {_REFUSED[architecture]}")
     if family is None:
         raise UnsupportedModelError(
-            f"the architecture {architecture!r:.200} is not supported; use one of the {len(FAMILIES)} architectures that "
-            "`prefold models` lists, or add a family with register_family and --plugin (docs/families.md)"
+            f"the architecture {architecture!r:.200} is not supported; use one of the {len(FAMILIES)} architectures "
+            "that `prefold models` lists, or add a family with register_family and --plugin (docs/families.md)"
         )
     quantised = hf.get("quantization_config") or hf.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
         if method != _QUANTISED.get(architecture):
             raise UnsupportedModelError(
-                f"the checkpoint is quantised (method {method!r:.200}), which is not supported; use the original checkpoint "
-                "or a GGUF file of the model"
+                f"the checkpoint is quantised (method {method!r:.200}), which is not supported; use the original "
+                "checkpoint or a GGUF file of the model"
             )
     if hf.get("is_causal") is False:
         raise UnsupportedModelError(

@@ -88,7 +88,7 @@ def test_a_calibration_of_another_model_ends_the_server(tmp_path):
     ("options", "said"),
     [
         (["-m", "typo"], "there is no model 'typo'"),
-        (["-m", "."], "holds neither a config.json nor a .gguf file"),
+        (["-m", "."], "contains neither a config.json nor a .gguf file"),
         (["-m", "tiny", "--adapter", "mine=typo"], "--adapter mine: there is no folder typo"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_jev_head_beside_the_weights(tmp_path, softcap):
     llm.close()
     del judge["adapter_subfolder"]
     (folder / "judge_config.json").write_text(json.dumps(judge))
-    with pytest.raises(CheckpointError, match="names the folder 'adapter', and there is none"):
+    with pytest.raises(CheckpointError, match="names the folder 'adapter', which does not exist"):
         LLM(str(folder))
     write_adapter(folder / "adapter", folder)
     with LLM(str(folder), dtype="float32") as adapted:
@@ -373,7 +373,7 @@ def test_packages_that_cannot_be_read_are_refused(tmp_path):
             LLM(str(package))
         (package / name).write_text(json.dumps(content))
     (package / "backbone" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match="has no backbone/config"):
+    with pytest.raises(CheckpointError, match="needs backbone/config"):
         LLM(str(package))
 
 

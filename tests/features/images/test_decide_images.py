@@ -162,6 +162,6 @@ def test_a_model_without_a_tower_says_so(tmp_path):
     folder = tiny_checkpoint(tmp_path)
     (folder / "decision.json").write_text(json.dumps(SETTINGS))
     llm = LLM(str(folder))
-    with pytest.raises(InputError, match="the model takes text alone"):
+    with pytest.raises(InputError, match="the model accepts only text"):
         llm.decide("text", {"q": {"type": "noul"}}, images=[RED])
     llm.close()

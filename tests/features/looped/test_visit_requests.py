@@ -47,7 +47,7 @@ def test_one_prompt_that_is_too_long_leaves_the_others(gated):
     llm = SimpleNamespace(engine=engine)
     readout = Readout("last", exits=Exits(0.5, prompts=True))
     short, long, other = run(llm, requests, readout, sharing=None, rows=None)
-    assert isinstance(long, InputError) and "the K/V of 59 rows, the KV store holds 48" in str(long)
+    assert isinstance(long, InputError) and "the K/V of 59 rows, but the KV store has only 48" in str(long)
     assert short.values.shape == other.values.shape == (36,)
     assert engine.stats.requests == 3
 
