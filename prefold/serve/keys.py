@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import tomllib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, field
 
 from ..errors import InputError, JobError
-from ..spec.files import read_text
+from ..spec.files import read_toml
 from ..spec.requests import Namespace, Owner, Share
 from ..wire.body import Body
 
@@ -174,10 +173,7 @@ class Keys:
 
 def read_keys(path: Path) -> list[tuple[bytes, Tenant]]:
     """Returns (SHA-256 of a key, its tenant) of each key in a file. Raises JobError."""
-    try:
-        tables = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"cannot read the file of keys {path}: {error}") from None
+    tables = read_toml(path)
     entries = tables.get("key")
     if set(tables) != {"key"} or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise JobError(f"the file of keys {path} has no keys; write a table [[key]] with key and tenant for each")

@@ -7,9 +7,11 @@ import contextlib
 import errno
 import hashlib
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import JobError
 
@@ -53,6 +55,14 @@ def read_text(path: Path | str) -> str:
     """Return the text of a side file: labels, a template, a schema, tools, TOML, a prompt, documents. Every option that
     names such a file reads it here; see `text_of`."""
     return text_of(read_bytes(path), str(path))
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """Return the values of a TOML file. Raise JobError if the file cannot be read or is not valid TOML."""
+    try:
+        return tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{path} is not valid TOML: {error}; correct that line") from None
 
 
 def text_of(data: bytes, name: str) -> str:
