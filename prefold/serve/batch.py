@@ -88,7 +88,7 @@ class OpenBatch:
 
 
 class BatchWork:
-    """Validates and finishes batches, one at a time in each thread.
+    """The work on a batch: validation and completion. Each thread works on one batch at a time.
 
     Args:
         is_stopping: returns whether the server is about to end

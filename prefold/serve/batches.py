@@ -1,9 +1,9 @@
-"""Runs batches: files of requests that are answered beside live requests. Each line is answered once, even if the
-server is killed.
+"""Batches: files of requests that are answered beside live requests. Each line is answered once, even if the server is
+killed.
 
 The store contains all batches. One thread runs one batch at a time (see `batch.py`). A second thread validates batches
 and ends cancelled and expired ones. In both threads tenants take turns, and a tenant's oldest batch is first. A large
-batch gives way to another tenant's batch after a while, and continues later.
+batch pauses for another tenant's batch after a while, and continues later.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 RUNNING = ("in_progress", "finalizing")
 LOOK_SECONDS = 0.25
 RETRY_SECONDS = 5.0
-# A batch gives way to another tenant's batch after this many lines, and at most this many times.
+# A batch pauses for another tenant's batch after this many lines, and at most this many times.
 LINES_A_TURN, MOST_TURNS = 1024, 8
 
 
 class Batches:
-    """Runs the batches of a store.
+    """The open batches of a store, and the threads that run them.
 
     Args:
         log: receives errors of the server
@@ -39,7 +39,7 @@ class Batches:
     Attributes:
         look_seconds: a thread looks for work at least this often
         retry_seconds: a batch that failed is tried again after this time
-        lines_a_turn: lines that a batch answers before it gives way to another tenant's batch
+        lines_a_turn: lines that a batch answers before it pauses for another tenant's batch
         work: what the threads do for a batch, once `start` was called
     """
 

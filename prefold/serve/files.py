@@ -53,7 +53,7 @@ class PageOfFiles(Page):
 
 
 class Expiry(Struct):
-    """When a file is deleted."""
+    """The time of a file's deletion."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=1, le=10**10)]

@@ -401,7 +401,8 @@ def result_or_raise(value: Any) -> Any:
 
 
 class PromptTask:
-    """Computes the log-probabilities of the prompt's own tokens, for prompts that a GenerateTask would continue.
+    """A task that computes the log-probabilities of the prompt's own tokens, for prompts that a GenerateTask would
+    continue.
 
     The answer is a Generation with `prompt`: an entry for each token. The "logprob" of the first token is None. The
     answer has a choice if no token is to be generated, or if only the most likely token is, which is known as well.

@@ -161,7 +161,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Bodies:
-    """Reads request bodies, and bounds the bytes of all bodies in memory that are being received."""
+    """A reader of request bodies. It bounds the bytes of all bodies in memory that are being received."""
 
     def __init__(self, options: ServerSpec):
         self._options = options

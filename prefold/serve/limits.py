@@ -158,7 +158,7 @@ MEASURED, LONGEST_WAIT = 128, 120
 
 
 class Backpressure:
-    """Counts the requests that are being prepared, wait for the engine, or are being computed.
+    """The requests that are being prepared, wait for the engine, or are being computed, and the limits on them.
 
     A request for text counts once for each sample. A request for embeddings or scores counts once. A request for which
     the engine has a free sequence is about to run, so it does not count as waiting.
@@ -318,7 +318,7 @@ class Backpressure:
 
 
 class FairQueue:
-    """Calls functions in a few threads. Tenants take turns; each tenant has its own queue of functions."""
+    """A thread pool in which tenants take turns. Each tenant has its own queue of functions."""
 
     def __init__(self, num_threads: int, name: str):
         """Create the thread pool.

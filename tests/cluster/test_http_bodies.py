@@ -38,7 +38,7 @@ def test_a_server_is_never_left_to_its_own_max_tokens():
     with pytest.raises(InputError, match="not known here") as found:
         body_at(30, None)
     assert found.value.field == "max_tokens" and "--max-tokens" in found.value.remedy
-    with pytest.raises(InputError, match="512 tokens, the context of the server's model 512"):
+    with pytest.raises(InputError, match="512 tokens, the context of the server's model is 512"):
         body_at(512, 512)
     _, body = body_of(MESSAGES + json.dumps({"messages": [{"role": "user", "content": "a"}]}))
     assert "max_tokens" not in body.sent, "a conversation is answered until the context is full"

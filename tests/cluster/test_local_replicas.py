@@ -51,8 +51,8 @@ def told(replicas, kind):
 
 
 @pytest.mark.parametrize("fails, reason", [("report", "cannot report: OSError: the socket is closed"),
-                                           ("report close", "did not end as it should: TimeoutError: the loop hangs"),
-                                           ("close", "it was killed, and did not end as it should")])  # fmt: skip
+                                           ("report close", "did not end cleanly: TimeoutError: the loop hangs"),
+                                           ("close", "it was killed, and did not end cleanly")])  # fmt: skip
 def test_a_host_that_fails_as_it_reports_or_ends_is_lost_and_made_anew(fails, reason):
     made = []
 
