@@ -30,20 +30,22 @@ def read_settings(ctx: click.Context, param: click.Parameter, path: str | None) 
     options = {flag[2:]: option for option in ctx.command.params for flag in option.opts if flag.startswith("--")}
     for name in ("config", "help"):
         options.pop(name, None)
-    defaults: dict[str | None, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, value in (read_toml(path) if path else {}).items():
         if name not in options:
             close = near(name, options)
             raise JobError(f"{path}: there is no option {name!r}; {close}prefold serve --help lists the options")
         listed = not options[name].multiple or isinstance(value, list)
-        defaults[options[name].name] = _checked(ctx, options[name], value if listed else [value], f"{path}: {name} = ")
+        defaults[str(options[name].name)] = _checked(
+            ctx, options[name], value if listed else [value], f"{path}: {name} = "
+        )
     for name, text in variables.items():
         variable = environment.server_variable(name)
         if name not in options:
             close = near(variable, map(environment.server_variable, options))
             raise JobError(f"{variable}: prefold serve has no option --{name}; {close}remove or rename the variable")
         value = text.split() if options[name].multiple else text
-        defaults[options[name].name] = _checked(ctx, options[name], value, f"{variable}=")
+        defaults[str(options[name].name)] = _checked(ctx, options[name], value, f"{variable}=")
     ctx.default_map = defaults
 
 

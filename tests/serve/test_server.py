@@ -254,7 +254,7 @@ def test_limits_of_a_key(llm, tmp_path):
             assert reply.owner == Owner("second", is_batch=True)
             refused = ask("two")
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-            assert "of yours" in refused.json()["error"]["message"]
+            assert "of your" in refused.json()["error"]["message"]
             others = Raw(server).send("/v1/completions", body, headers="x-api-key: one\r\n")
             until(lambda: server.state.handler.backpressure.waiting[0] == 2)
         for raw in (waiting, others):
