@@ -40,7 +40,7 @@ class Backend:
             BACKENDS["mine"] = MyBackend()
     """
 
-    where = ""  # where the model is, such as "in vLLM"; "": prefold reads the weights itself
+    where = ""  # location of the model, such as "in vLLM"; "": prefold reads the weights itself
     takes: frozenset[str] = frozenset()  # the fields of FleetSpec that it accepts and other backends may not
     on_ray = True  # whether a replica can be an actor of a Ray cluster
 

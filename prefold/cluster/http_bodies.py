@@ -298,7 +298,7 @@ def remote_model(
 
     Args:
         model: its name on the server, or a folder
-        over: where the model is, for its description
+        over: location of the model, for its description
         tokenizer: a folder, hub id or built-in name; None: the tokenizer of the folder `model`, else texts are sent
     """
     folder = tokenizer or (model if Path(model).is_dir() else None)

@@ -173,7 +173,7 @@ def _joined(before: CacheEvents | None, events: CacheEvents) -> CacheEvents:
 
 
 def _since(now: Stats, before: Stats) -> Stats:
-    """Return the counts between two snapshots. Peaks are those of the later snapshot."""
+    """Return the counts between two snapshots. Peaks come from the later snapshot."""
     counts = _difference(now, before, fields(now)[:-2])
     seconds = {part: spent - before.seconds.get(part, 0.0) for part, spent in now.seconds.items()}
     generation = now.generation

@@ -41,7 +41,7 @@ class Direct:
     client's id or a new one. Without keys it refuses requests of foreign pages.
 
     Attributes:
-        routes: all routes, those of Starlette included
+        routes: all routes, also Starlette's
     """
 
     def __init__(self, app: Starlette, state: AppState, routes: Mapping[tuple[str, str], Route]):

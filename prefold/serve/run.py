@@ -53,7 +53,7 @@ def protocol_with(options: ServerSpec, refused: Callable[[int], object]) -> type
 
         - there are more than `max_connections` connections
         - headers or trailers are too large, or do not arrive in time
-        - the headers do not say clearly where the body ends
+        - the end of the body is ambiguous in the headers
         - the client sends more bytes after the response has ended, or does not read the response
         """
 

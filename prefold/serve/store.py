@@ -62,7 +62,7 @@ class Store:
     Methods may be called from any thread. They raise Refusal (503) if the disk or the database fails.
 
     Attributes:
-        troubles: present failures, {where: description}; `probe` removes those that are over
+        troubles: present failures, {where: description}; `probe` removes failures that are over
         receiving: {tenant: bytes of its files that are being received}; the event loop counts them
     """
 

@@ -114,7 +114,7 @@ def test_a_server_that_never_answered_is_asked_for_as_long_as_patience_only_besi
                 if enough is not None and len(pauses) >= enough:
                     break
     lost = [(name, event) for name, event in events if isinstance(event, ReplicaLost)]
-    assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); it is asked")
+    assert len(notes) == 1 and notes[0].startswith(f"{dead}: it cannot be reached (connection refused); retrying")
     if other:
         assert not lost
     else:
@@ -189,7 +189,7 @@ def test_a_server_that_counts_tokens_is_at_work_however_long_an_answer_takes(mon
     counted, release, notes = itertools.count(), threading.Event(), []
 
     def hangs():
-        return len(server.requests) > sum("has done nothing" in note for note in notes)
+        return len(server.requests) > sum("made no progress" in note for note in notes)
 
     def fault(*_):
         while not release.wait(0.01) and not (counts and now() > 3 * 30):

@@ -140,4 +140,4 @@ def test_a_host_whose_cache_changes_is_at_work_though_nothing_ends(changes):
     if changes:
         assert answer[0].text == "a" and not notes
     else:
-        assert answer.code == "replicas_lost" and "has done nothing" in notes[0]
+        assert answer.code == "replicas_lost" and "made no progress" in notes[0]

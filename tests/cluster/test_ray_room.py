@@ -68,7 +68,7 @@ def test_gpus_of_two_nodes_are_not_those_of_one(room):
 
 def test_more_replicas_than_there_is_room_for(room):
     _, count, (note,) = room(TWO, 40, device="cpu")
-    assert count == 40 and "40 replicas of 1 CPU each" in note and "32 start now" in note
+    assert count == 40 and "40 replicas with 1 CPU each" in note and "32 start now" in note
 
 
 @pytest.mark.parametrize(
