@@ -30,32 +30,31 @@ def read_settings(ctx: click.Context, param: click.Parameter, path: str | None) 
     options = {flag[2:]: option for option in ctx.command.params for flag in option.opts if flag.startswith("--")}
     for name in ("config", "help"):
         options.pop(name, None)
-    defaults: dict[str, Any] = {}
+    defaults = ctx.default_map = {}
     for name, value in (read_toml(path) if path else {}).items():
         if name not in options:
             close = near(name, options)
             raise JobError(f"{path}: there is no option {name!r}; {close}prefold serve --help lists the options")
         listed = not options[name].multiple or isinstance(value, list)
-        defaults[str(options[name].name)] = _checked(
-            ctx, options[name], value if listed else [value], f"{path}: {name} = "
-        )
+        defaults[str(options[name].name)] = value if listed else [value]
+        _check(ctx, options[name], f"{path}: {name} = ")
     for name, text in variables.items():
         variable = environment.server_variable(name)
         if name not in options:
             close = near(variable, map(environment.server_variable, options))
             raise JobError(f"{variable}: prefold serve has no option --{name}; {close}remove or rename the variable")
-        value = text.split() if options[name].multiple else text
-        defaults[str(options[name].name)] = _checked(ctx, options[name], value, f"{variable}=")
-    ctx.default_map = defaults
+        defaults[str(options[name].name)] = text.split() if options[name].multiple else text
+        _check(ctx, options[name], f"{variable}=")
 
 
-def _checked(ctx: click.Context, option: click.Parameter, value: Any, place: str) -> Any:
-    """Return a value that the option accepts. Raise JobError for any other value."""
+def _check(ctx: click.Context, option: click.Parameter, place: str) -> None:
+    """Raise JobError if the option refuses its value in the context's default map."""
+    assert ctx.default_map is not None
+    value = ctx.default_map[str(option.name)]
     try:
         option.type_cast_value(ctx, value)
     except click.BadParameter as error:
         raise JobError(f"{place}{value!r}: {error.message}") from None
-    return value
 
 
 _OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}

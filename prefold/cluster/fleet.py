@@ -1,9 +1,9 @@
 """A fleet of replicas. It is an engine that divides requests among the replicas and answers each request once.
 
 One thread makes all decisions of a run: the caller's thread, or the thread of `lanes.py` for submitted requests. A
-`Fleet` has the replicas, and a `FleetRun` is one run. A run's lease book is fed by one of these: a sorted job, a
-stream, a stream and then the job that it starts, or the streams of submitted requests. Replicas receive orders and send
-events. The decisions are made in `leases.py` and by the sources `offline.py` and `online.py`.
+`Fleet` has the replicas, and a `FleetRun` is one run. The requests of a run come from a sorted job, from a stream, from
+a stream and the job that it starts, or from submitted requests. Replicas receive orders and send events. The decisions
+are made in `leases.py` and by the sources `offline.py` and `online.py`.
 """
 
 from __future__ import annotations

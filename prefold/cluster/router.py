@@ -1,8 +1,8 @@
 """The router chooses the replica of a request.
 
-It has a trie of which replica has which rows, fed by numbered events of the replicas' caches, and for each replica its
-speed and its open work. It computes nothing, waits for nothing and has no clock. The driver reports replicas (`join`,
-`leave`), their events (`take`), steps (`worked`), and requests (`send`, `end`).
+It has one trie of which replica has which rows, fed by numbered events of the replicas' caches. It also has the speed
+and the open work of each replica. It computes nothing, waits for nothing and has no clock. The driver reports replicas
+(`join`, `leave`), their events (`take`), steps (`worked`), and requests (`send`, `end`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ..errors import JobError
 
@@ -57,7 +56,7 @@ def read_text(path: Path | str) -> str:
     return text_of(read_bytes(path), str(path))
 
 
-def read_toml(path: Path | str) -> dict[str, Any]:
+def read_toml(path: Path | str) -> dict[str, object]:
     """Return the values of a TOML file. Raise JobError if the file cannot be read or is not valid TOML."""
     try:
         return tomllib.loads(read_text(path))
