@@ -68,8 +68,8 @@ def config_from_gguf(file: GGUFFile) -> Settings:
     if arch not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(
-            f"{file.path}: GGUF architecture {arch!r:.200} is not supported; supported are: {names}; the model's folder "
-            "with safetensors may run, through transformers' modules (docs/families.md)"
+            f"{file.path}: GGUF architecture {arch!r:.200} is not supported; supported are: {names}; the model's "
+            "folder with safetensors may run, through transformers' modules (docs/families.md)"
         )
     if every.size("split.count", 1, least=0) > 1:
         raise UnsupportedModelError(

@@ -200,7 +200,8 @@ def _config_from(hf: Settings) -> ModelConfig:
         what = "an encoder" if found.re is ENCODERS else "made to attend in both directions"
         raise UnsupportedModelError(
             f"the architecture {architecture!r:.200} is not supported: {found[1]} is {what}. Its tokens see later "
-            "tokens, so texts cannot share a prefix; use a causal embedder or reranker (docs/models.md), or another program"
+            "tokens, so texts cannot share a prefix; use a causal embedder or reranker (docs/models.md), "
+            "or another program"
         )
     if architecture not in _REFUSED:
         families = (fallback(hf, architecture, family is not None) for fallback in _FALLBACKS.values())
