@@ -230,7 +230,7 @@ def test_rows_that_leave_share_all_or_nothing(tmp_path):
     folder = looped_checkpoint(tmp_path, "looped", loop=GATED)
     llm = LLM(str(folder), dtype="float32", device="cpu", sharing="mlp", looped={"exits": "save"})
     llm.embed([[5, 6]])  # rows make all visits
-    with pytest.raises(InputError, match="rows that leave share all or nothing; use full or off"):
+    with pytest.raises(InputError, match="rows that leave do not work with this sharing; use full or off"):
         llm.embed([[5, 6]], max_visits=2)
 
 
