@@ -266,7 +266,7 @@ class Reader:
             ) from None
 
     def _content(self, path: Path) -> bytes:
-        """Return the bytes of a file. Of a file that is too large, one byte more than the limit is read."""
+        """Return the bytes of a file. If it is too large, read one byte more than the limit."""
         with open(path, "rb") as file:
             return file.read(self.decoder.limits.file_bytes + 1)
 

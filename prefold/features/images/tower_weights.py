@@ -112,7 +112,7 @@ def _of_folder(checkpoint: Checkpoint) -> _StoredTower:
     return tensors
 
 
-# llama.cpp's names in a GGUF file of architecture "clip", and those of the projectors' tensors.
+# llama.cpp's names in a GGUF file of architecture "clip", and its names of the projectors' tensors.
 GGUF = Names(
     prefix="v.",
     lists={"blk": 0},
