@@ -162,7 +162,7 @@ def test_numbers_are_not_asked_of_it(engines):
         ({"route": (0, 1)}, "route"),
         ({"exit_visits": (2, 1)}, "exit_visits"),
         ({"grammar": Grammar("lark", "start: 'a'")}, "grammar"),
-        ({"grammar": Grammar("regex", "a")}, "tokens without text, of a grammar"),
+        ({"grammar": Grammar("regex", "a")}, "a grammar for tokens without text"),
     ],
 )
 def test_what_it_lacks_is_an_error_of_that_record(engines, given, field):

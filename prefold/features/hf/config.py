@@ -23,9 +23,9 @@ TABLES = {
     "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "AutoModel": "MODEL_MAPPING_NAMES",
 }
-# Checkpoints with towers, of which only the text model is loaded: {architecture: architecture of the text model}.
+# Checkpoints with towers that are not loaded: {architecture: architecture of the text model, which is loaded}.
 TEXTS = {f"Gemma{number}ForConditionalGeneration": f"Gemma{number}ForCausalLM" for number in ("3n", "4")}
-# RoPE types whose factors change for positions beyond this setting.
+# RoPE types that change their factors for positions beyond this setting.
 CHANGED_BEHIND = {"longrope": "original_max_position_embeddings"}
 
 
@@ -218,7 +218,7 @@ def _of(config: Any, *names: str) -> Any:
 
 
 def _ropes(parameters: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return (type, settings) of each RoPE whose factors change with the position, for all kinds of layers."""
+    """Return (type, settings) of each RoPE that changes its factors with the position, for all kinds of layers."""
     every = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     return [(kind, rope) for rope in every if (kind := rope.get("rope_type")) in CHANGED_BEHIND]
 

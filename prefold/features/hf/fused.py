@@ -144,7 +144,7 @@ ROTATION = "apply_rotary_pos_emb"
 def rotate_by_kernels(decoder: nn.Module) -> None:
     """Make the decoder's modules rotate q and k with prefold's kernel, if it agrees with the function that they call.
 
-    Only these modules change: each gets a `forward` whose globals have the kernel under the function's name.
+    Only these modules change: each gets a `forward` that finds the kernel under the function's name in its globals.
     """
     replaced: dict[Any, Any] = {}
     for module in decoder.modules():

@@ -161,7 +161,7 @@ class ReadyStates(nn.Module):
 
 
 class TransformersLM(CausalLM):
-    """A CausalLM whose layers are the modules of a transformers model.
+    """A CausalLM with the modules of a transformers model as its layers.
 
     Attributes:
         whole: the transformers model, with a ReadyStates in place of its decoder

@@ -19,7 +19,7 @@ MOST_RUNS = 64
 
 
 def tensor_table(config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> StateTable:
-    """Return an empty table of states whose arrays are tensors."""
+    """Return an empty table of states in tensors."""
 
     def zeros(count: int, part: StateShape) -> Tensor:
         return torch.zeros(count, *part.shape, dtype=torch.float32 if part.is_wide else dtype, device=device)
@@ -126,7 +126,7 @@ class Group:
     places: Tensor | None  # int64 [n]: indices into `Carry.starts` of the states they start from; None: see from_runs
     from_runs: list[int]  # [n]: if places is None, each run starts from the state after this run
     goes_on: list[int]  # indices of the runs (0 to n - 1) that later runs start from
-    stored: Tensor  # int64: indices of the runs (0 to n - 1) whose final states are stored
+    stored: Tensor  # int64: indices of the runs (0 to n - 1) with final states to be stored
     to: Tensor  # int64: the table rows for these states
 
     def pick(self, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class LayerStates:
 
         Args:
             part: the tensor of the state that the recurrence continues
-            scan: computes a group of runs whose starting states are known
+            scan: computes a group of runs with known starting states
         """
         carry = self.carry
         starts, table = carry.starts(self.layer, part), carry.table.tensors[self.layer][part]

@@ -334,11 +334,11 @@ class StateScheduler(Scheduler):
         return None if ends and (node is leaf or self.cache is None) else node
 
     def _victims(self, needed: Collection[Node], stored: Collection[Node]) -> Iterator[Node]:
-        """Yield the nodes whose states may be evicted, in the order of eviction.
+        """Yield the nodes with states that may be evicted, in the order of eviction.
 
         Args:
-            needed: nodes with rows in the planned step whose states are always stored
-            stored: nodes whose new states are stored; the caller adds nodes between two values
+            needed: nodes with rows in the planned step; their new states are always stored
+            stored: nodes with new states that are stored; the caller adds nodes between two values
         """
         deepest = set(needed)
         for sequence in self.running:
@@ -353,7 +353,7 @@ class StateScheduler(Scheduler):
     def _runs(
         self, plan: StatesPlan, nodes: Sequence[Node], stored: Mapping[Node, State]
     ) -> tuple[StateRuns, tuple[Node, ...]]:
-        """Return (the runs of a plan, the nodes whose states they start from).
+        """Return (the runs of a plan, the nodes with states that they start from).
 
         nodes: the nodes with rows in the step, in the order of the rows
         """

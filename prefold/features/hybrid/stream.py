@@ -48,7 +48,8 @@ class StateStream(WindowPlanner):
         np.maximum.at(self._last_child, inner, np.flatnonzero(trie.parent >= 0))
         carried = np.zeros(0, np.int64) if before is None or not follows else before.depths_left
         self._first = self._position = self._goes_on_from(carried)
-        # Rows of the last path whose states the next window may start from. The first rows of the path are the trie's.
+        # Rows of the last path with states that the next window may start from. The first rows of the path are the
+        # trie's.
         has_path = self.sharing == "full" and len(trie.order) > 0
         rows = trie.rows_of(int(trie.order[-1])) if has_path else np.zeros(0, np.int64)
         branches = (self._children[rows] > 1) | (np.arange(len(rows)) == len(rows) - 1)

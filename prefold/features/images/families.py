@@ -78,7 +78,7 @@ class TowerModel(ModelConfig):
 
 
 def tower_model(tower: TowerConfig) -> TowerModel:
-    """Return a tower as a model, whose program an executor can run."""
+    """Return a tower as a model with a program that an executor can run."""
     if tower.kind == "gemma4":
         return TowerModel(
             tower=tower, vocab_size=2 * tower.places, hidden=tower.hidden, layers=tower.layers, heads=tower.heads,

@@ -90,7 +90,7 @@ def _layer(model: ModelConfig, tower: TowerConfig, number: int) -> tuple[Operati
 
 
 class _Builder(LayerBuilder):
-    """A LayerBuilder for linears whose inputs and outputs may be clamped."""
+    """A LayerBuilder for linears with optional clamps of inputs and outputs."""
 
     def product(self, tower: TowerConfig, name: str, source: Buffer, out: Buffer, inputs: int, outputs: int) -> None:
         """Add a linear, with its clamps if the tower has them."""

@@ -49,7 +49,7 @@ class ImageSummary:
 
 
 class LRUCache(Generic[T]):
-    """A least-recently-used cache whose values have at most the total size `most`. Any thread may use it."""
+    """A least-recently-used cache of values with at most the total size `most`. Any thread may use it."""
 
     def __init__(self, most: int, size: Callable[[T], int] = lambda value: 1):
         self._most, self._size, self._used = most, size, 0

@@ -19,7 +19,7 @@ from .tower_weights import open_tower
 
 
 class NativeTower(TowerExecutor[np.ndarray]):
-    """A tower whose operations run by the compiled kernels."""
+    """A tower that runs its operations by the compiled kernels."""
 
     def __init__(self, model: TowerModel, weights: NativeModel):
         """weights: of the tower, in the kernels' form"""

@@ -82,7 +82,7 @@ NO_TILES = np.empty((0, 0, 0, 0), np.float32)  # the tiles of an image that cann
 
 @dataclass(frozen=True, slots=True)
 class _EncodedImage:
-    """An image whose rows the worker has."""
+    """An image that is encoded: the worker has its rows."""
 
     salt: str  # of its requests
     last_id: int  # of its last row
@@ -263,7 +263,7 @@ class ImageScheduler(EnginePart):
     def after_plan(self, rows: int | None, seconds: float) -> Mapping[Hashable, Exception]:
         """Run the tower if requests wait for an image, for as long as its pace allows after a step.
 
-        Return an error for each request whose image the tower failed for.
+        If the tower fails for an image, return an error for each request that waits for it.
         """
         allowed = IDLE_SECONDS if rows is None else self.seconds_after(rows, seconds)
         failed = self.advance(allowed, idle=rows is None) if self.is_waiting else None

@@ -85,9 +85,9 @@ class MediaTable:
             return medium
 
     def find(self, ids: np.ndarray) -> list[Medium]:
-        """Return the media whose rows have these ids, in the order of their first rows.
+        """Return the media of rows with these ids, in the order of the media's first rows.
 
-        Raise LookupError for an id without a medium, or whose medium no longer exists.
+        Raise LookupError for an id if it never had a medium, or if its medium no longer exists.
         """
         with self._lock:
             # A gap in the ids starts another tile or image, because one id between two tiles is unused.

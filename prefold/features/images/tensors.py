@@ -53,7 +53,7 @@ class TowerWeights(nn.Module):
 
 
 class TorchTower(TowerExecutor[Tensor]):
-    """A tower whose operations run on tensors."""
+    """A tower that runs its operations on tensors."""
 
     def __init__(self, model: TowerModel, weights: TowerWeights):
         table, heads = weights.table, (model.heads, model.kv_heads, model.head_dim)

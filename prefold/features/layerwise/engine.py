@@ -19,7 +19,7 @@ from ...engine.schedule.windows import PlannedStep, StreamPlanner
 
 @dataclass(frozen=True, slots=True)
 class LayerwiseFacts:
-    """Facts about a model whose weights are read layer by layer."""
+    """Facts about a model that runs layer by layer."""
 
     max_rows: int  # the most rows of one message
 
@@ -115,7 +115,7 @@ class LayerwisePlanner:
 
 
 class LayerwisePart(EnginePart):
-    """The engine part for a model whose weights are read layer by layer."""
+    """The engine part for a model that runs layer by layer."""
 
     def __init__(self, facts: LayerwiseFacts, meter: Meter):
         self.max_rows, self._meter = facts.max_rows, meter

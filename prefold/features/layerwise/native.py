@@ -37,7 +37,7 @@ class LayerPaths:
 
 
 def layerwise_part(model: NativeModel, loader: PartLoader) -> WorkerPart:
-    """Return the worker part for a model whose weights `loader` reads layer by layer."""
+    """Return the worker part for a model with weights that `loader` reads layer by layer."""
     paths: dict[int, LayerPaths] = {}
 
     def run(worker: NativeWorker, message: LayerwiseStep) -> Ticket:
@@ -148,7 +148,7 @@ class LayerwiseWindow:
     def _through_layers_of(
         self, visits: tuple[Visit, ...], is_last: bool, path: NativePath, states: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], NativePath]:
-        """Run layers of which only the first may have a plane or states.
+        """Run layers. Only the first of them may have a plane or states.
 
         Return (each step's residual stream, or after the last layer its hidden states that are read; the path above the
         next step in the plane).

@@ -38,7 +38,7 @@ from .steps import (
 NEVER = float("nan")
 Rule = tuple[float, float, float, float]
 STAYS: Rule = (NEVER, NEVER, 1, np.inf)  # a row of `Passage.leave_after` for a row that makes all visits
-MOST_ROUTES = 1 << 16  # number of prompts whose routes are remembered for later requests
+MOST_ROUTES = 1 << 16  # number of prompts with a remembered route
 
 
 def engine_part(worker: Worker, options: EngineOptions) -> EnginePart:
@@ -213,7 +213,7 @@ def _rule(exits: Exits) -> Rule:
 
 
 def _place(namespace: Namespace, way: Way, tokens: np.ndarray) -> Hashable:
-    """Return the key of a prompt whose route the router chooses, for all its requests."""
+    """Return the key of a prompt that the router routes. All requests with the prompt have this key."""
     assert way.asker is not None
     return (
         namespace.with_part(replace(way, asker=None)),

@@ -106,7 +106,7 @@ def _linear(inputs: int, outputs: int, device: torch.device) -> Linear:
 
 
 class LoopedLM(CausalLM):
-    """A CausalLM whose blocks of layers are visited in the order of `config.loop`.
+    """A CausalLM that visits its blocks of layers in the order of `config.loop`.
 
     Call it like a CausalLM, or visit by visit: `start`, then `visit` for each visit, then `finish`.
 

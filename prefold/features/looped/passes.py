@@ -187,11 +187,11 @@ class ExitRules(Generic[Array]):
 
     @property
     def open(self) -> np.ndarray:
-        """The numbers of the rules whose row has not left, or has not been read."""
+        """The numbers of the rules that are not met: their rows have not left, or have not been read."""
         return np.flatnonzero(self._is_open)
 
     def after(self, visits: int, place: np.ndarray, x: Array, before: Array) -> np.ndarray:
-        """Return the numbers of the rules whose row leaves, or is read, after this number of visits.
+        """Return the numbers of the rules that are met after this number of visits: their rows leave, or are read.
 
         Args:
             visits: number of completed visits
@@ -325,7 +325,7 @@ class LoopedPass(Generic[Array, Batch]):
     # ------------------------------------------------------------------------------------------- rows and rules
 
     def _on_route(self, visit: int, rows: np.ndarray, x: Array) -> tuple[np.ndarray, Array]:
-        """Return the rows whose route has this visit, and their states."""
+        """Return the rows with this visit in their route, and their states."""
         goes_on = self._blocks[self._route[rows], visit] >= 0
         if goes_on.all():
             return rows, x
@@ -463,7 +463,8 @@ class LoopedPass(Generic[Array, Batch]):
             route, made = self._blocks[number], self.visits[rows[at]]
             for block in np.unique(route[route >= 0]).tolist():
                 visits = np.flatnonzero(route == block)
-                # The visit whose K/V is copied to the row's deeper visits; -1: K/V are computed from the row's state.
+                # The visit from which K/V are copied to the row's deeper visits; -1: K/V are computed from the row's
+                # state.
                 source = np.concatenate(([-1], visits))[np.searchsorted(visits, made)]
                 if self._passage.keys == "project":
                     source[:] = -1

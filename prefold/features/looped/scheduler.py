@@ -137,5 +137,5 @@ class LoopedScheduler(Scheduler):
 
 
 def _asks(step: GenerateStep) -> list[Namespace]:
-    """Return the namespaces of a step's prompts whose router is asked, in the order of their rows."""
+    """Return the namespaces of a step's prompts that the router routes, in the order of their rows."""
     return [namespace for namespace, _, _ in step.namespaces if namespace.part(Way, MODEL_ORDER).asker is not None]

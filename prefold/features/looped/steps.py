@@ -33,7 +33,7 @@ class Way:
 
     route: tuple[int, ...] | None = None  # the blocks to visit; None: the model's order, or the router's future choice
     exits: Exits | None = None  # when rows leave for good; None: they make all visits
-    asker: Asker | None = None  # the request whose router was not asked yet; no other request shares its rows
+    asker: Asker | None = None  # the request that waits for the router; no other request shares its rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ReadAfter:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A request whose router was not asked yet."""
+    """A request that waits for its router's answer."""
 
     key: Hashable  # of the request
     # Minimum and maximum number of visits that the router may choose.
@@ -88,7 +88,7 @@ class Passage:
             never); the largest relative change of its state at which it leaves (nan: never); the minimum and the
             maximum number of its visits
         keys: the K/V of visits that a row does not make
-        asks: int64 [a, 4]: prompts whose router is asked. Columns: the first row, the row after the last, the minimum
+        asks: int64 [a, 4]: prompts that the router routes. Columns: the first row, the row after the last, the minimum
             and the maximum number of visits
     """
 

@@ -51,7 +51,7 @@ def routed(
     routing: Routing | None = None,
     routes: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Visit]:
-    """Yield each visit of whole sequences, whose rows follow each other without sharing.
+    """Yield each visit of whole sequences. The sequences' rows follow each other and are not shared.
 
     A row that has left keeps its state. The router's choices have the gradients of its probabilities. If the router
     reads rows, a row sees in each block the K/V of every row's last visit to that block. If a row has not visited the

@@ -1,4 +1,4 @@
-"""Find chunks of a new prompt whose rows are in the cache at other positions.
+"""Find chunks of a new prompt that have rows in the cache at other positions.
 
 Such rows have the same tokens, but other tokens before them, so results from them are approximations (EPIC, Hu et al.
 2024; CacheBlend, Yao et al. 2024). Nothing here runs unless `CacheOptions.shifted` is set.

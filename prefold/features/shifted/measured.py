@@ -27,7 +27,7 @@ class Bound:
     """How far results may move."""
 
     logprob: float  # largest allowed change of the log-probability of a likely first token
-    changed: float  # share (0 to 1) of prompts whose likeliest first token may change
+    changed: float  # largest share (0 to 1) of prompts with another likeliest first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Drift:
     approximate_tokens: int  # tokens with copied K/V
     logprob: float  # largest change of a log-probability, among the likeliest first tokens of the exact run
     mean_logprob: float  # mean change of the log-probability of each prompt's likeliest first token
-    changed: int  # prompts whose likeliest first token has changed
+    changed: int  # prompts with another likeliest first token
 
     def unmet(self, bound: Bound) -> str | None:
         """Return why a bound is not met, or None if it is. A run without reuse meets no bound."""

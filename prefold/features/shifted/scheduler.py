@@ -77,7 +77,7 @@ class ShiftingScheduler(Scheduler):
         return self._shift(sequence)
 
     def _shift(self, sequence: SequenceState) -> int:
-        """Plan copies of chunks for a request whose first sequence was admitted. Return the number of rows."""
+        """Plan copies of chunks after a request's first sequence was admitted. Return the number of rows."""
         request, path = self.requests[sequence.key], sequence.leaf.path()
         # Rows stay exact and in the trie if they are computed, if other requests wait for them, or if cached rows are
         # below them.

@@ -83,10 +83,10 @@ def run(
 def _lines(drift: Any) -> list[str]:
     share = drift.approximate_tokens / max(1, drift.tokens)
     return [
-        f"prompts with chunks that were met elsewhere  {drift.shifted:,} of {drift.prompts:,}",
-        f"their tokens whose K/V was copied            {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
+        f"prompts with reused chunks                   {drift.shifted:,} of {drift.prompts:,}",
+        f"their tokens with copied K/V                 {drift.approximate_tokens:,} of {drift.tokens:,} ({share:.0%})",
         f"largest change of a log-probability          {drift.logprob:.3g}",
-        f"mean change, of the likeliest token          {drift.mean_logprob:.3g}",
+        f"mean change for the likeliest token          {drift.mean_logprob:.3g}",
         f"first choices that changed                   {drift.changed:,}",
     ]
 
