@@ -299,7 +299,7 @@ def generate(prompt: Any, *, model: str = DEFAULT_MODEL, chat: bool = True, **op
         A Daft expression. A row with an error has only `error`; a row without one has a null there.
 
     Raises:
-        InputError: if an option is unknown
+        InputError: for `concurrency` or `num_gpus`, for `replicas` without Ray, or for a cache with approximate results
 
     Example:
         df.with_column("answer", generate(df["question"], max_tokens=64))

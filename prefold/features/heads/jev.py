@@ -190,11 +190,10 @@ def _codes(checkpoint: Checkpoint) -> JevReader | None:
     if mode == "noncausal_full_attention":
         why = "tokens see the tokens behind them, so no two prompts share the computation of a prefix"
         raise UnsupportedModelError(f"{config.file}: attention_mode is {mode!r}: {why}")
-    if style not in _PROMPTS or config.text("pooling", "last") != "last":
-        known = ", ".join(_PROMPTS)
-        raise UnsupportedModelError(
-            f"{config.file}: prompt is {style!r} (known: {known}) or pooling is not 'last'; only 'last' works"
-        )
+    if style not in _PROMPTS:
+        raise UnsupportedModelError(f"{config.file}: prompt is {style!r}; supported are {', '.join(_PROMPTS)}")
+    if (pooling := config.text("pooling", "last")) != "last":
+        raise UnsupportedModelError(f"{config.file}: pooling is {pooling!r}; only 'last' works")
     settings = DecisionSettings(
         labels=dict.fromkeys(KINDS, codes),
         temperature=dict.fromkeys(KINDS, float(config.number("temperature", 1.0))),

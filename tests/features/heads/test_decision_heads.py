@@ -99,7 +99,7 @@ def test_a_head_of_codes(tmp_path, style):
     refused = [
         ({"attention_mode": "noncausal_full_attention"}, "see the tokens behind them"),
         ({"prompt": "other"}, "prompt is 'other'"),
-        ({"pooling": "mean"}, "only 'last' works"),
+        ({"pooling": "mean"}, "pooling is 'mean'; only 'last' works"),
     ]
     for wrong, says in refused:
         (folder / "decision_config.json").write_text(json.dumps(config | wrong))
