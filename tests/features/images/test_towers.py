@@ -257,7 +257,7 @@ def test_configs_that_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=what):
             config_from(gemma | change)
     small = json.loads((tiny_vision(tmp_path, "gemma4") / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="pad_token_id is 400, which is no token"):
+    with pytest.raises(CheckpointError, match="pad_token_id is 400, which is not a token"):
         config_from(small | {"text_config": small["text_config"] | {"pad_token_id": 400}})
     smol = json.loads((tiny_vision(tmp_path, "smolvlm") / "config.json").read_text())
     for change, what in (
