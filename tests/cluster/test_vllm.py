@@ -150,7 +150,7 @@ def test_numbers_are_not_asked_of_it(engines):
     with (
         closing(Fleet(Replicas({"this machine": host}))) as fleet,
         filled([40]) as spool,
-        pytest.raises(JobError, match="generates text here, and was asked for 'last'"),
+        pytest.raises(JobError, match="only generates text here, but was asked for 'last'"),
     ):
         list(fleet.run(spool.windows(max_tokens=500), Readout("last")))
 
