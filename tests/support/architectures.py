@@ -296,9 +296,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4_text": ({}, "its attention is weighed by a count of rows, not by position_ids (attn_temperature_tuning)"),
     "lfm2": (
         {"layer_types": ["conv", "full_attention", "conv"]},
-        "rows that prompts share give other hidden states than whole prompts do",
+        "rows that prompts share have other hidden states than whole prompts",
     ),
-    "recurrent_gemma": ({}, "rows that prompts share give other hidden states than whole prompts do"),
+    "recurrent_gemma": ({}, "rows that prompts share have other hidden states than whole prompts"),
 }
 
 

@@ -97,9 +97,9 @@ def test_a_head_of_codes(tmp_path, style):
         with pytest.raises(InputError, match="at most 6"):
             llm.decide("x", {"q": {"type": "choice", "criteria": dict.fromkeys("abcdefg")}})
     refused = [
-        ({"attention_mode": "noncausal_full_attention"}, "see what comes after"),
+        ({"attention_mode": "noncausal_full_attention"}, "see the tokens behind them"),
         ({"prompt": "other"}, "prompt is 'other'"),
-        ({"pooling": "mean"}, "only 'last' works"),
+        ({"pooling": "mean"}, "pooling is 'mean'; only 'last' works"),
     ]
     for wrong, says in refused:
         (folder / "decision_config.json").write_text(json.dumps(config | wrong))
@@ -200,7 +200,7 @@ def test_heads_that_do_not_fit_are_refused_at_load(tmp_path):
     with pytest.raises(UnsupportedModelError, match="option_isolation of head"):
         LLM(str(folder))
     write_kev(folder, head_dim=9)
-    with pytest.raises(CheckpointError, match=r"'k.bias' the file has the shape \[8\], and the head the shape \[9\]"):
+    with pytest.raises(CheckpointError, match=r"'k.bias': the file has the shape \[8\], the head needs .* \[9\]"):
         LLM(str(folder))
     save_file(random_tensors(**{"q.weight": (8, HIDDEN)}), folder / "head.safetensors")
     with pytest.raises(CheckpointError, match="the file has no such tensor"):

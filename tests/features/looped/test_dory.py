@@ -158,9 +158,9 @@ LAST_LOOP = {"recurrent_kv_cache_mode": "last_loop"}
         ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters is .* settings for full_attention and"),
         (
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}}},
-            r"rope_parameters\.sliding_attention\.partial_rotary_factor is 0\.4; it must be 1, as Dory",
+            r"rope_parameters\.sliding_attention\.partial_rotary_factor is 0\.4; it must be 1, because Dory",
         ),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; it must be 1, as Dory rotates whole heads"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; it must be 1, because Dory rotates"),
         ({"initializer_range": 0}, "initializer_range is 0; it must be more than 0"),
         ({"hidden_act": "xielu"}, "xielu.* needs MLPs of the kind"),
     ],

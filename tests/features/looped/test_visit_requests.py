@@ -31,7 +31,7 @@ def test_visits_without_a_gate(tmp_path):
     engine = engine_of(llm, exits="read")
     before, wrong, behind = generate(engine, [request_of(tokens, one) for one in (Exits(), exits, Exits())])
     assert before[0].tokens == behind[0].tokens and len(before[0].tokens) == 5
-    assert isinstance(wrong, InputError) and "max_visits is given, and the model has no gate" in str(wrong)
+    assert isinstance(wrong, InputError) and "max_visits is given, but the model has no gate" in str(wrong)
     for given in ({"route": (0, 1), "min_visits": 2}, {"max_visits": 1}):
         with pytest.raises(InputError, match="the model has no gate"):
             llm.embed([tokens], **given)
