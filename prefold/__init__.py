@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Type checkers take a variable of this name for true. To import `typing` for it would be most of what
-# `import prefold` costs.
+# Type checkers treat a variable of this name as true. Importing `typing` for it would take most of the time of
+# `import prefold`.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -76,7 +76,7 @@ _MODULES |= dict.fromkeys(
 
 
 def __getattr__(name: str) -> object:
-    # `import prefold` and the command line stay fast: torch is imported with the first LLM.
+    # Public names are imported on first use, so that `import prefold` and the command line are fast.
     if name not in __all__:
         raise AttributeError(f"module 'prefold' has no attribute {name!r}")
     value: object = getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)

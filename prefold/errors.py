@@ -1,15 +1,15 @@
-"""The errors that prefold raises on purpose.
+"""The errors of prefold.
 
 PrefoldError
 ├── InputError          one record, prompt or argument is wrong; names the field and the remedy
 ├── CheckpointError     a model cannot be found or read
-│   └── UnsupportedModelError   an architecture, tensor or setting we do not know
-├── OutOfMemoryError    what was asked for does not fit; raised before it is loaded
-├── RankError           a rank of a model that is split over processes has failed; all of them have ended
-├── ForkedError         a process that was forked after a model was loaded cannot compute
+│   └── UnsupportedModelError   an architecture, tensor or setting that prefold does not support
+├── OutOfMemoryError    a model or a request does not fit in memory; raised before anything is loaded
+├── RankError           with tensor parallelism: a rank has failed, and all ranks have ended
+├── ForkedError         this process was forked after a model was loaded, and cannot compute
 ├── MissingExtraError   an optional dependency is not installed; names the extra
-└── JobError            a job cannot start or go on (output exists, journal of another job, ...)
-    └── FleetError          no replica of a fleet is left
+└── JobError            a job cannot start or continue (output exists, journal of another job, ...)
+    └── FleetError          all replicas have failed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def warn_caller(message: str) -> None:
-    """Warn with the line that called prefold as the place: the first frame that is not in this package."""
+    """Warn at the caller's line: the first frame outside this package."""
     level = 1
     while sys._getframe(level).f_code.co_filename.startswith(_PACKAGE):
         level += 1
@@ -30,18 +30,23 @@ def warn_caller(message: str) -> None:
 
 
 class PrefoldError(Exception):
-    """PrefoldError is the base of every error that prefold raises on purpose."""
+    """Base of all errors that prefold raises."""
 
 
 class InputError(PrefoldError, ValueError):
-    """One record, prompt or argument is wrong.
+    """One record, prompt or argument is wrong. A job writes the error to the record's output line and continues.
 
-    message  what is wrong
-    field    the name of what is wrong, as the user wrote it: a column, an option, an argument
-    remedy   what to do about it
-    code     a short stable word for machines ("missing_field", "too_long", ...)
+    Attributes:
+        message: What is wrong.
+        field: The wrong column, option or argument, under the name that the user gave it; None: no single field.
+        remedy: What to do.
+        code: A short stable identifier for programs, such as "missing_field" or "too_long".
 
-    A job turns the error into that record's error line and goes on.
+    Example:
+        >>> try:
+        ...     llm.embed(["fine", None])
+        ... except InputError as error:
+        ...     print(error.message, error.remedy)
     """
 
     def __init__(self, message: str, *, field: str | None = None, remedy: str = "", code: str = "invalid_input"):
@@ -52,9 +57,11 @@ class InputError(PrefoldError, ValueError):
         self.code = code
 
     def renamed(self, field: str | None, remedy: str | None = None) -> InputError:
-        """Return this error with `field` in place of its own field, also where its message quotes that.
+        """Return a copy of this error for another field. If the message quotes the old name, the new name replaces it.
 
-        remedy  replaces its remedy; None: the remedy stays
+        Args:
+            field: The new field.
+            remedy: The new remedy; None: keep the remedy.
         """
         message = self.message if self.field is None else self.message.replace(repr(self.field), repr(field))
         renamed = InputError(message, field=field, remedy=self.remedy if remedy is None else remedy, code=self.code)
@@ -62,7 +69,7 @@ class InputError(PrefoldError, ValueError):
         return renamed
 
     def to_dict(self) -> dict[str, str]:
-        """Return the error as an output line has it: code and message, and field and remedy if there are any."""
+        """Return the error as in an output line: code and message, and field and remedy if they are set."""
         parts = {"code": self.code, "message": self.message, "field": self.field, "remedy": self.remedy}
         return {name: part for name, part in parts.items() if part}
 
@@ -72,26 +79,31 @@ class CheckpointError(PrefoldError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """The checkpoint is of an architecture, or has a setting, that prefold does not know."""
+    """The checkpoint has an architecture, a tensor or a setting that prefold does not support."""
 
 
 class OutOfMemoryError(PrefoldError, MemoryError):
-    """What was asked for does not fit into memory; raised before anything is loaded."""
+    """A model or a request does not fit in memory. Raised before anything is loaded."""
 
 
 class RankError(PrefoldError):
-    """A rank of a model that is split over processes has died, hangs or cannot start; all of them have ended."""
+    """With tensor parallelism: a rank has died, hangs or cannot start, and all ranks have ended."""
 
 
 class ForkedError(PrefoldError, RuntimeError):
-    """This process was forked from one that had loaded a model. The model's threads are not here, so no step would end.
+    """This process was forked from a process that had loaded a model, and cannot compute.
 
-    Start processes with "spawn" or "forkserver", or fork before the first LLM is made.
+    The model's threads do not exist in the child, so a step would never end. Start processes with "spawn" or
+    "forkserver", or fork before the first LLM is made.
     """
 
 
 class MissingExtraError(PrefoldError, ImportError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed.
+
+    Attributes:
+        extra: The extra that installs it: pip install 'prefold[EXTRA]'.
+    """
 
     def __init__(self, package: str, extra: str, purpose: str):
         super().__init__(f"{purpose} needs the package {package!r}: pip install 'prefold[{extra}]'")
@@ -103,36 +115,38 @@ class MissingExtraError(PrefoldError, ImportError):
 
 
 class JobError(PrefoldError):
-    """A job cannot start, or cannot go on."""
+    """A job cannot start or continue."""
 
 
 class FleetError(JobError):
-    """No replica of a fleet is left; the message says what became of each."""
+    """All replicas have failed. The message has the reason for each."""
 
 
 def not_invariant(what: str) -> InputError:
-    """Return the error of a model that cannot be batch-invariant. what: the part of it that depends on the batch"""
-    message = f"this model cannot be batch-invariant here: {what} depend on what else is in the batch"
+    """Return the error for a model that cannot be batch-invariant, because `what` depends on the batch."""
+    message = f"this model cannot be batch-invariant here: {what} depend on the rest of the batch"
     return InputError(message, field="invariant", remedy="leave --invariant out, or use the executor auto on a CPU")
 
 
 def no_lm_head() -> InputError:
     """Return the error for logits of a model without an LM head."""
     return InputError(
-        "this checkpoint has no LM head, so it gives no logits",
+        "this checkpoint has no LM head, so it has no logits",
         field="model",
-        remedy="use it to embed, or load a checkpoint ...ForCausalLM whose files have lm_head.weight",
+        remedy="use it to embed, or load a ...ForCausalLM checkpoint that contains lm_head.weight",
         code="no_lm_head",
     )
 
 
 def record_error(error: Exception) -> InputError:
-    """Returns the InputError that a record gets for `error`, which was raised while that record was worked on.
+    """Convert an exception that was raised while a record was processed to the record's InputError.
 
-    An InputError is returned as it is. For any other exception an InputError of code "unexpected" names its type. A
-    MemoryError is such an exception: the record asked for more memory than there is, and it is free again.
-    Raises `error` itself where no record can be at fault: an OSError, a module that cannot be imported, and all of
-    prefold's own errors but InputError.
+    An InputError is returned unchanged. Any other exception becomes an InputError with code "unexpected" that names its
+    type. This includes MemoryError: the record needed more memory than is free, and the memory is free again.
+
+    Raises:
+        OSError, ImportError, PrefoldError: `error` itself, if it is one of these but not an InputError. A record cannot
+            cause them.
     """
     if isinstance(error, InputError):
         return error
@@ -140,6 +154,6 @@ def record_error(error: Exception) -> InputError:
         raise error
     reason = f": {error!s:.300}" if str(error) else ""
     message = f"the record cannot be processed ({type(error).__name__}{reason})"
-    wrapped = InputError(message, remedy="see whether its values are what they should be", code="unexpected")
+    wrapped = InputError(message, remedy="check its values", code="unexpected")
     wrapped.__cause__ = error
     return wrapped

@@ -1,4 +1,4 @@
-"""Makes a model ready to run, as an LLM. The methods that run it are in `face/`."""
+"""LLM: a loaded model. Its methods for tasks are in `prefold.api`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,25 @@ __all__ = ["LLM"]
 
 
 class LLM(NumericTasks, Texts):
-    """An LLM is a model that is loaded and ready to run.
+    """A loaded model, ready for all tasks.
 
-    model      hub id, local Hugging Face folder, .gguf file, a built-in name (`prefold models`), or a Checkpoint
-    tokenizer  the checkpoint's tokenizer, where it has been loaded already; None: it is loaded here
-    media      gives the rows of images their ids, where prompts are made before the LLM; None: a table of its own
-    options    the fields of ModelSpec: dtype, device, threads, sharing, max_batch_rows, kv_memory, cache, adapters,
-               tensor_parallel, ..., of which a list stands below. Those of looped models, and of images, are given in
-               mappings: looped={"exits": "save"}, images={"mmproj": FILE}
+    Args:
+        model: Hub id, local Hugging Face folder, .gguf file, built-in name (see `prefold models`), or Checkpoint.
+        tokenizer: The checkpoint's tokenizer, if it is already loaded; None: load it.
+        media: Table that assigns ids to image rows, if prompts are made before the LLM; None: make one.
+        **options: The options below, such as dtype, device, threads, cache and adapters. Options of looped models and
+            of images are mappings: looped={"exits": "save"}, images={"mmproj": FILE}.
 
-    Raises CheckpointError where the model cannot be found or read, UnsupportedModelError (a CheckpointError) where
-    prefold cannot run it, OutOfMemoryError if it does not fit (see layerwise), ForkedError in a process forked from one
-    that made an LLM, and InputError for a wrong argument. `stats` adds up over all calls.
+    Raises:
+        CheckpointError: The model cannot be found or read.
+        UnsupportedModelError: prefold does not support the model. This is a CheckpointError.
+        OutOfMemoryError: The model does not fit in memory; see the option `layerwise`.
+        ForkedError: This process was forked from a process that had made an LLM.
+        InputError: An argument is wrong.
+
+    Example:
+        >>> llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct", dtype="float32")
+        >>> llm.generate("The capital of France is", max_tokens=3).text
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class LLM(NumericTasks, Texts):
         check_process()
         self.options = o = model_options(options)
         self.device = choose_device(o.device)
-        # Nothing is downloaded, started or set before the arguments were looked at.
+        # Arguments are checked before anything is downloaded or started.
         if not isinstance(model, Checkpoint):
             source: dict[str, Any] = {"revision": o.revision, "load_format": o.load_format, "mmproj": o.images.mmproj}
             model = resolve(model, **source, notify=tell)
@@ -80,8 +87,8 @@ class LLM(NumericTasks, Texts):
         self._loaded = load(self.checkpoint, config, o, self.tokenizer, dtype=self.dtype, device=self.device)
         self.model, self.config, self.worker = self._loaded.model, self._loaded.config, self._loaded.worker
         self.executor = self._loaded.executor
-        # In words, what computes a forward pass, how weights and K/V lie in memory, and how positions are chosen.
-        rounded = "" if o.kv_dtype == "auto" else f"keys and values are kept in {o.kv_dtype}"
+        # For summaries: the executor of a forward pass, the formats of weights and K/V, and the choice of positions.
+        rounded = "" if o.kv_dtype == "auto" else f"K/V in {o.kv_dtype}"
         self.passes = "; ".join(filter(None, (self._loaded.passes, rounded, self.config.chosen_positions)))
         eos_ids = end_ids(self.checkpoint, self.tokenizer, self.config.vocab_size)
         hosts = o.images.allow_media_host
@@ -93,8 +100,11 @@ class LLM(NumericTasks, Texts):
 
     @property
     def identity(self) -> dict[str, object]:
-        """Returns what the results depend on beside requests, as JSON: the model's files, the dtype, the adapters, and
-        the arithmetic and the dtype of keys and values where these are not the dtype."""
+        """What results depend on besides the requests, as JSON.
+
+        This is the model's files, the dtype, the adapters, and the options `arithmetic`, `kv_dtype` and `invariant` if
+        they differ from their defaults.
+        """
         loaded = {name: folder_digest(Path(folder)) for name, folder in (self.options.adapters or {}).items()}
         settings = {"dtype": self.dtype, "adapters": loaded}
         defaults = {"arithmetic": "float", "kv_dtype": "auto", "invariant": False}
@@ -103,10 +113,12 @@ class LLM(NumericTasks, Texts):
         return {"model": model_identity(self.checkpoint), **settings}
 
     def close(self) -> None:
-        """Ends the thread that makes the steps, and the processes that hold parts of a split model. Nothing can be
-        generated afterwards.
+        """Stop the engine's thread and the processes of a split model. The LLM cannot be used afterwards.
 
-        `with LLM(...) as llm:` closes the LLM at its end.
+        `with LLM(...) as llm:` closes the LLM at the end of the block.
+
+        Example:
+            >>> llm.close()
         """
         self.engine.close()
         if self.kept is not None:
@@ -132,26 +144,47 @@ class LLM(NumericTasks, Texts):
 
     @property
     def stats(self) -> Stats:
-        """Returns the counters of all calls so far: what was asked for, and what was computed."""
+        """Counters of all calls so far: requested tokens, computed rows, seconds."""
         return self.engine.stats
 
     @property
     def cache(self) -> RadixCache | None:
-        """Returns the cache of earlier calls; None where nothing is kept. `clear` removes all that is not pinned."""
+        """The KV cache of earlier calls, or None with cache="off". Its `clear` evicts all rows that are not pinned."""
         return self.engine.cache
 
     def pin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Keeps what has been computed of a prompt until `unpin`, and returns how many of its tokens that is.
+        """Keep the computed K/V of a prompt in the cache until `unpin`.
 
-        These are the prompt's leading tokens that are in the cache: 0 where no call has computed any of them. The
-        prompt is a text, token ids, or a conversation. Options are `salt`, those of `chat` that write a prompt, and of
-        looped models those that say which blocks rows visit and when they leave.
-        Raises InputError where there is no cache, or the prompt is wrong.
+        Args:
+            prompt: A text, token ids, or a conversation.
+            adapter: LoRA adapter that computed the prompt.
+            **options: Options that change the rows: `salt`, the options of `chat` that format a prompt, and the options
+                of looped models for blocks and exits.
+
+        Returns:
+            The number of pinned tokens: the leading tokens of the prompt that are in the cache. 0 if no call has
+            computed any of them.
+
+        Raises:
+            InputError: There is no cache, or the prompt is wrong.
+
+        Example:
+            >>> llm.pin("You are a helpful assistant.")
         """
         return self._cached().pin(*self._place(prompt, adapter, options))
 
     def unpin(self, prompt: Prompt, *, adapter: str | None = None, **options: Unpack[GenerationKeywords]) -> int:
-        """Gives up what `pin` with these arguments keeps, and returns how many leading tokens are in the cache."""
+        """Undo a `pin` with the same arguments, so that its K/V may be evicted again.
+
+        Returns:
+            The number of leading tokens that the pin covered.
+
+        Raises:
+            InputError: There is no cache, or the prompt is wrong.
+
+        Example:
+            >>> llm.unpin("You are a helpful assistant.")
+        """
         return self._cached().unpin(*self._place(prompt, adapter, options))
 
     def _cached(self) -> RadixCache:
@@ -166,12 +199,12 @@ class LLM(NumericTasks, Texts):
         return self._cached().place_of(self._request(prompt, None, adapter, options))
 
 
-if LLM.__doc__ is not None:  # Python leaves docstrings out with -OO
+if LLM.__doc__ is not None:  # python -OO removes docstrings
     LLM.__doc__ += f"\n    Options:\n\n{described(ModelSpec)}\n"
     for _group, _kind in GROUPS.items():
         LLM.__doc__ += f"\n    Options of {_group}={{...}}:\n\n{described(_kind)}\n"
 
 
 def tell(line: str) -> None:
-    """Prints a line on standard error before something that takes long, such as a download."""
+    """Print a line to standard error, before a download for example."""
     print(f"prefold: {line}", file=sys.stderr, flush=True)

@@ -1,5 +1,7 @@
-"""Writes the pages of docs/reference/: options, HTTP and Python, from the tables of options, the routes with their
-bodies, and the docstrings. `scripts/generate` runs it."""
+"""Make the pages of docs/reference/: options from the specs, HTTP from routes and bodies, Python from docstrings.
+
+`scripts/generate` runs it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import prefold
 import prefold.train
 from prefold.cli import main as main_command
 from prefold.serve.app import DIALECTS, SERVER, describe
+from prefold.spec.fields import HELP_GROUPS, explained
 from prefold.spec.model import GROUPS, CacheOptions, ModelSpec, SlotOptions, StepOptions
 from prefold.spec.task import OPTIONS, TaskSpec, cli_names, http_names, option_of
 
@@ -25,7 +28,7 @@ WRITTEN = "`scripts/generate` writes this page; a test compares the two.\n"
 
 
 def cell(text: str) -> str:
-    """Returns a text for a cell of a table."""
+    """Return a text on one line, escaped for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", chr(92) + "|").replace("<", "&lt;")
 
 
@@ -33,17 +36,18 @@ def cell(text: str) -> str:
 
 
 def options() -> str:
-    """Returns the page of all options."""
+    """Return the page of all options."""
     later = {entry.name for kind in (StepOptions, SlotOptions) for entry in fields(kind)}
     model = sorted(fields(ModelSpec), key=lambda entry: entry.name in later)
     common = [entry.name for entry in fields(TaskSpec)]
     text = f"""# Options
 
-Each option is declared once, so that it means the same in Python, on the command line and in a request. An empty
-cell, and a column that is left out, say that the option cannot be given there. {WRITTEN}
+An option means the same in Python, on the command line and in an HTTP request. An empty cell, or a missing column,
+means that the option cannot be set there. Options are listed by the groups of `--help-all`; `--help` shows only the
+options in **bold**. {WRITTEN}
 ## Options of the model
 
-Python: `LLM(name, ...)`. Command line: all commands that load a model. A server has them when it is started.
+Python: `LLM(name, ...)`. Command line: all commands that load a model, `prefold serve` included.
 
 {_table(model)}
 """
@@ -59,19 +63,25 @@ Python: `LLM(name, ...)`. Command line: all commands that load a model. A server
 
 
 def _table(declared: Iterable[Field[Any]], task: str = "") -> str:
-    """Returns the table of options, without the columns that would be empty."""
+    """Return the table of options, by help group and without empty columns."""
     bodies: dict[str, list[str]] = {}
     for parameter, name in http_names().items() if task == "generate" else ():
         bodies.setdefault(name, []).append(f"`{parameter}`")
-    rows = [["option", "default", "command line", "request", "meaning"]]
-    for entry in declared:
+    rows = [["option", "group", "default", "command line", "request", "meaning"]]
+    for entry in sorted(declared, key=_place):
         value = "" if entry.name in GROUPS else f"`{entry.default!r}`"
         default = ", ".join(part for part in (value, _bounds(entry)) if part)
         flags, sent = ", ".join(_flags(entry, task)), ", ".join(bodies.get(entry.name, ()))
-        rows.append([f"`{entry.name}`", default, flags, sent, cell(entry.metadata["doc"])])
+        name = f"**`{entry.name}`**" if entry.metadata["common"] and flags else f"`{entry.name}`"
+        group = entry.metadata["group"]
+        rows.append([name, group, default, flags, sent, cell(explained(entry))])
     kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines = [f"| {' | '.join(cells)} |" for cells in zip(*kept, strict=True)]
     return "\n".join([lines[0], "|---" * len(kept) + "|", *lines[1:]])
+
+
+def _place(entry: Field[Any]) -> tuple[int, bool]:
+    return HELP_GROUPS.index(entry.metadata["group"]), not entry.metadata["common"]
 
 
 def _bounds(entry: Field[Any]) -> str:
@@ -97,7 +107,7 @@ APIS = {"openai": "OpenAI", "anthropic": "Anthropic", "cohere": "Cohere", "tei":
 
 
 def routes() -> str:
-    """Returns the table of routes."""
+    """Return the table of routes."""
     rows = ["| request | API | body | |", "|---|---|---|---|"]
     for path, operations in _description()["paths"].items():
         for method, operation in operations.items():
@@ -110,7 +120,7 @@ def routes() -> str:
 
 
 def bodies() -> str:
-    """Returns a section for each kind of body: its fields with their types, defaults and bounds."""
+    """Return a section for each kind of body: its fields with their types, defaults and bounds."""
     schemas = _description()["components"]["schemas"]
     parts = []
     for name, schema in schemas.items():
@@ -150,7 +160,7 @@ def _said(schema: dict[str, Any]) -> str:
 
 
 def _plain(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """Returns what a value may be, in words."""
+    """Return the type and bounds of a value, in words."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         values = schemas[name].get("enum")
@@ -173,7 +183,7 @@ def _plain(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def python() -> str:
-    """Returns the page of the public names."""
+    """Return the page of the public names."""
     own = [name for name in prefold.__all__ if name != "__version__"]
     errors = [name for name in own if inspect.isclass(kind := getattr(prefold, name)) and issubclass(kind, Exception)]
     parts = [
@@ -206,7 +216,7 @@ def _class(name: str, kind: type, module: str) -> str:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields the public methods and properties of a class of ours, in the order of their files."""
+    """Yield the public methods and properties that prefold defines for a class, base classes last."""
     seen: set[str] = set()
     for base in kind.__mro__:
         if not base.__module__.startswith("prefold"):
@@ -225,7 +235,7 @@ def _function(name: str, function: Any) -> str:
 
 
 def _code(name: str, value: Any) -> str:
-    """Returns the signature, one parameter a line where it is long."""
+    """Return the signature; a long one has one parameter per line."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
@@ -248,10 +258,20 @@ def _code(name: str, value: Any) -> str:
     return f"```py\n{line}\n```"
 
 
+_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Example):\n")
+
+
 def _prose(doc: str) -> str:
-    """Returns a docstring as Markdown: lines of "name  what it is" become a list."""
+    """Return a docstring as Markdown. Sections of names become lists, and so do lines of "name  text"."""
     parts = []
+    title = ""  # of the section that an indented paragraph continues
     for part in doc.split("\n\n"):
+        if (section := _SECTION.match(part)) or (title and part.startswith("    ")):
+            title = section[1] if section else title
+            head = f"**{title}**\n\n" if section else ""
+            parts.append(head + _section(title, part[section.end() :] if section else part))
+            continue
+        title = ""
         lines = part.split("\n")
         entries = [re.match(r"(\w[\w, ]*?)  +(\S.*)", line) for line in lines]
         if entries[0] and all(entry or line.startswith(" ") for entry, line in zip(entries, lines, strict=True)):
@@ -259,3 +279,15 @@ def _prose(doc: str) -> str:
             part = "\n".join(re.sub(r"^(\w[\w, ]*?)  +", r"- `\1`: ", line) for line in found.split("\n"))
         parts.append(textwrap.dedent(part).replace("<", "&lt;"))
     return "\n\n".join(parts)
+
+
+def _section(title: str, text: str) -> str:
+    """Return the text of a section in Google's form as Markdown."""
+    text = textwrap.dedent(text)
+    if title == "Example":
+        return f"```py\n{text}\n```"
+    text = text.replace("<", "&lt;")
+    if title in ("Returns", "Yields"):
+        return text
+    entries = re.sub(r"\n {4,}", " ", text).split("\n")
+    return "\n".join(re.sub(r"^(\S+?): ", r"- `\1`: ", entry) for entry in entries)

@@ -106,7 +106,7 @@ def test_the_version_says_what_runs_models(prefold):
 def test_the_demo(prefold):
     shown = prefold("demo").stdout
     tokens, rows = re.search(
-        r"([\d,]+) tokens asked for, ([\d,]+) rows computed, each unique token once", shown
+        r"([\d,]+) tokens in prompts, ([\d,]+) rows computed, one per unique token", shown
     ).groups()
     assert 0 < int(rows.replace(",", "")) < int(tokens.replace(",", ""))
     difference = float(re.search(r"No score differs by more than (\S+)\.\n", shown)[1])

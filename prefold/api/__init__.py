@@ -1,9 +1,10 @@
-"""Holds the methods of LLM, which turn arguments into items of tasks, and results of tasks into answers.
+"""The methods of LLM. They convert arguments to items of tasks, and results of tasks to answers.
 
-arguments   reads what callers hand over, as items of the tasks
-keywords    names the keywords of the methods, for editors and type checkers
-running     makes each task once, and runs it
-numbers     has embed, rerank, classify and score
-streams     has coroutines that wait for the answers of an engine
-texts       has generate, chat and stream, and agenerate and astream for event loops
+arguments  arguments to items
+keywords   types of the methods' keywords, for editors and type checkers (generated)
+running    makes each task once, and runs it
+numbers    embed, rerank, classify, decide, calibrate, score
+tables     the same methods on DataFrames and other tables
+texts      generate, chat, stream, agenerate, astream
+streams    coroutines that wait for an engine's answers
 """

@@ -1,4 +1,4 @@
-"""Reads what callers hand to the methods of LLM, as items of the tasks. Raises InputError, naming the argument."""
+"""Convert arguments of LLM's methods to items of tasks. Raise InputError, which names the argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = Mapping[str, object]  # {"role": "user", "content": "..."}
 
 
 class TensorLike(Protocol):
-    """A TensorLike has what this module needs of a PyTorch tensor of token ids, so that it need not import torch."""
+    """A PyTorch tensor of token ids, typed without importing torch."""
 
     def detach(self) -> object: ...
     def cpu(self) -> object: ...
@@ -29,14 +29,16 @@ Ids: TypeAlias = "Sequence[int] | NDArray[np.integer] | TensorLike"
 Text: TypeAlias = "str | Ids | TextWithImages"  # a text, its token ids, or a text with images
 # A text, a conversation, or the fields of GenerateItem.
 Prompt: TypeAlias = "Text | Sequence[Message] | Mapping[str, object]"
-# Names of columns that are likely to hold the texts of a table.
+# Usual names of text columns, for the remedy of an error.
 USUAL_COLUMNS = ("text", "body", "prompt", "question", "content", "document", "query", "messages")
-TEXT = "give a text, a list of token ids, or a list of several of them"
+TEXT = "give a text, a list of token ids, or a list of texts or token id lists"
 
 
 def refuse_table(value: Any, argument: str) -> None:
-    """Raise InputError for a table, whose iteration gives the names of its columns, not its rows: a DataFrame of pandas
-    or Polars, a Table of PyArrow, a relation of DuckDB, a structured array."""
+    """Raise InputError for a table, because iterating it would yield column names instead of rows.
+
+    Tables are pandas and Polars DataFrames, PyArrow Tables, DuckDB relations and structured arrays.
+    """
     names = getattr(value, "column_names", None)
     names = getattr(value, "columns", None) if names is None else names
     if isinstance(value, np.ndarray):
@@ -45,7 +47,7 @@ def refuse_table(value: Any, argument: str) -> None:
         return
     names = [str(name) for name in names]
     column = next((name for name in names if name in USUAL_COLUMNS), names[0] if names else "text")
-    # A relation and a lazy frame have to be computed first: only then they have columns.
+    # Relations and lazy frames must be computed before a column can be taken.
     compute = next((f".{step}()" for step in ("fetchnumpy", "collect") if hasattr(value, step)), "")
     raise InputError(
         f"{argument} is a table, of type {type(value).__name__}, with the columns {', '.join(names)[:200] or '(none)'}",
@@ -56,15 +58,15 @@ def refuse_table(value: Any, argument: str) -> None:
 
 
 def only_tables(**keywords: str | None) -> None:
-    """Raise InputError for keywords that say how a table is read, because there is no table."""
+    """Raise InputError if a keyword for tables is given without a table."""
     for name, value in keywords.items():
         if value is not None:
-            remedy = "leave it out, or give a DataFrame, a Table of PyArrow or a relation of DuckDB"
+            remedy = "leave it out, or give a DataFrame, a PyArrow Table or a DuckDB relation"
             raise InputError(f"{name} is for tables", field=name, remedy=remedy)
 
 
 def refuse_mapping(value: Any, argument: str) -> None:
-    """Raise InputError for a mapping in place of texts."""
+    """Raise InputError if a mapping is given instead of texts."""
     if isinstance(value, Mapping):
         names = ", ".join(map(str, value))[:200]
         message = f"{argument} is a mapping with the keys {names or '(none)'}"
@@ -73,8 +75,10 @@ def refuse_mapping(value: Any, argument: str) -> None:
 
 
 def as_list(value: Any, argument: str) -> Any:
-    """Return the elements of a column: a Series, an array, a tensor, a generator. A text, a mapping and None stay as
-    they are. Raise InputError for a table, and for a set, which has no order."""
+    """Return the elements of a Series, an array, a tensor or a generator as a list.
+
+    A text, a mapping and None are returned unchanged. Raise InputError for a table, and for a set, which has no order.
+    """
     value = _array(value)
     refuse_table(value, argument)
     if isinstance(value, (set, frozenset)):
@@ -83,13 +87,13 @@ def as_list(value: Any, argument: str) -> Any:
     is_one = value is None or isinstance(value, (str, bytes, bytearray, Mapping))
     if is_one or not isinstance(value, Iterable) or _is_scalar(value):
         return value
-    if hasattr(value, "to_pylist"):  # an array of PyArrow, whose elements are scalars of PyArrow
+    if hasattr(value, "to_pylist"):  # a PyArrow array; list() would return PyArrow scalars
         return value.to_pylist()
     return list(value)
 
 
 def items_of(value: Any) -> list[Any]:
-    """Return the items of a task. Raise InputError for what holds no items: a text, a mapping, a table, a set."""
+    """Return the items of a task as a list. Raise InputError for a text, a mapping, a table or a set."""
     items = as_list(value, "items")
     if not isinstance(items, list):
         raise InputError(f"items is {_kind(items)}", field="items", remedy="give a list of items", code="wrong_type")
@@ -97,10 +101,17 @@ def items_of(value: Any) -> list[Any]:
 
 
 def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[Any], bool]:
-    """Returns (list of texts, whether a single text was given) of one text or several, each as text or token ids.
+    """Return (list of items, whether a single item was given). An item is a text or its token ids.
 
-    Token ids may lie in a list, a NumPy array or a PyTorch tensor. The texts themselves are not checked. Raises
-    InputError, naming `argument`, for what is neither. mapping: whether a mapping is an item
+    Token ids may be in a list, a NumPy array or a PyTorch tensor. The items themselves are not checked.
+
+    Args:
+        value: One item, or a collection of items.
+        argument: Name of the argument, for errors.
+        mapping: Whether a mapping is an item too.
+
+    Raises:
+        InputError: The value is neither an item nor a collection of items.
     """
     value = _array(value)
     refuse_table(value, argument)
@@ -117,19 +128,19 @@ def as_items(value: Any, argument: str, *, mapping: bool = False) -> tuple[list[
 
 
 def as_texts(value: Any, argument: str) -> tuple[list[Any], bool]:
-    """Returns what `as_items` does, with an InputError in place of each item that is neither a text nor token ids."""
+    """Like `as_items`, but each item that is neither a text nor token ids is replaced by an InputError."""
     items, single = as_items(value, argument)
     return [_text(item) for item in items], single
 
 
 def chats_of(messages: Any) -> tuple[list[Any], bool]:
-    """Returns (items of generation, whether a single conversation was given) of one conversation or a list of them.
+    """Return (items of generation, whether a single conversation was given), for one conversation or a list of them.
 
-    Raises InputError for what is no list, Series, array or generator.
+    Raise InputError unless `messages` is a list, Series, array or generator.
     """
     messages = as_list(messages, "messages")
     if not isinstance(messages, (list, tuple)):
-        remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of several'
+        remedy = 'give a conversation, [{"role": "user", "content": "..."}], or a list of conversations'
         raise InputError(f"messages is {_kind(messages)}", field="messages", remedy=remedy, code="wrong_type")
     single = bool(messages) and isinstance(messages[0], Mapping)
     chats = [messages] if single else [as_list(chat, f"messages[{i}]") for i, chat in enumerate(messages)]
@@ -137,17 +148,16 @@ def chats_of(messages: Any) -> tuple[list[Any], bool]:
 
 
 def take_adapters(items: list[Any], single: bool, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Returns (items, options of the task). Where the option `adapter` is a list of one name, or None, an item, each
-    item has its own.
+    """Return (items, options of the task). If the option `adapter` is a list, move its names into the items.
 
-    Raises InputError where the list has another length, or a single item was given.
+    Raise InputError if the list does not have one name or None per item, or if a single item was given.
     """
     adapter = options.get("adapter")
     if not isinstance(adapter, (list, tuple)):
         return items, dict(options)
     if single or len(adapter) != len(items):
         message = f"adapter is a list of {len(adapter)}, for {'one prompt' if single else f'{len(items)} prompts'}"
-        raise InputError(message, field="adapter", remedy="give one name, or a list of one a prompt")
+        raise InputError(message, field="adapter", remedy="give one name, or a list with a name for each prompt")
     named = [_with_adapter(item, name) for item, name in zip(items, adapter, strict=True)]
     return named, {**options, "adapter": None}
 
@@ -166,9 +176,10 @@ def _with_adapter(item: Any, name: str | None) -> Any:
 
 
 def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bool, bool]:
-    """Returns (pairs of each prompt, whether a single prompt was given, whether continuations were given as lists).
+    """Return (pairs of each prompt, whether a single prompt was given, whether continuations were given as lists).
 
-    One prompt has one continuation or a list of them; of several prompts each has one, or each has a list.
+    One prompt has one continuation, or a list of continuations. In a list of prompts, each prompt has one continuation,
+    or each has a list.
     """
     texts, single = as_items(prompts, "prompts")
     items, is_single = as_items(continuations, "continuations")
@@ -176,7 +187,7 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bo
         lists = [items]
     elif is_single or len(items) != len(texts):
         number = "one continuation" if is_single else f"{len(items)} continuations"
-        remedy = "give one continuation a prompt, or a list of them"
+        remedy = "give one continuation, or a list of them, for each prompt"
         raise InputError(f"{len(texts)} prompts and {number}", field="continuations", remedy=remedy)
     else:
         split = [as_items(continuation, f"continuations[{i}]") for i, continuation in enumerate(items)]
@@ -190,14 +201,14 @@ def pair_up(prompts: Any, continuations: Any) -> tuple[list[list[ScoreItem]], bo
 
 
 def check_errors(errors: str) -> bool:
-    """Returns whether the argument `errors` asks for bad items back, among the good results. Raises InputError."""
+    """Return whether `errors` is "return". Raise InputError if it is neither "raise" nor "return"."""
     if errors not in ("raise", "return"):
         raise InputError(f"errors is {errors!r}", field="errors", remedy='use "raise" or "return"')
     return errors == "return"
 
 
 def first_error(results: Sequence[T | InputError], argument: str = "", *, single: bool = False) -> list[T]:
-    """Returns the results, or raises the first InputError among them, with the number of its item unless `single`."""
+    """Return the results, or raise the first InputError among them, with its item's index unless `single`."""
     good: list[T] = []
     for number, result in enumerate(results):
         if isinstance(result, InputError):
@@ -209,14 +220,14 @@ def first_error(results: Sequence[T | InputError], argument: str = "", *, single
 
 def _text(item: Any) -> Any:
     if isinstance(item, (list, tuple)) and item and not _is_whole(item[0]):
-        return InputError("it is a list, where one text is wanted", remedy=TEXT, code="wrong_type")
+        return InputError("it is a list instead of one text", remedy=TEXT, code="wrong_type")
     if isinstance(item, np.ndarray) and item.ndim != 1:
         return InputError(f"it is an array of {item.ndim} dimensions", remedy=TEXT, code="wrong_type")
     return item
 
 
 def _array(value: Any) -> Any:
-    """Returns a PyTorch tensor as an array, and anything else as it is."""
+    """Convert a PyTorch tensor to an array; return any other value unchanged."""
     return value.detach().cpu().numpy() if hasattr(value, "detach") and hasattr(value, "cpu") else value
 
 

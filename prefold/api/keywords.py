@@ -1,5 +1,7 @@
-"""Names the keywords of the methods of LLM, for editors and type checkers. `scripts/generate` writes this
-file: they are the options that `prefold.spec` declares."""
+"""The keywords of LLM's methods, for editors and type checkers.
+
+`scripts/generate` writes this file from the options in `prefold.spec`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ..spec.task import Grammar, JsonSpace, Normalization, Pooling, Truncate
 
 
 class TaskKeywords(TypedDict, total=False):
-    """Holds the keywords that all tasks have."""
+    """The keywords of all tasks."""
 
     max_length: int | None
     truncate: Truncate
@@ -25,9 +27,9 @@ class TaskKeywords(TypedDict, total=False):
 
 
 class NumberKeywords(TaskKeywords, total=False):
-    """Holds the keywords that all tasks whose answers are numbers have.
+    """The keywords of all tasks that generate no text.
 
-    Methods for a single prompt have `adapter` as a parameter of their own, so it is not among `TaskKeywords`.
+    `adapter` is not in `TaskKeywords`, because the methods for a single prompt have it as a parameter.
     """
 
     adapter: str | Sequence[str | None] | None
@@ -35,7 +37,7 @@ class NumberKeywords(TaskKeywords, total=False):
 
 
 class EmbedKeywords(NumberKeywords, total=False):
-    """Holds the keywords of `embed`."""
+    """The keywords of `embed`."""
 
     pooling: Pooling | None
     normalize: bool | None
@@ -46,7 +48,7 @@ class EmbedKeywords(NumberKeywords, total=False):
 
 
 class RerankKeywords(NumberKeywords, total=False):
-    """Holds the keywords of `rerank`."""
+    """The keywords of `rerank`."""
 
     instruction: str | None
     template: str | None
@@ -56,7 +58,7 @@ class RerankKeywords(NumberKeywords, total=False):
 
 
 class ClassifyKeywords(NumberKeywords, total=False):
-    """Holds the keywords of `classify`, but `labels`, which is a parameter of the method."""
+    """The keywords of `classify`, except `labels`, which is a parameter of the method."""
 
     instructions: str
     examples: Sequence[object]
@@ -67,7 +69,7 @@ class ClassifyKeywords(NumberKeywords, total=False):
 
 
 class DecideKeywords(NumberKeywords, total=False):
-    """Holds the keywords of `decide`, but `questions`, which is a parameter of the method."""
+    """The keywords of `decide`, except `questions`, which is a parameter of the method."""
 
     prompt_style: Literal["transformers", "vllm"] | None
     template: str | None
@@ -78,16 +80,16 @@ class DecideKeywords(NumberKeywords, total=False):
 
 
 class ScoreKeywords(NumberKeywords, total=False):
-    """Holds the keywords of `score`."""
+    """The keywords of `score`."""
 
     prefix_token: int | None
 
 
 class GenerationKeywords(TaskKeywords, total=False):
-    """Holds the keywords of `generate`, `chat` and `stream`, but `n` and `adapter`.
+    """The keywords of `generate`, `chat` and `stream`, except `n` and `adapter`.
 
-    These two are parameters of the methods: `n` decides whether a list comes back, and `adapter` may be a list only
-    where several prompts are given.
+    These two are parameters of the methods: `n` determines whether the answer is a list, and `adapter` may be a list
+    only for a list of prompts.
     """
 
     max_tokens: int | Literal["auto"] | None
@@ -124,13 +126,13 @@ class GenerationKeywords(TaskKeywords, total=False):
 
 
 class LoopedKeywords(TypedDict, total=False):
-    """Holds the options that `LLM(looped=)` takes."""
+    """The options of `LLM(looped=)`."""
 
     exits: Literal["read", "save", "project"]
 
 
 class ImageKeywords(TypedDict, total=False):
-    """Holds the options that `LLM(images=)` takes."""
+    """The options of `LLM(images=)`."""
 
     tower: bool
     mmproj: str | None
@@ -139,7 +141,7 @@ class ImageKeywords(TypedDict, total=False):
 
 
 class ModelKeywords(TypedDict, total=False):
-    """Holds the keywords of `LLM`, but `model`, `tokenizer` and `media`."""
+    """The keywords of `LLM`, except `model`, `tokenizer` and `media`."""
 
     load_format: Literal["auto", "dummy"]
     revision: str | None

@@ -1,4 +1,4 @@
-"""The methods of LLM whose answers are numbers: embed, rerank, classify, decide, calibrate, score."""
+"""The methods of LLM that read values from prompts: embed, rerank, classify, decide, calibrate, score."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ Return = Literal["return"]
 
 
 class NumericTasks(TableTasks):
-    """The methods embed, rerank, classify, decide and score. Four keywords mean the same in all of them:
+    """The methods embed, rerank, classify, decide and score.
 
-    errors    "raise": the first bad item raises its InputError, before anything is computed. "return": the good items
-              are computed, and each bad item has its InputError in its place. An
-              item whose result is not finite is found to be bad after it was computed (code "not_finite")
-    progress  whether to show a bar on standard error
-    adapter   the LoRA adapter to run with, one of `LLM(adapters=)`; or, except in rerank, a list of one name or None
-              for each text or prompt
-    truncate  whether to cut what is too long for the model, which is an error otherwise; see TaskSpec
+    These keywords mean the same in all of them:
 
-    Each method also takes a table: a DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of
-    PyArrow, a relation of DuckDB. It returns a table of the same kind with the answers as further columns. A column of
-    the table with the name of one of these becomes input_NAME. Three more keywords:
+    - errors: "raise" raises the InputError of the first bad item, before anything is computed. "return" computes the
+      good items, and puts the InputError of each bad item in its place. A result that is not finite is found only after
+      computing (code "not_finite").
+    - progress: Show a progress bar on standard error.
+    - adapter: LoRA adapter to run with, one of `LLM(adapters=)`. Except in rerank also a list with a name or None for
+      each item.
+    - truncate: Cut items that are too long for the model. Otherwise they are errors.
 
-    text, state, document, prompt, continuation   what is read: a column, or a text with {column} in it; by default a
-              column with a usual name
-    scores    of classify and decide: "all" gives the probability of each label or option a column of its own
-    errors    "return": a column `error` says why a row has no answer, and is null for the others
+    Each method also accepts a table: a pandas or Polars DataFrame, a PyArrow Table, RecordBatch or RecordBatchReader,
+    or a DuckDB relation. It returns a table of the same kind with the answers as additional columns. An input column
+    with the name of an answer column is renamed to input_NAME. These keywords are for tables:
+
+    - text, state, document, prompt, continuation: The column to read, or a template with {column} in it. By default a
+      column with a usual name.
+    - scores: For classify and decide: "all" adds a column for the probability of each label or option.
+    - errors: "return" adds a column `error` with the reason why a row has no answer; null for all other rows.
     """
 
     @overload
@@ -78,15 +80,27 @@ class NumericTasks(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[EmbedKeywords],
     ) -> Vector | InputError | list[Vector | InputError] | Table:
-        """Returns the embedding of each text, float32 [n, dim]; [dim] for one text; with errors="return" a list.
+        """Compute the embedding of each text.
 
-        Options are the fields of EmbedOptions: pooling ("last", "mean", "first"), normalize, dimensions, prompt,
-        prompt_name, instruction, max_length, truncate. By default the checkpoint says how it wants to be read;
-        where it says nothing, its last token is read and the vectors have length 1. Token ids are taken as they are.
+        By default, pooling and scaling follow the checkpoint's files. If these have no such setting, the last token is
+        read and vectors are scaled to length 1. Token ids are used unchanged: no prompt or special token is added.
 
-        A table gets the column `embedding`, of lists of float32.
+        Args:
+            texts: One text or a list of texts, each a string, token ids or a TextWithImages; or a table.
+            text: For a table: the column to embed, or a template.
+            errors: "raise", or "return" the InputErrors of bad texts.
+            **options: pooling ("last", "mean", "first"), normalize, dimensions, prompt, prompt_name, instruction,
+                max_length, truncate, adapter, progress.
 
-        Raises InputError naming the text that cannot be embedded.
+        Returns:
+            float32 [n, dim]; for one text [dim]; with errors="return" a list. A table gets the column `embedding`, with
+            lists of float32.
+
+        Raises:
+            InputError: A text cannot be embedded. The message names it.
+
+        Example:
+            >>> vectors = llm.embed(["a cat", "a dog"])
         """
         if kind_of(texts):
             columns = {"prompt": ("text", text)}
@@ -136,19 +150,37 @@ class NumericTasks(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[RerankKeywords],
     ) -> Ranking | Table:
-        """Returns the Ranking of the documents: how well each answers the query, and their order.
+        """Score how well each document answers the query.
 
-        Options are the fields of RerankOptions: instruction, template, words, raw_scores, max_length, truncate (of
-        documents only). A causal model is asked with Qwen3-Reranker's prompt, and the score is the probability of yes
-        against no. A causal CrossEncoder of sentence-transformers is asked and read as its files say. A checkpoint with
-        a classification head of one label scores by its own activation, by default the sigmoid of its logit. A listwise
-        reranker (jina-reranker-v3) reads all documents in one prompt. A checkpoint that embeds texts
-        (sentence-transformers' pooling modules, a GGUF file with a pooling type, or no LM head) gives the cosine of the
-        vectors of `embed`, unless instruction, template or words are given. A document may also be given as
-        {"text": ...}. A table gets the column `score`, and its rows stay in their order.
+        The score depends on the checkpoint:
 
-        Raises InputError naming the document that cannot be scored; with errors="return" it is among the `errors` of
-        the Ranking, and its score is NaN.
+        - A causal model gets Qwen3-Reranker's prompt. The score is the probability of "yes" against "no".
+        - A causal CrossEncoder of sentence-transformers gets the prompt, and is read, as its files define.
+        - With a classification head of one label, the score is the head's activation (default: sigmoid) of its logit.
+        - A listwise reranker (jina-reranker-v3) reads all documents in one prompt.
+        - An embedding model scores by the cosine of the vectors of `embed`, unless instruction, template or words are
+          given. This is a checkpoint with sentence-transformers' pooling modules, a GGUF file with a pooling type, or a
+          checkpoint without an LM head.
+
+        Args:
+            query: The query.
+            documents: A list of documents, each a text, token ids or {"text": ...}; or a table.
+            document: For a table: the column with the documents, or a template.
+            top_n: Length of the order in the Ranking; None: all documents.
+            errors: "raise", or "return" the InputErrors of bad documents.
+            **options: instruction, template, words, raw_scores, max_length, truncate (cuts only documents), adapter,
+                progress.
+
+        Returns:
+            A Ranking: the scores, and the order of the documents. With errors="return" a bad document has the score
+            NaN, and its InputError is in the Ranking's `errors`. A table gets the column `score`; its rows keep their
+            order.
+
+        Raises:
+            InputError: A document cannot be scored. The message names it.
+
+        Example:
+            >>> ranking = llm.rerank("why is the sky blue", ["Light scatters ...", "Bread rises ..."])
         """
         queries, one_query = as_items(query, "query")
         if not one_query:
@@ -156,7 +188,7 @@ class NumericTasks(TableTasks):
             raise InputError(message, field="query", remedy=remedy, code="wrong_type")
         if kind_of(documents):
             if top_n is not None:
-                message, remedy = "top_n is for lists, and all rows of a table stay", "sort the result by its score"
+                message, remedy = "top_n is for lists, but a table keeps all its rows", "sort the result by its score"
                 raise InputError(message, field="top_n", remedy=remedy)
             columns, fixed = {"document": ("document", document)}, {"query": query}
             asked = TableCall("rerank", "documents", columns, errors, options, fixed=fixed)
@@ -237,19 +269,29 @@ class NumericTasks(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[ClassifyKeywords],
     ) -> Classification | Sequence[Classification | InputError] | InputError | Table:
-        """Returns the Classification of each text: the label that fits it best, and the probability of every label.
+        """Find the best label for each text, and the probability of every label.
 
-        Labels are compared by how likely the model finds each after a prompt that all texts share, or by the
-        checkpoint's classification head. `labels` is a list, or a mapping: {label: how the prompt writes it}, or
-        {label: {"description": what it means}}. Descriptions stand once in the shared prompt.
+        A checkpoint with a classification head uses the head. Any other model compares the likelihoods of the labels
+        after a prompt that all texts share.
 
-        Options are the fields of ClassifyOptions: instructions, examples (pairs of text and label), template,
-        separator, normalization ("tokens", "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length,
-        truncate.
+        Args:
+            texts: One text or a list of texts, each a string, token ids or a TextWithImages; or a table.
+            labels: The labels: a list, {label: how the prompt writes it}, or {label: {"description": its meaning}}.
+                Descriptions appear once, in the shared prompt. None: the labels of the classification head.
+            text: For a table: the column to classify, or a template.
+            scores: For a table: "all" adds a column p_LABEL for each label.
+            errors: "raise", or "return" the InputErrors of bad texts.
+            **options: instructions, examples (pairs of text and label), template, separator, normalization ("tokens",
+                "bytes"), calibrate (contextual calibration, Zhao et al. 2021), max_length, truncate, adapter, progress.
 
-        A table gets the columns `label` and `p`, the label's probability; with scores="all" also p_LABEL for each.
+        Returns:
+            A Classification for each text. A table gets the columns `label` and `p`, the label's probability.
 
-        Raises InputError naming the text that cannot be classified.
+        Raises:
+            InputError: A text cannot be classified. The message names it.
+
+        Example:
+            >>> llm.classify("what a film", ["positive", "negative"]).label
         """
         labels = as_list(labels, "labels")
         if kind_of(texts):
@@ -321,34 +363,34 @@ class NumericTasks(TableTasks):
             states: One state, or a list of states. A state is a text, a JSON object or a TextWithImages. Or a table: a
                 pandas or Polars DataFrame, a PyArrow Table, RecordBatch or RecordBatchReader, or a DuckDB relation.
             questions: {name: {"type": "noul", "choice" or "score", "instructions": ..., "criteria": ...}}, or a list of
-                questions as OpenAI writes it. A noul is a yes/no question; a choice has `criteria` {option: description
-                or None}; a score has `criteria` [lowest level, ..., highest level].
-            images: Images of the state, for a model that sees images: paths, URLs or other values. A list stands
-                before the state. With {name: image} each image stands wherever its name occurs in the state or in a
-                question. For a list of states a list, with the images of each state or None.
-            state: For a table: the column that holds the state, or a text with {column} in it (default: a column called
-                state, text or input).
-            scores: For a table: "label" or "all", the probabilities that have a column of their own.
-            errors: "raise": the first bad state raises its InputError before anything is computed. "return": each bad
-                state has its InputError in its place, and a table has a column `error`.
-            **options: Fields of DecideOptions: prompt_style, template, first, temperature, max_length, adapter; and
-                progress, which shows a bar.
+                questions in OpenAI's form. A noul is a yes/no question. A choice has `criteria` {option: description
+                or None}. A score has `criteria` [lowest level, ..., highest level].
+            images: Images of the state, for a model with image inputs: paths, URLs or other values. A list of images is
+                put before the state. With {name: image}, each image is put wherever its name occurs in the state or in
+                a question. For a list of states: a list with the images of each state, or None.
+            state: For a table: the column with the state, or a template (default: a column called state, text or
+                input).
+            scores: For a table: the probabilities with a column, "label" or "all".
+            errors: "raise" raises the InputError of the first bad state, before anything is computed. "return" puts the
+                InputError of each bad state in its place, and adds the column `error` to a table.
+            **options: prompt_style, template, first, temperature, calibration, review_below, max_length, truncate,
+                adapter, progress.
 
         Returns:
-            A Decision for each state: a mapping from a question's name to its DecisionAnswer. One state: one Decision.
-            A table: the same kind of table, with a column NAME for the value of each question, and NAME_p for its
-            probability (a score: NAME_confidence); with scores="all" also NAME_p_OPTION, NAME_confidence and
-            NAME_label_mass. A question with the name of one of the table's columns is called answer_NAME.
+            A Decision for each state, which maps a question's name to its DecisionAnswer; for one state one Decision.
+            A table gets a column NAME for the value of each question, and NAME_p for its probability (for a score,
+            NAME_confidence). scores="all" adds NAME_p_OPTION, NAME_confidence and NAME_label_mass. A question with the
+            name of one of the table's columns has the column answer_NAME.
 
         Raises:
-            InputError: A question or a state is wrong; the error names it.
+            InputError: A question or a state is wrong. The message names it.
 
         Example:
             >>> llm.decide("I was charged twice.", {"refund": {"type": "noul", "instructions": "Is money owed?"}})
         """
         if kind_of(states):
             if images is not None:
-                message = "images of a table's rows cannot be given"
+                message = "images cannot be given with a table"
                 raise InputError(message, field="images", remedy="give the states as a list", code="unsupported")
             columns, own = {"state": ("state", state)}, {**options, "questions": questions}
             asked = TableCall("decide", "states", columns, errors, own, scores=scores or "label")
@@ -359,8 +401,10 @@ class NumericTasks(TableTasks):
         items = [items] if single else items
         given: object = [images] if single else [None] * len(items) if images is None else images
         if not isinstance(given, (list, tuple)) or len(given) != len(items):
-            message = f"images is not a list of the images of each of {len(items)} states"
-            raise InputError(message, field="images", remedy="give a list for each state, or None", code="wrong_type")
+            message = f"images is not a list with an entry for each of {len(items)} states"
+            raise InputError(
+                message, field="images", remedy="give a list of images, or None, for each state", code="wrong_type"
+            )
         pairs = [DecideItem(one, images=own) for one, own in zip(items, given, strict=True)]
         call, named, task_options = read_call("states", pairs, single, errors, options)
         answers: list[Decision | InputError] = self._answers(
@@ -377,21 +421,21 @@ class NumericTasks(TableTasks):
         precision: float = 0.95,
         **options: Unpack[DecideKeywords],
     ) -> Calibration:
-        """Fit a temperature and a threshold for each question of `decide`, by states with true answers.
+        """Fit a temperature and a threshold for each question of `decide`, from states with true answers.
 
-        One half of the states chooses both (which half a state is in depends on its number alone). The `figures` of
-        each question in the result show accuracy, log loss and calibration error of both halves, before and after.
+        Both are fitted on one half of the states; the half of a state depends only on its index. The `figures` of each
+        question in the result show accuracy, log loss and calibration error of both halves, before and after fitting.
 
         Args:
             states: The states, as for `decide`.
             questions: The questions, as for `decide`.
-            gold: {question: the true answer for each state}. An answer is an option. For a noul it is true or false,
-                for a score the number of a level or its text. None: it is not known.
-            precision: The share of right answers among those from the threshold on.
-            **options: As for `decide`. With `calibration`, the result contains its temperatures.
+            gold: {question: list with the true answer for each state}. For a choice the answer is an option,
+                for a noul a bool, for a score the index (from 0) or the text of a level. None: unknown.
+            precision: Share of right answers that the answers above the threshold must reach.
+            **options: Options of `decide`. With `calibration`, the result contains its temperatures.
 
         Returns:
-            The Calibration, for `decide(..., calibration=...)`. Questions with too few true answers are not in it.
+            A Calibration, for `decide(..., calibration=...)`. It omits questions with too few true answers.
 
         Raises:
             InputError: A question, a state or a true answer is wrong, or no question has enough true answers.
@@ -480,17 +524,30 @@ class NumericTasks(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[ScoreKeywords],
     ) -> Score | InputError | Sequence[Score | InputError | Sequence[Score | InputError]] | Table:
-        """Returns the Score of each continuation after its prompt; without continuations, of each text as a whole.
+        """Compute the log-probability of each continuation after its prompt, or of whole texts.
 
-        One prompt has one continuation or a list of them; of several prompts each has one, or each has a list. Prompt
-        and continuation are encoded together and split after the prompt's own encoding; white space at the prompt's
-        end belongs to the continuation, as in lm-evaluation-harness. A whole text that is longer than the model's
-        context is scored in stretches of that length.
+        Prompt and continuation are encoded together, and split after the prompt's own encoding. White space at the end
+        of a prompt belongs to the continuation, as in lm-evaluation-harness. A whole text that is longer than the
+        model's context is scored in pieces of that length.
 
-        A table gets the columns `logprob` and `greedy`.
+        Args:
+            prompts: One prompt or a list of prompts, or a table.
+            continuations: For one prompt: a continuation or a list of continuations. For a list of prompts: a list with
+                one continuation, or one list of continuations, for each prompt. None: score each prompt as a whole.
+            prompt: For a table: the column with the prompts, or a template.
+            continuation: For a table: the column with the continuations, or a template.
+            errors: "raise", or "return" the InputErrors of bad pairs or texts.
+            **options: prefix_token, max_length, truncate (cuts only the prompt), adapter, progress.
 
-        Options are the fields of ScoreOptions: prefix_token, max_length, truncate (of the prompt only). Raises
-        InputError naming the pair or text that cannot be scored.
+        Returns:
+            A Score for each continuation or text, in lists as they were given. A table gets the columns `logprob` and
+            `greedy`.
+
+        Raises:
+            InputError: A pair or text cannot be scored. The message names it.
+
+        Example:
+            >>> llm.score("The capital of France is", [" Paris", " Rome"])
         """
         if kind_of(prompts):
             if continuations is not None:
@@ -515,7 +572,7 @@ class NumericTasks(TableTasks):
 
 
 def _places_of(gold: object, questions: Sequence[Question], count: int) -> dict[str, list[int | None]]:
-    """Return {question: the place of the true option for each state, or None if it is unknown}."""
+    """Return {question: index of the true option for each state, or None if it is unknown}."""
     if not isinstance(gold, Mapping):
         remedy = "give {question: true answers}"
         raise InputError(f"gold is of type {type(gold).__name__}", field="gold", remedy=remedy, code="wrong_type")
@@ -539,12 +596,12 @@ def _places_of(gold: object, questions: Sequence[Question], count: int) -> dict[
 
 
 def _error_of(work: Work | InputError, results: Sequence[Any] | None) -> InputError | None:
-    """Return the error of a work or of one of its results; None if there is none."""
+    """Return the first error of a work and its results, or None."""
     return next((part for part in (work, *(results or ())) if isinstance(part, InputError)), None)
 
 
 def _items(kind: Callable[..., Any], texts: Sequence[Any]) -> list[Any]:
-    """Return an item of this kind for each text; an InputError stays as it is."""
+    """Return an item of this kind for each text; keep InputErrors unchanged."""
     return [text if isinstance(text, InputError) else kind(text=text) for text in texts]
 
 

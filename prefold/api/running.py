@@ -1,4 +1,4 @@
-"""Makes the tasks of a model, once for each set of options, and runs them over what a caller gave."""
+"""Make each task once per set of options, and run it over the caller's items."""
 
 from __future__ import annotations
 
@@ -23,83 +23,84 @@ if TYPE_CHECKING:
     from ..engine import ModelEngine
 
 
-KEPT_TASKS = 64
+KEPT_TASKS = 64  # maximum number of tasks to keep for later calls
 _process: int | None = None  # the process that made the first LLM
 
 
 def check_process() -> None:
-    """Raises ForkedError in a process that was forked from one that had made an LLM.
+    """Raise ForkedError if this process was forked from a process that had made an LLM.
 
-    The threads of OpenMP, of PyTorch and of prefold do not exist in the child, and whatever waited for them would wait
-    for ever.
+    The threads of OpenMP, PyTorch and prefold do not exist in the child, so waiting for them would never end.
     """
     global _process
     if _process is None:
         _process = os.getpid()
     elif _process != os.getpid():
         raise ForkedError(
-            f"this process was forked from process {_process}, which had made an LLM, and cannot compute; start it with"
-            ' multiprocessing.get_context("spawn"), or fork before the first LLM is made (gunicorn: without --preload)'
+            f"this process was forked from process {_process}, which had made an LLM, so it cannot compute; start it"
+            ' with multiprocessing.get_context("spawn"), or fork before the first LLM is made (gunicorn: without'
+            " --preload)"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """A CallForm says how a method was called.
+    """How a method was called."""
 
-    argument  the argument that holds the items; it is named in errors
-    single    whether the caller passed a single item, and gets a single answer
-    back      whether bad items are returned as InputErrors
-    progress  whether to show a bar
-    """
-
-    argument: str = ""
-    single: bool = False
-    back: bool = False
-    progress: bool = False
+    argument: str = ""  # name of the argument with the items, for errors
+    single: bool = False  # whether the caller passed a single item, and gets a single answer
+    back: bool = False  # whether to return the InputErrors of bad items instead of raising them
+    progress: bool = False  # whether to show a bar
 
 
 def read_call(
     argument: str, items: list[Any], single: bool, errors: str, options: Mapping[str, Any]
 ) -> tuple[CallForm, list[Any], dict[str, Any]]:
-    """Returns how a method was called, its items, each with its adapter where there is a list of them, and the options
-    of the task."""
+    """Return (how the method was called, its items, the options of the task).
+
+    If `adapter` is a list, each item gets its own adapter.
+    """
     task_options = dict(options)
     call = CallForm(argument, single, check_errors(errors), task_options.pop("progress", False))
     return call, *take_adapters(items, single, task_options)
 
 
 class TaskRunner:
-    """A TaskRunner runs tasks on one model, for the methods of LLM. A subclass sets the attributes:
-
-    engine      computes
-    checkpoint  where the model came from
-    tokenizer   None for a model of token ids
-    config      the model's shapes and settings
-    images      the reader of images (`ImageInputs`); None for a model that takes only text
-    kept        keeps answers for later calls; None: nothing is kept
-    """
+    """Base of LLM that runs tasks on one model. LLM sets the attributes."""
 
     engine: ModelEngine
     checkpoint: Checkpoint
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None: the model accepts only token ids
     config: ModelConfig
-    images: Any
-    kept: KeptAnswers | None = None
+    images: Any  # the model's `ImageInputs`; None: it accepts only text
+    kept: KeptAnswers | None = None  # keeps answers for later calls
 
     def __init__(self) -> None:
         self._tasks: dict[object, Task] = {}
 
     def task(self, name: str, **options: object) -> Task:
-        """Returns the task `name` with these options, as `prefold.tasks.make_task` makes it for this checkpoint.
+        """Return a task for this model, for use with `run`.
 
-        Tasks are kept by their options, so that a method which is called again reads no file of the checkpoint again.
+        Tasks are kept by their options, so that a repeated call of a method does not reread the checkpoint's files.
+
+        Args:
+            name: "embed", "rerank", "classify", "decide", "score" or "generate".
+            **options: Options of the task.
+
+        Returns:
+            The Task, as `prefold.tasks.make_task` makes it.
+
+        Raises:
+            InputError: An option is wrong, or the model cannot do the task.
+
+        Example:
+            >>> task = llm.task("embed", dimensions=64)
         """
         check_process()
         try:
             key = (name, _frozen(options))
             task = self._tasks.get(key)
-        except (TypeError, RecursionError):  # an option without a hash, or one that is very deep: not kept
+        except (TypeError, RecursionError):  # an option that cannot be hashed, or is nested too deeply: not kept
             return self._make_task(name, options)
         if task is None:
             task = self._make_task(name, options)
@@ -114,19 +115,32 @@ class TaskRunner:
         return cast(Task, calibrated(self.engine, task))
 
     def run(self, task: Task, items: Iterable[object]) -> list[dict[str, object]]:
-        """Runs a task over items and returns a dict for each, in their order. Raises the InputError of a bad item."""
+        """Run a task over items.
+
+        Args:
+            task: A task of `task`.
+            items: The items of the task, such as records of a job.
+
+        Returns:
+            A dict for each item, in order, as in the output lines of a job.
+
+        Raises:
+            InputError: An item is bad.
+
+        Example:
+            >>> llm.run(llm.task("embed"), [{"text": "a"}, {"text": "b"}])
+        """
         return [answer.line() for answer in self._answers(task, items_of(items), CallForm())]
 
     def _answers(self, task: Task, items: Sequence[Any], call: CallForm) -> list[Any]:
-        """Return the task's answer to each item; for a bad item its InputError, if the call wants it back."""
+        """Return the answer to each item. A bad item has its InputError if `call.back` is set; else this is raised."""
         answers = finish_items(task, *self._results(task, items, call))
         return answers if call.back else first_error(answers, call.argument, single=call.single)
 
     def _results(self, task: Task, items: Sequence[Any], call: CallForm) -> tuple[list[Any], list[Any]]:
-        """Returns two lists: for each item its Work or InputError, and the results of its requests or None.
+        """Return two lists: the Work or InputError of each item, and the results of its requests or None.
 
-        Items may be InputErrors themselves. Raises the first InputError, before anything is computed, unless the call
-        wants them back.
+        Items may already be InputErrors. Unless `call.back` is set, raise the first InputError before computing.
         """
         good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
         works: list[Work | InputError] = [item if isinstance(item, InputError) else next(good) for item in items]
@@ -142,16 +156,16 @@ class TaskRunner:
 
 
 def warn_of_images(works: Iterable[Work | InputError]) -> None:
-    """Warns the caller of prefold about the images of the items."""
+    """Pass the notes on images to the caller as warnings."""
     for note in [note for work in works if isinstance(work, Work) for note in (work.note or {}).get("image_notes", ())]:
         warn_caller(note)
 
 
 @contextmanager
 def _bar(label: str, total: int) -> Iterator[Callable[[], None] | None]:
-    """Shows a progress bar of `total` prompts on standard error, and yields a function that moves it on by one prompt.
+    """Show a progress bar on standard error, and yield a function that advances it by one prompt.
 
-    For a total of 0 it shows nothing and yields None.
+    With a total of 0, show no bar and yield None.
     """
     if not total:
         yield None
@@ -163,7 +177,7 @@ def _bar(label: str, total: int) -> Iterator[Callable[[], None] | None]:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns a key that is equal for equal options: the types and contents of `value`, without a reference to it."""
+    """Return a key that is equal for equal values: types and contents, without a reference to `value`."""
     if isinstance(value, Mapping):
         return ("mapping", *((key, _frozen(element)) for key, element in value.items()))
     if isinstance(value, (list, tuple)):

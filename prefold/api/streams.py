@@ -1,4 +1,4 @@
-"""Coroutines that wait for the answers of an engine."""
+"""Coroutines that wait for an engine's answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ..text import Tokenizer
 
 
 class ResponseStream(Handle):
-    """A ResponseStream is a Handle whose events are read in an event loop.
+    """A Handle for reading the events of a request in an event loop.
 
-    Pieces of text that wait to be read are joined, so that a slow client costs no more memory than its text.
+    Unread pieces of text are joined, so that a slow client costs no more memory than its text.
 
-    pieces  the pieces of text that wait to be read, by sample
-    gaps    seconds between two pieces of one sample, since `take_gaps` was called last
-    ring    called when an event has come
+    Attributes:
+        pieces: {sample: unread text}.
+        gaps: Seconds between consecutive pieces of one sample, since the last `take_gaps`.
+        ring: Called after each event.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tokens: int, owner: Owner = NO_OWNER, samples: int = 1):
@@ -50,7 +51,7 @@ class ResponseStream(Handle):
         self.ring()
 
     def take_gaps(self) -> list[float]:
-        """Returns the gaps since the last call."""
+        """Return the gaps since the last call, and reset them."""
         gaps, self.gaps = self.gaps, []
         return gaps
 
@@ -59,7 +60,7 @@ class ResponseStream(Handle):
         return self._answer is not None
 
     async def answer(self) -> Any:
-        """Waits for the answer, and returns it: a list of Generated or of Results. Raises the error of the request."""
+        """Wait for the answer, a list of Generated or of Result, and return it. Raise the error of the request."""
         while self._answer is None:
             await self._has_event.wait()
             self._has_event.clear()
@@ -69,14 +70,13 @@ class ResponseStream(Handle):
 
 
 async def events_of(streams: Sequence[ResponseStream]) -> AsyncGenerator[tuple[int, Any]]:
-    """Yields (number of a stream, its TextPiece or its answer) as events come; the last event of a stream is its
-    answer.
+    """Yield (index of a stream, TextPiece or answer) as events arrive. The answer is the last event of its stream.
 
-    Raises the error of a request. No other coroutine may read the streams meanwhile.
+    Raise the error of a request. No other coroutine may read the streams at the same time.
     """
-    has_event = asyncio.Event()  # one event for all streams, so that none needs a task of its own
+    has_event = asyncio.Event()  # shared by all streams, so that a stream needs no task
     unanswered = set(range(len(streams)))
-    ready = dict.fromkeys(unanswered)  # the streams to look at: at first all, later those that rang
+    ready = dict.fromkeys(unanswered)  # streams to check: first all, then those with new events
 
     def ring(number: int) -> None:
         ready[number] = None
@@ -104,10 +104,12 @@ async def events_of(streams: Sequence[ResponseStream]) -> AsyncGenerator[tuple[i
 async def astream(
     engine: Engine, request: Request, tokenizer: Tokenizer | None, *, text: bool = True
 ) -> AsyncIterator[TextPiece | list[Generated]]:
-    """Yields pieces of a text as they come (text: whether they are wanted), and last the list of its samples.
+    """Yield the pieces of an answer as they arrive, and last the list of its samples.
 
-    When the caller leaves before the end, or is cancelled, the request is cancelled. Raises InputError for a request
-    that cannot run.
+    If the caller stops early or is cancelled, the request is cancelled. Raise InputError if the request cannot run.
+
+    Args:
+        text: Whether to yield pieces; False: only the samples.
     """
     response = ResponseStream(asyncio.get_running_loop(), len(request.tokens))
     try:

@@ -1,7 +1,7 @@
-"""Runs a method of LLM on a table: a DataFrame of pandas or Polars, a Table, RecordBatch or RecordBatchReader of
-PyArrow, a relation of DuckDB. The answers become columns of a table of the same kind. No value becomes text on the way.
+"""Run a method of LLM on a table, and add its answers as columns. The result is a table of the same kind.
 
-Data frames are read through narwhals. Importing this module imports no library of tables.
+Tables are pandas and Polars DataFrames, PyArrow Tables, RecordBatches and RecordBatchReaders, and DuckDB relations.
+Values keep their types. Data frames are read through narwhals. Importing this module imports no table library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Scores = Literal["label", "all"]
 T = TypeVar("T")
-PIECE_ROWS = 8192  # rows of a RecordBatchReader that are computed together
+PIECE_ROWS = 8192  # rows of a RecordBatchReader to compute at once
 
 
 class _HasColumns(Protocol):
@@ -54,7 +54,7 @@ _KINDS = {
 
 
 def kind_of(value: object) -> str | None:
-    """Return the name of the class of a table that the methods of LLM take, else None."""
+    """Return the class name of a table that LLM's methods accept, or None for any other value."""
     for kind in type(value).__mro__:
         if (kind.__module__.partition(".")[0], kind.__name__) in _KINDS:
             return kind.__name__
@@ -63,36 +63,26 @@ def kind_of(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class TableCall:
-    """A call of a method of LLM on a table.
-
-    Attributes:
-        task: name of the task
-        argument: name of the argument that is the table, for errors
-        columns: {option of the command line: (the method's keyword, its value)}: which columns are read
-        errors: "raise", or "return": the result has a column `error`
-        options: of the task, with `adapter` and `progress`
-        scores: "all": the probability of each label or option has a column of its own
-        fixed: fields that all items have
-        chat: whether a prompt is what a user says
-    """
+    """A call of a method of LLM on a table."""
 
     task: str
-    argument: str
-    columns: Mapping[str, tuple[str, str | None]]
-    errors: Literal["raise", "return"]
-    options: Mapping[str, object]
-    scores: Scores = "label"
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    chat: bool = False
+    argument: str  # name of the argument with the table, for errors
+    columns: Mapping[str, tuple[str, str | None]]  # columns to read: {command-line option: (keyword, its value)}
+    errors: Literal["raise", "return"]  # "return": the result has a column `error`
+    options: Mapping[str, object]  # options of the task, with `adapter` and `progress`
+    scores: Scores = "label"  # "all": a column for the probability of each label or option
+    fixed: Mapping[str, object] = field(default_factory=dict)  # fields that all items have
+    chat: bool = False  # whether a prompt is a user's message
 
 
 class TableTasks(TaskRunner):
-    """A TaskRunner that also takes tables."""
+    """A TaskRunner that also runs tasks on tables."""
 
     def _on_table(self, table: Table, call: TableCall) -> Table:
-        """Return a table of the same kind with the answers as further columns. The rows stay, in their order.
+        """Return a table of the same kind with the answers as additional columns, and the rows in their order.
 
-        A RecordBatchReader gives one that computes PIECE_ROWS rows at a time. Raise InputError as the methods do.
+        A RecordBatchReader is returned for a RecordBatchReader; it computes PIECE_ROWS rows at a time. Raise InputError
+        as the methods do.
         """
         if call.scores not in ("label", "all"):
             raise InputError(f"scores is {call.scores!r}", field="scores", remedy='use "label" or "all"')
@@ -106,7 +96,7 @@ class TableTasks(TaskRunner):
         found: Any
         if kind == "RecordBatchReader":
             if isinstance(call.options.get("adapter"), (list, tuple)):
-                message = "adapter is a list, and the number of rows of a RecordBatchReader is not known"
+                message = "adapter is a list, but the number of rows of a RecordBatchReader is unknown"
                 raise InputError(message, field="adapter", remedy="give one name")
             compute.is_whole = False
             found = _streamed(value, of_arrow)
@@ -119,8 +109,8 @@ class TableTasks(TaskRunner):
             try:
                 frame = nw.from_native(value, eager_only=True)
             except nw.exceptions.DuplicateError as error:
-                message = f"{call.argument} is a table with equal names of columns: {' '.join(str(error).split())}"
-                raise InputError(message, field=call.argument, remedy="give each a name of its own") from None
+                message = f"{call.argument} is a table with equal column names: {' '.join(str(error).split())}"
+                raise InputError(message, field=call.argument, remedy="rename columns") from None
             found = compute(frame).to_native()
         return cast(Table, found)
 
@@ -133,19 +123,19 @@ def _need(package: Literal["narwhals", "pyarrow"]) -> ModuleType:
 
 
 def _as_relation(relation: DuckDBPyRelation, prefold_answers_of_this_call: pa.Table) -> DuckDBPyRelation:
-    """Return an Arrow table as a relation of the connection of another relation, which alone can be joined with it."""
-    # DuckDB finds the table by the name of this function's argument.
+    """Return an Arrow table as a relation on the connection of `relation`, so that the two can be joined."""
+    # DuckDB finds the table by the name of this function's parameter.
     found = relation.query("prefold_rows", "SELECT * FROM prefold_answers_of_this_call")
-    # DuckDB 1 leaves a view of that name.
+    # DuckDB 1 leaves this view behind.
     relation.query("prefold_rows", "DROP VIEW IF EXISTS prefold_rows")
     return cast("DuckDBPyRelation", found)
 
 
 def _streamed(reader: pa.RecordBatchReader, compute: Callable[[pa.Table], pa.Table]) -> pa.RecordBatchReader:
-    """Return a reader of the computed rows of another reader."""
+    """Return a reader of the rows of `reader` with their answers."""
     import pyarrow as pa
 
-    # What is wrong with the columns or the options is known before a row is read.
+    # Wrong columns or options are found before a row is read.
     schema = compute(reader.schema.empty_table()).schema
 
     def batches() -> Iterator[pa.RecordBatch]:
@@ -156,7 +146,7 @@ def _streamed(reader: pa.RecordBatchReader, compute: Callable[[pa.Table], pa.Tab
 
 
 def _pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
-    """Yield the rows of batches in pieces of PIECE_ROWS; the last one has fewer."""
+    """Yield the rows of batches in pieces of PIECE_ROWS rows; the last piece may have fewer."""
     piece: list[pa.RecordBatch] = []
     free = PIECE_ROWS
     for batch in batches:
@@ -172,12 +162,12 @@ def _pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
 
 
 class _Compute:
-    """Computes the answers to the rows of a data frame of narwhals, and returns the frame with their columns."""
+    """A function that adds the answers to the rows of a narwhals data frame, as columns."""
 
     def __init__(
         self, call: TableCall, make: Callable[..., Task], run: Callable[..., list[list[object] | None]], hidden: int
     ):
-        """make, run: methods of TaskRunner; hidden: numbers of the model's vectors"""
+        """`make` and `run` are methods of TaskRunner. `hidden` is the size of the model's vectors."""
         self._call, self._make, self._run, self._hidden = call, make, run, hidden
         self.is_whole = True  # whether a frame is the whole table
 
@@ -189,7 +179,7 @@ class _Compute:
         call, items, options = read_call(self._call.argument, items, False, self._call.errors, {**self._call.options})
         task = self._make(self._call.task, **options)
         if task.is_listwise and not self.is_whole:
-            message = f"{call.argument} is a RecordBatchReader, and the checkpoint ranks all rows as one list"
+            message = f"{call.argument} is a RecordBatchReader, but the checkpoint ranks all rows as one list"
             raise InputError(message, field=call.argument, remedy="give a Table: reader.read_all()")
         good = iter(task.prepare([item for item in items if not isinstance(item, InputError)]))
         works = [item if isinstance(item, InputError) else _renamed(reader, next(good)) for item in items]
@@ -213,7 +203,7 @@ class _Compute:
     def _of_list(
         self, task: Task, items: Sequence[Any], works: Sequence[Work | InputError], call: CallForm
     ) -> list[Answer | InputError]:
-        """Return the Relevance of each item, whose documents are ranked as one list, or its InputError."""
+        """Rank the documents of all items as one list; return each item's Relevance or InputError."""
         answers: list[Any] = list(works)
         good = [i for i, work in enumerate(works) if not isinstance(work, InputError)]
         if good:
@@ -236,7 +226,7 @@ class _Compute:
                 message = (
                     f"which column of {call.argument} is the {keyword}? It has the columns {', '.join(have)[:300]}"
                 )
-                remedy = f'give {keyword}="COLUMN", or a text such as {keyword}="... {{COLUMN}} ..."'
+                remedy = f'give {keyword}="COLUMN", or a template such as {keyword}="... {{COLUMN}} ..."'
                 raise InputError(message, field=keyword, remedy=remedy, code="missing_option")
             given[option] = name
         for option, text in given.items():
@@ -244,14 +234,14 @@ class _Compute:
             if text is None:
                 continue
             if not isinstance(text, str):
-                remedy = 'give the name of a column, or a text such as "... {COLUMN} ..."'
+                remedy = 'give the name of a column, or a template such as "... {COLUMN} ..."'
                 message = f"{keyword} is of type {type(text).__name__}"
                 raise InputError(message, field=keyword, remedy=remedy, code="wrong_type")
             try:
                 templates[option] = text if option == "messages" else Template(text, keyword)
             except JobError as error:
                 raise InputError(str(error), field=keyword) from None
-        # All structs of an Arrow column have the same fields. Objects of pandas have their own.
+        # All structs of an Arrow column have the same fields, so missing ones are null. Objects in pandas differ.
         filled = not frame.implementation.is_pandas_like()
         reader = RowReader(call.task, Columns(**templates), chat=call.chat, filled=filled, lists=False)
         try:
@@ -281,8 +271,9 @@ class _Compute:
     ) -> dict[str, pa.Array]:
         """Return {name: Arrow array} of the answers' columns.
 
-        have  names of the table's columns
-        size  numbers of a vector, if there is no vector
+        Args:
+            have: Names of the table's columns.
+            size: Size of a vector, if no answer has a vector.
         """
         import pyarrow as pa
 
@@ -293,7 +284,7 @@ class _Compute:
         found = next((vector.size for vector in vectors if isinstance(vector, np.ndarray)), None)
         size = found or size
         added = {name: _array([row.get(name) for row in rows], value, size) for name, value in example.items()}
-        if self._call.task == "decide":  # the caller chooses the names of questions
+        if self._call.task == "decide":  # names of questions may equal names of the table's columns
             added = {PREFIX + name if name in have or name == "error" else name: part for name, part in added.items()}
         if self._call.errors == "return":
             added["error"] = pa.array([_message(answer) for answer in answers], pa.string())
@@ -305,13 +296,13 @@ def _renamed(reader: RowReader, value: T | InputError) -> T | InputError:
 
 
 def _of_part(work: Work | InputError) -> InputError | None:
-    """Return the first error of a part of an item, such as one of several questions; None if there is none."""
+    """Return the first error of a part of an item, such as one question of a state, or None."""
     errors = {} if isinstance(work, InputError) else (work.note or {}).get("errors", {})
     return next((InputError(**error) for error in errors.values()), None)
 
 
 def _message(answer: Answer | InputError) -> str | None:
-    """Return why a row has no answer, or why parts of it have none; None if it has all."""
+    """Return the errors of a row, or of parts of it such as questions; None without errors."""
     if isinstance(answer, InputError):
         return f"{answer.code}: {answer}"
     errors: Mapping[object, InputError] = getattr(answer, "errors", {})
@@ -319,7 +310,7 @@ def _message(answer: Answer | InputError) -> str | None:
 
 
 def _values(column: nw.Series[Any]) -> list[object]:
-    """Return the values of a column as Python has them, and None for each that is missing."""
+    """Return the values of a column as Python objects; missing values become None."""
     values: list[object] = column.to_list()
     if column.implementation.is_pandas_like():
         missing = column.is_null().to_list()
@@ -328,7 +319,7 @@ def _values(column: nw.Series[Any]) -> list[object]:
 
 
 def _plain(value: object) -> object:
-    """Return a value of pandas without arrays and numbers of NumPy, which files of Arrow leave in its cells."""
+    """Convert NumPy arrays and numbers in a pandas cell to Python objects; cells from Arrow files contain them."""
     if isinstance(value, (np.ndarray, np.generic)):
         return _plain(value.tolist())
     if isinstance(value, dict):
@@ -339,8 +330,10 @@ def _plain(value: object) -> object:
 def _array(values: list[Any], example: object, size: int) -> pa.Array:
     """Return values as an Arrow array; None becomes null.
 
-    example  a value of the column, which says its type
-    size     numbers of a vector
+    Args:
+        values: The values.
+        example: A value of the column, for its type.
+        size: Size of a vector.
     """
     import pyarrow as pa
 
@@ -353,6 +346,6 @@ def _array(values: list[Any], example: object, size: int) -> pa.Array:
         return pa.FixedSizeListArray.from_arrays(pa.array(flat.ravel()), size, mask=mask)
     types = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
     type_ = types.get(type(example))
-    if type_ == pa.string():  # an option of a choice may be true or false beside texts
+    if type_ == pa.string():  # the options of a choice may be texts and booleans
         values = [str(value).lower() if isinstance(value, bool) else value for value in values]
     return pa.array(values, type_)

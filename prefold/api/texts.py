@@ -1,4 +1,4 @@
-"""Holds the methods of LLM whose answers are text: generate, chat, stream, agenerate, astream."""
+"""The methods of LLM that generate text: generate, chat, stream, agenerate, astream."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ Return = Literal["return"]
 
 
 class CallKeywords(GenerationKeywords, total=False):
-    """A CallKeywords holds the keywords of `generate` and `chat`, but `n` and `errors`, which decide what comes
-    back."""
+    """The keywords of `generate` and `chat`, except `n` and `errors`, which determine the type of the answer."""
 
     adapter: str | Sequence[str | None] | None
     progress: bool
 
 
 class Texts(TableTasks):
-    """A Texts has the methods generate, chat and stream, and agenerate and astream for event loops.
+    """The methods generate, chat and stream, and agenerate and astream for event loops.
 
-    n        answers to each prompt; where it is given, even as 1, a prompt's answer is a list of Generated
-    adapter  the LoRA adapter that answers; for several prompts also a list of one name, or None, a prompt
-    errors   "raise": the first bad prompt raises its InputError, before anything is computed. "return": the good
-             prompts are computed, and each bad one has its InputError in its place
-    progress whether to show a bar on standard error
-    options  the fields of GenerationOptions: max_tokens, temperature, top_p, stop, seed, logprobs, grammar,
-             response_format, system, tools, salt, ... ; greedy and at most 256 tokens by default
+    These keywords mean the same in all of them:
 
-    `generate` and `chat` also take a table, as the other methods do (NumericTasks), and add the columns `text`,
-    `finish_reason` and `num_generated`. `prompt` is the column of the prompts, or a text with {column} in it; for
-    `chat` it is what the user says, and `conversation` a column of lists of messages.
+    - n: Number of answers for each prompt. If `n` is given, even as 1, a prompt's answer is a list of Generated.
+    - adapter: LoRA adapter that answers. In `generate` and `chat` also a list with a name or None for each prompt.
+    - Sampling options: max_tokens, temperature, top_p, stop, seed, logprobs, grammar, response_format and others. By
+      default generation is greedy, with at most 256 tokens.
+    - Prompt options: system, tools, chat_template, truncate, salt and others.
+
+    `generate` and `chat` also accept a table, as the other methods do, and add the columns `text`, `finish_reason` and
+    `num_generated`.
     """
 
     @overload
@@ -82,10 +80,24 @@ class Texts(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[CallKeywords],
     ) -> Answer | Sequence[Answer] | Table:
-        """Returns what follows each prompt: a Generated a prompt, or with `n` a list of them.
+        """Continue each prompt.
 
-        A prompt is a text, token ids, or a mapping of the fields of GenerateItem: {"prompt": ..., "adapter": ...}.
-        Raises InputError naming the prompt that cannot be continued.
+        Args:
+            prompts: One prompt or a list of prompts, or a table. A prompt is a text, token ids, or a mapping with
+                fields of GenerateItem, such as {"prompt": ..., "adapter": ...}.
+            prompt: For a table: the column with the prompts, or a template.
+            n: Number of answers for each prompt.
+            errors: "raise", or "return" the InputErrors of bad prompts.
+            **options: Sampling options such as max_tokens, temperature and stop; adapter, progress.
+
+        Returns:
+            A Generated for each prompt; with `n`, a list of Generated for each prompt.
+
+        Raises:
+            InputError: A prompt cannot be continued. The message names it.
+
+        Example:
+            >>> llm.generate("The capital of France is", max_tokens=3).text
         """
         if kind_of(prompts):
             _one_answer(n, options)
@@ -140,10 +152,25 @@ class Texts(TableTasks):
         errors: Errors = "raise",
         **options: Unpack[CallKeywords],
     ) -> Answer | Sequence[Answer] | Table:
-        """Returns the model's answer to a conversation, [{"role": ..., "content": ...}, ...], or to each of a list.
+        """Answer each conversation, formatted by the checkpoint's chat template or by `chat_template`.
 
-        The conversation is written in the checkpoint's chat template, or in the one named by chat_template. Raises
-        InputError naming the conversation that cannot be answered.
+        Args:
+            messages: One conversation [{"role": ..., "content": ...}, ...] or a list of conversations, or a table.
+            prompt: For a table: the column with the user's messages, or a template.
+            conversation: For a table: the column with lists of messages.
+            n: Number of answers for each conversation.
+            errors: "raise", or "return" the InputErrors of bad conversations.
+            **options: Sampling options such as max_tokens, temperature and stop; system, tools, chat_template,
+                chat_template_kwargs, adapter, progress.
+
+        Returns:
+            A Generated for each conversation; with `n`, a list of Generated for each conversation.
+
+        Raises:
+            InputError: A conversation cannot be answered. The message names it.
+
+        Example:
+            >>> llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text
         """
         if kind_of(messages):
             _one_answer(n, options)
@@ -161,12 +188,12 @@ class Texts(TableTasks):
         task = self.task("generate", **rest if n is None else rest | {"n": n})
         works, results = self._results(task, items, call)
         outputs: list[InputError | list[Generated]] = [
-            work if isinstance(work, InputError) else result[0]  # an InputError where it could not run
+            work if isinstance(work, InputError) else result[0]  # an InputError if the request could not run
             for work, result in zip(works, results, strict=True)
         ]
         if not call.back:
             first_error(outputs, call.argument, single=call.single)
-        # An item may ask for several samples by itself.
+        # An item may have its own `n`.
         answers: list[Answer] = [
             out if n is not None or isinstance(out, InputError) or len(out) > 1 else out[0] for out in outputs
         ]
@@ -175,10 +202,26 @@ class Texts(TableTasks):
     def stream(
         self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> Iterator[Piece]:
-        """Returns the answer to one prompt, or conversation, piece by piece as it is made.
+        """Generate the answer to one prompt or conversation, and yield it piece by piece.
 
-        There is at most one Piece a sample and step; the last of a sample carries its Generated. Leaving the loop
-        early, or closing the iterator, cancels the request. Raises InputError where the prompt cannot be continued.
+        Leaving the loop early, or closing the iterator, cancels the request.
+
+        Args:
+            prompt: A text, token ids, or a conversation.
+            n: Number of answers.
+            adapter: LoRA adapter that answers.
+            **options: As for `generate` and `chat`.
+
+        Returns:
+            An iterator of Piece. A step yields at most one Piece per sample. The last Piece of a sample contains its
+            Generated.
+
+        Raises:
+            InputError: The prompt cannot be continued.
+
+        Example:
+            >>> for piece in llm.stream("Once upon a time"):
+            ...     print(piece.text, end="")
         """
         return self._stream(self._request(prompt, n, adapter, options))
 
@@ -201,10 +244,24 @@ class Texts(TableTasks):
     async def agenerate(
         self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> Generated | list[Generated]:
-        """Returns what follows one prompt, or conversation; with `n` a list of that. For event loops.
+        """Generate the answer to one prompt or conversation, in an event loop.
 
-        Calls that wait at the same time run together. A call that is cancelled cancels its request. Raises InputError
-        where the prompt cannot be continued.
+        Calls that wait at the same time run together. Cancelling a call cancels its request.
+
+        Args:
+            prompt: A text, token ids, or a conversation.
+            n: Number of answers.
+            adapter: LoRA adapter that answers.
+            **options: As for `generate` and `chat`.
+
+        Returns:
+            A Generated; with `n`, a list of Generated.
+
+        Raises:
+            InputError: The prompt cannot be continued.
+
+        Example:
+            >>> answer = await llm.agenerate("The capital of France is", max_tokens=3)
         """
         request = self._request(prompt, n, adapter, options)
         async for event in astream(self.engine, request, self.tokenizer, text=False):
@@ -215,9 +272,23 @@ class Texts(TableTasks):
     async def astream(
         self, prompt: Prompt, *, n: int | None = None, adapter: str | None = None, **options: Unpack[GenerationKeywords]
     ) -> AsyncIterator[Piece]:
-        """Returns the answer to one prompt, or conversation, piece by piece, as `stream` does. For event loops.
+        """Generate the answer to one prompt or conversation piece by piece, in an event loop; see `stream`.
 
-        Raises InputError where the prompt cannot be continued.
+        Args:
+            prompt: A text, token ids, or a conversation.
+            n: Number of answers.
+            adapter: LoRA adapter that answers.
+            **options: As for `generate` and `chat`.
+
+        Returns:
+            An asynchronous iterator of Piece.
+
+        Raises:
+            InputError: The prompt cannot be continued.
+
+        Example:
+            >>> async for piece in llm.astream("Once upon a time"):
+            ...     print(piece.text, end="")
         """
         request = self._request(prompt, n, adapter, options)
         async for event in astream(self.engine, request, self.tokenizer):
@@ -228,7 +299,7 @@ class Texts(TableTasks):
                 yield Piece(event.sample, event.text)
 
     def _request(self, prompt: Prompt, n: int | None, adapter: str | None, options: Mapping[str, Any]) -> Request:
-        """Returns the request of one prompt, conversation, or mapping of the fields of GenerateItem."""
+        """Return the request of one prompt, conversation, or mapping with fields of GenerateItem."""
         samples = {} if n is None else {"n": n}
         task = self.task("generate", adapter=adapter, **samples, **options)
         (work,) = first_error(task.prepare([as_list(prompt, "prompt")]), single=True)
@@ -237,7 +308,7 @@ class Texts(TableTasks):
 
 
 def _one_answer(n: int | None, options: CallKeywords) -> None:
-    """Raise InputError if a row of a table would get more than one text."""
+    """Raise InputError for options that a table cannot have, because its rows get one text each."""
     for name, value in {"n": n, "logprobs": options.get("logprobs")}.items():
         if value is not None:
             message, remedy = f"{name} is for lists: a row of a table gets one text", "leave it out, or give a list"
@@ -245,7 +316,7 @@ def _one_answer(n: int | None, options: CallKeywords) -> None:
 
 
 def samples_of(answer: list[Generated] | InputError) -> list[Generated]:
-    """Returns the samples of a request. Raises the InputError of a request that could not run."""
+    """Return the samples of a request, or raise its InputError."""
     if isinstance(answer, InputError):
         raise answer
     return answer

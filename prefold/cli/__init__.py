@@ -1,4 +1,4 @@
-"""The command line. It imports nothing heavy: a command is imported when it is asked for, its modules when it runs."""
+"""The command line. It starts fast: a command is imported when it is used, and its modules when it runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..errors import PrefoldError
 from ..spec.fields import near
 from .process import StoppedBySignal, guarded, say
 
-# The files of the commands, in the order of the help.
+# {command: its file}, in the order of --help.
 _FILES = {
     "run": "tasks", "plan": "plan",
     **dict.fromkeys(("generate", "rerank", "embed", "classify", "decide", "score"), "tasks"),
     "serve": "serve", "verify": "verify", "answers": "kept", "models": "models", "demo": "bench", "bench": "bench",
 }  # fmt: skip
-# What commands are called elsewhere.
+# {name of a command in other tools: the command here}, for an error's hint.
 _OTHER_NAMES = {
     "chat": 'generate "a message"', "complete": 'generate --raw "a text"', "completion": 'generate --raw "a text"',
     "batch": "run", "predict": "run", "encode": "embed", "embeddings": "embed", "rank": "rerank", "server": "serve",
@@ -31,7 +31,7 @@ _OTHER_NAMES = {
 
 
 class _Commands(UserDict[str, click.Command]):
-    """The commands by name. Those of prefold are imported when they are first asked for."""
+    """The commands by name. A command is imported when it is first used."""
 
     def __missing__(self, name: str) -> click.Command:
         self.data[name] = command = getattr(import_module(f".{_FILES[name]}", __name__), name)
@@ -48,12 +48,11 @@ class _Commands(UserDict[str, click.Command]):
 
 
 class _Group(click.Group):
-    """A _Group runs the commands, keeps the arguments for the command that resumes, and prints errors as one
-    message."""
+    """The group of all commands. It prints an error as one message, and keeps the arguments for resuming."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
         with guarded(ends_process=not arguments and "args" not in options), warnings.catch_warnings():
-            # A person wants no path and no line of our source.
+            # A warning is printed without the path and the source line.
             warnings.showwarning = lambda message, *_, **__: say(f"prefold: {message}")
             return super().main(*arguments, **options)
 
@@ -72,7 +71,7 @@ class _Group(click.Group):
             raise click.UsageError(f"there is no command {args[0]!r}; {hint}", ctx) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order in which they were added, not sorted by name
+        return list(self.commands)  # not sorted by name
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -84,7 +83,7 @@ class _Group(click.Group):
             say("prefold: interrupted")
             raise
         except RuntimeError as error:
-            # While a class is made, as in an import, Python 3.11 puts this in the place of what a descriptor raises.
+            # While a class is created (during an import), Python 3.11 wraps a descriptor's exception in a RuntimeError.
             if not isinstance(error.__cause__, StoppedBySignal):
                 raise
             say("prefold: interrupted")
@@ -101,7 +100,7 @@ def _show_version(context: click.Context, _: click.Parameter, is_given: bool) ->
 
 
 def _executor(kernels: str) -> str:
-    """Returns what runs models here, in words. torch is looked for and not imported."""
+    """Describe the executors that are available here, without importing torch."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -109,32 +108,36 @@ def _executor(kernels: str) -> str:
     except PackageNotFoundError:
         torch = ""
     install = "pip install 'prefold[torch]'"
-    if kernels.startswith("PyTorch"):  # why there are no kernels
-        return torch or f"none: install a C++ compiler, such as g++ or the package ziglang, or PyTorch: {install}"
-    return f"native; {torch} for what it lacks" if torch else f"native (PyTorch, for GPUs and training: {install})"
+    if kernels.startswith("PyTorch"):  # the reason why there are no kernels
+        return torch or f"none: install a C++ compiler (such as g++ or the package ziglang), or PyTorch: {install}"
+    return (
+        f"native; {torch} for models that it lacks" if torch else f"native (PyTorch, for GPUs and training: {install})"
+    )
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option(
     "--version",
     is_flag=True,
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Show the version, and which CPU kernels are used here.",
+    help="Show the version, and the CPU kernels that are used here.",
 )
 def main() -> None:
-    """Batch inference over causal transformers that computes every shared prefix once.
+    """Batch inference over causal transformers. It computes every shared prefix once.
 
     \b
-    prefold demo                                    see what it does, in a minute
-    prefold generate "a question"                   text from a prompt
-    prefold rerank "a query" "a text" "another"     which text answers it
-    prefold rerank pairs.jsonl -o scores.jsonl      a job, from a file
-    prefold run batch.jsonl -o out.jsonl            a job of OpenAI batch lines
+    prefold demo                                    a demonstration, in a minute
+    prefold generate "a question"                   generate text
+    prefold rerank "a query" "a text" "another"     rank texts
+    prefold rerank pairs.jsonl -o scores.jsonl      run a job over a file
+    prefold run batch.jsonl -o out.jsonl            run a job of OpenAI batch lines
 
-    Exit status: 0 all well, 1 the command failed, 2 wrong usage, 3 the job is done but some records
-    failed (their lines say why), 130 interrupted (the command that resumes is printed).
+    COMMAND --help shows the common options of a command, --help-all shows all of them.
+
+    Exit status: 0 success; 1 the command failed; 2 wrong usage; 3 the job is done, but some records failed
+    (their output lines have the errors); 130 interrupted (the command that resumes is printed).
     """
 
 

@@ -1,4 +1,4 @@
-"""Answers texts of the command line, for a person to read or, with --json, for a program."""
+"""Run a task on the texts of a command line, and print the results to read, or as JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _JOB_ONLY = ("output", "report", "resume", "overwrite", "grown", "keep_order", "
              "gold", "gold_file", "review", "precision", "save_calibration")  # fmt: skip
 
 
-_CUT = click.style("(ended by --max-tokens, or by the model's context)", dim=True)
+_CUT = click.style("(ended by --max-tokens, or by the model's context length)", dim=True)
 
 
 def job_flags(spec: JobSpec) -> list[str]:
-    """Returns the flags of the given options that only jobs have."""
+    """Return the flags of the given options that are only for jobs."""
     names = [name for name in _JOB_ONLY if name in spec.given]
     return [f"--{name.removesuffix('_column').removeprefix('input_').replace('_', '-')}" for name in names]
 
@@ -35,10 +35,12 @@ def job_flags(spec: JobSpec) -> list[str]:
 def answer(
     task: str, spec: JobSpec, *, as_json: bool, files: Iterable[str] = (), piped: Iterable[bytes] | None = None
 ) -> None:
-    """Runs a task on the texts of the arguments, and prints the results.
+    """Run a task on the texts of the arguments, and print the results.
 
-    files  further texts, each of which is the whole of a file
-    piped  the lines of standard input, if they were read already
+    Args:
+        as_json: Whether to print JSON.
+        files: Names of files whose whole text is one more text.
+        piped: The lines of standard input, if they are already read.
     """
     for option in job_flags(spec)[:1]:
         raise SpecError(f"{option} is for jobs; give an input file, or leave it out")
@@ -52,11 +54,11 @@ def answer(
     if spec.input.tools:
         raise SpecError("--tools COLUMN is for jobs; give @FILE", field="tools")
     texts = [text for argument in spec.input.names for text in expand(argument, piped)]
-    # Editors put a line end behind the last line of a file.
+    # Editors add a line end to the last line of a file.
     texts += [_read(name).removesuffix("\n") for name in files]
-    # An empty prompt is allowed where continuations are scored: it stands for the beginning of a text.
+    # An empty prompt is allowed before continuations: these then start a text.
     if not texts or not all(texts[1:] if task == "score" and len(texts) > 1 else texts):
-        raise JobError("a text is empty; give one" if texts else "there is no text; give one")
+        raise JobError("a text is empty; give a text" if texts else "there is no text; give one")
     checkpoint, tokenizer = open_model(spec, backend_for(spec), notice)
     check_tokenizer(checkpoint, tokenizer, "texts")
     items, shown = make_items(task, texts, chat=task == "generate" and uses_chat(spec, tokenizer))
@@ -72,14 +74,14 @@ def answer(
     (results,) = checked([finish_items(task_object, works, run_works(engine, task_object, works, seed=spec.seed))])
     if as_json or (task == "embed" and len(texts) == 1):
         for text, result in zip(shown, results, strict=True):
-            click.echo(dumps({**text, **result.line()}).encode())  # JSON is UTF-8 whatever the locale
+            click.echo(dumps({**text, **result.line()}).encode())  # as UTF-8 in every locale
         return
     _SHOW[task](texts, results)
     _summary(engine, spec)
 
 
 def with_image(task: str, item: dict[str, Any], path: str) -> dict[str, Any]:
-    """Returns an item with an image before its text. Raises SpecError for tasks without images."""
+    """Return an item with an image before its text. Raise SpecError for tasks without images."""
     from ..text.media import TextWithImages
 
     if task == "decide":
@@ -107,16 +109,19 @@ def _summary(engine: Any, spec: JobSpec) -> None:
 
 
 def expand(argument: str, piped: Iterable[bytes] | None = None) -> list[str]:
-    """Returns the texts of an argument: itself, or the lines of a file (@FILE), of standard input (-) or of a pipe.
-    piped: the lines of standard input, if they were read already"""
+    """Return the texts of an argument: the lines of a file (@FILE), of standard input (-) or of a pipe, else itself.
+
+    Args:
+        piped: The lines of standard input, if they are already read.
+    """
     if argument != "-" and not argument.startswith("@") and not is_stream(argument):
         return [as_utf8(argument)]
-    # A line ends where editors and other tools end it. str.splitlines parts texts at form feeds and U+2028, too.
+    # Not str.splitlines, which also splits at form feeds and U+2028.
     return [line for line in _read(argument.removeprefix("@"), piped).split("\n") if line.strip()]
 
 
 def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
-    """Returns the text of a file, or of standard input (`-`, or the lines `piped`). Raises JobError."""
+    """Return the text of a file, or of standard input (`-`). Raise JobError."""
     from ..jobs.source import open_stream
 
     if name != "-":
@@ -125,8 +130,11 @@ def _read(name: str, piped: Iterable[bytes] | None = None) -> str:
 
 
 def make_items(task: str, texts: list[str], *, chat: bool = False) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns (items of the task, further fields of JSON output for each). chat: whether each text is a user's
-    message"""
+    """Return (items of the task, fields to add to the JSON output of each).
+
+    Args:
+        chat: Whether each text is a user's message.
+    """
     if task == "generate":
         prompts = [{"prompt": text} for text in texts]
         return [{"messages": [{"role": "user", "content": text}]} for text in texts] if chat else prompts, prompts
@@ -194,7 +202,7 @@ def _show_score(texts: list[str], answers: list[Score]) -> None:
 
 
 def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed: int | None) -> None:
-    """Generates texts, and prints them as they come, in the order of the prompts. Raises the first error."""
+    """Generate texts, and print them as they come, in the order of the prompts. Raise the first error at the end."""
     samples = [work.requests[0].sampling.n for work in works]
     first = [sum(samples[:number]) for number in range(len(works))]
     prompts = [text for text, count in zip(texts, samples, strict=True) for _ in range(count)]
@@ -225,10 +233,12 @@ def _show_live(texts: list[str], engine: Any, task: Any, works: list[Any], seed:
 
 
 def in_order(events: Iterable[tuple[int, Any]], count: int) -> Iterator[tuple[int, Any]]:
-    """Yields the events of `count` answers that are made at the same time, in the order of the answers.
+    """Yield the events of `count` concurrent answers in the order of the answers.
 
-    events  (place of an answer, some of its text or at its end its result). Those of the first answer that is not done
-            are yielded as they come, and those of later answers when it is their turn
+    The events of the first unfinished answer are yielded at once. The events of later answers wait for their turn.
+
+    Args:
+        events: (index of an answer, a piece of its text); at its end (index, its result).
     """
     waiting: list[list[Any]] = [[] for _ in range(count)]
     turn = 0
@@ -241,9 +251,11 @@ def in_order(events: Iterable[tuple[int, Any]], count: int) -> Iterator[tuple[in
 
 
 def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None) -> Iterator[tuple[int, Any]]:
-    """Yields (number of the work, (sample, piece of its text)) as pieces come, and (number, answer) at its end. An
-    answer is a list of Generated, or an InputError. Seeds are those of `run_works`, so the texts are the same. If the
-    generator is closed early, the remaining requests are cancelled."""
+    """Yield (index of a work, TextPiece) as pieces come, and (index, answer) at its end.
+
+    An answer is a list of Generated, or an InputError. Seeds and texts are the same as with `run_works`. Closing the
+    generator early cancels the remaining requests.
+    """
     from ..engine.calls import stream
     from ..tasks.run import draw_seed, with_seed
 
@@ -253,7 +265,7 @@ def generate_live(engine: Any, task: Any, works: Sequence[Any], seed: int | None
 
 
 def one_line(text: str, width: int = 90) -> str:
-    """Returns a text as one line of at most `width` characters."""
+    """Return a text on one line of at most `width` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
 

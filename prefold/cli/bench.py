@@ -1,5 +1,4 @@
-"""Runs `prefold bench`, which times the three ways of sharing against each other, and `prefold demo`, which reranks a
-few passages and shows what sharing saves."""
+"""`prefold bench`: time the three sharing modes. `prefold demo`: rerank a few passages and show what sharing saves."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from typing import Any
 import click
 
 from ..spec.job import DEFAULT_MODEL, JobSpec
-from .options import engine_options, machine_options, model_options, number, sample_options
+from .options import command, engine_options, machine_options, model_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
 MODES = ("full", "mlp", "off")
 
 
-@click.command(short_help="Time sharing full, mlp and off.")
-@sample_options(number("--repeat", "Runs of each mode.", 3), needs_input=False)
+@command(short_help="Time the sharing modes full, mlp and off.")
+@sample_options(number("--repeat", "Number of runs of each mode.", 3), needs_input=False)
 @machine_options
-@number("--max-batch-rows", "Rows of a step.")
+@number("--max-batch-rows", "Maximum number of rows in a step.")
 @takes_job()
 def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
-    """Time sharing full, mlp and off on INPUT (100 records, or --limit of them), or on the demo's data.
+    """Time the sharing modes full, mlp and off on INPUT (100 records, or --limit), or on the demo's data.
 
-    Tokenising and loading are left out; the modes take turns, and the median of --repeat runs counts. Text is not
-    generated with mlp.
+    Tokenising and loading are not timed. The modes run in turns, and the median of --repeat runs is printed. mlp
+    does not support generation.
 
     \b
     prefold bench pairs.jsonl --task rerank --limit 200
@@ -49,8 +48,8 @@ def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
         head |= {"model": spec.model_name, "dtype": dtype, "machine": dict(machine())}
         click.echo(json.dumps(head | {"modes": seconds}))
         return
-    click.echo(f"{name}; {left_out:,} records left out as unusable")
-    click.echo(f"{prompts:,} prompts, {repeated:,} of which repeat an earlier one")
+    click.echo(f"{name}; {left_out:,} unusable records left out")
+    click.echo(f"{prompts:,} prompts; {repeated:,} of them repeat an earlier prompt")
     click.echo(f"{spec.model_name}, {dtype}, {llm.engine.facts.max_rows} rows a step, median of {repeat}")
     click.echo("; ".join(f"{key} {value}" for key, value in machine()) + "\n")
     for line in table(seconds):
@@ -58,14 +57,14 @@ def bench(spec: JobSpec, repeat: int, as_json: bool) -> None:
 
 
 def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[Any, Any]]:
-    """Returns (tasks, works by task, a name for them, records that are unusable, (checkpoint, tokenizer))."""
+    """Return (tasks, {task: works}, name of the data, number of unusable records, (checkpoint, tokenizer))."""
     from ..cluster.backends import backend_for
     from ..jobs.models import LazyTasks, open_model
     from ..jobs.opening import draw, open_input
 
     if not spec.input.names:
         if spec.task not in (None, "rerank"):
-            raise click.UsageError("--task is for an input; without one the demo's passages are reranked")
+            raise click.UsageError("--task needs INPUT; without INPUT the demo's passages are reranked")
         model = open_model(spec, backend_for(spec), notice)
         tasks = LazyTasks(("rerank",), spec, *model)
         return tasks, {"rerank": tasks["rerank"].prepare(_demo_items())}, "reranking the demo's passages", 0, model
@@ -77,7 +76,7 @@ def _prepare(spec: JobSpec) -> tuple[Any, dict[str, list[Any]], str, int, tuple[
 
 
 def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
-    """Returns (the number of prompts, how many of them repeat an earlier one)."""
+    """Return (number of prompts, number of prompts that repeat an earlier prompt)."""
     prompts = [
         (task, request.namespace.adapter, request.tokens.tobytes())
         for task, works in prepared.items()
@@ -90,8 +89,13 @@ def _repeated(prepared: dict[str, list[Any]]) -> tuple[int, int]:
 def measure(
     engine: Any, tasks: Any, prepared: dict[str, list[Any]], repeat: int, window: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns {mode: seconds of each run, tokens and rows}. window: tokens of a window. The modes take turns, so that a
-    busy moment of the machine affects all of them."""
+    """Return {mode: {"seconds": of each run, "tokens": ..., "rows": ...}}.
+
+    The modes run in turns, so that a busy machine affects all of them.
+
+    Args:
+        window: Maximum number of tokens in a window.
+    """
     from ..tasks.run import checked, run_works
 
     modes = [mode for mode in MODES if mode != "mlp" or "generate" not in prepared]
@@ -110,7 +114,7 @@ def measure(
 
 
 def table(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns the lines of a table of the numbers of `measure`."""
+    """Return the lines of a table of the results of `measure`."""
     base = statistics.median(runs["off"]["seconds"])
     head = ("tokens", 10), ("rows", 10), ("saved", 8), ("seconds", 10), ("spread", 16), ("rows/s", 10), ("speed", 8)
     lines = [f"{'sharing':<9}" + "".join(f"{name:>{width}}" for name, width in head)]
@@ -125,7 +129,7 @@ def table(runs: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-# A small general model judges better when asked in its own chat format than by Qwen3-Reranker's prompt.
+# A small general model judges better with its own chat format than with Qwen3-Reranker's prompt.
 SMALL_MODEL = {
     "template": (
         "<|im_start|>system\nYou judge whether a text answers a question. Answer only Yes or No.<|im_end|>\n"
@@ -141,18 +145,18 @@ def _demo_lines() -> str:
 
 
 def _demo_items() -> list[dict[str, Any]]:
-    """Returns the demo's data: queries, each with its documents."""
+    """Return the demo's queries, each with its documents."""
     records = map(json.loads, _demo_lines().splitlines())
     return [{name: record[name] for name in ("query", "documents")} for record in records]
 
 
-@click.command(short_help="See reranking, what is shared and what that saves.")
+@command(short_help="Show reranking, and what sharing saves.")
 @model_options
 @engine_options
-@click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), to try a job on.")
+@click.option("--write", metavar="FILE", help="Only write the demo's data to FILE (JSONL), as input for a job.")
 @takes_job()
 def demo(spec: JobSpec, write: str | None) -> None:
-    """Rerank a few passages, and show what was shared and what it saved."""
+    """Rerank a few passages, and show the shared prefixes and the time they save."""
     if write:
         Path(write).write_text(_demo_lines(), encoding="utf-8")
         click.echo(f"wrote {write}: try  prefold run {write} --task rerank --id id -o scores.jsonl")
@@ -173,24 +177,24 @@ def demo(spec: JobSpec, write: str | None) -> None:
     works = task.prepare(items)
     llm = load_llm(replace(spec.model, sharing="full"), checkpoint, tokenizer)
     loaded = time.perf_counter() - started
-    # The first query warms the model up, and is something to read meanwhile.
+    # The first query warms up the model. Its result is printed at once, to read while the rest runs.
     _show_ranking(items[:1], _rerank(llm.engine, task, works[:1], "full")["scores"])
     full = _rerank(llm.engine, task, works, "full")
     _show_ranking(items[1:], full["scores"][1:])
     _show_trie(_shape(works))
     _show_saving(full, _rerank(llm.engine, task, works, "off"))
-    click.echo(f"\n{loaded:.1f} s to start, {time.perf_counter() - started:.1f} s in all. To go on:\n")
-    for command, purpose in (
+    click.echo(f"\n{loaded:.1f} s to start, {time.perf_counter() - started:.1f} s in all. Next:\n")
+    for line, purpose in (
         ('prefold rerank "a query" "a text" "another text"', "your own texts"),
         ("prefold demo --write demo.jsonl", "these passages as a file"),
         ("prefold plan demo.jsonl --task rerank", "what a job would share"),
         ("prefold run demo.jsonl --task rerank -o out.jsonl", "the job (--report page.html draws it)"),
     ):
-        click.echo(f"  {click.style(command, bold=True):<66}{purpose}")
+        click.echo(f"  {click.style(line, bold=True):<66}{purpose}")
 
 
 def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str, Any]:
-    """Returns the scores of each query, the seconds that they took, and the engine's counts."""
+    """Return the scores of each query, the seconds, and the engine's counters."""
     from ..tasks.run import finish_items, run_works
 
     engine.reset_stats()
@@ -202,7 +206,7 @@ def _rerank(engine: Any, task: Any, works: list[Any], sharing: str) -> dict[str,
 
 
 def _shape(works: list[Any]) -> Any:
-    """Returns the shape of the stream of all prompts."""
+    """Return the shape of the stream of all prompts."""
     from ..jobs.report.icicle import StreamShape
     from ..trie import Spool
 
@@ -241,7 +245,7 @@ def _show_saving(full: dict[str, Any], off: dict[str, Any]) -> None:
     difference = max(abs(shared - unshared) for shared, unshared in pairs)
     saved = click.style(f"{stats.saved:.0%} saved", bold=True)
     faster = click.style(f"{off['seconds'] / seconds:.1f} times as fast", bold=True)
-    rows = f"{stats.rows_computed:,} rows computed, each unique token once"
-    click.echo(f"\n{stats.tokens:,} tokens asked for, {rows}: {saved}.")
+    rows = f"{stats.rows_computed:,} rows computed, one per unique token"
+    click.echo(f"\n{stats.tokens:,} tokens in prompts, {rows}: {saved}.")
     click.echo(f"{seconds:.2f} s, against {off['seconds']:.2f} s without sharing: {faster}.")
     click.echo(f"No score differs by more than {difference:.2g}.")

@@ -1,4 +1,4 @@
-"""Runs a job from the shell, and prints its summary."""
+"""Run a job from the shell, and print its summary."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ FAILED_RECORDS = 3
 
 
 def run_command(spec: JobSpec, *, stdin: Iterable[bytes] | None = None) -> None:
-    """Runs a job, and ends the process with the exit status that the help documents. stdin: the lines of standard
-    input, where they have been read already"""
+    """Run a job, and exit with the status that `prefold --help` documents.
+
+    Args:
+        stdin: The lines of standard input, if they are already read.
+    """
     from ..jobs import Interrupted, run_job
     from ..jobs.opening import open_input, open_job
     from ..jobs.report import open_progress
@@ -58,8 +61,8 @@ def run_command(spec: JobSpec, *, stdin: Iterable[bytes] | None = None) -> None:
     if page and not was_ended:
         report(summary, input)
     elif page and not quiet:
-        state = "{} stays what it is" if Path(page).exists() else "there is no {}"
-        say(f"  report    not written, as nothing was computed; {state.format(page)}")
+        state = "{} is unchanged" if Path(page).exists() else "there is no {}"
+        say(f"  report    not written, because nothing was computed; {state.format(page)}")
     if summary.errors:
         sys.exit(FAILED_RECORDS)
 
@@ -70,7 +73,7 @@ def _say_how_to_resume(end: str, spec: JobSpec, job: Any) -> None:
         return
     context = click.get_current_context()
     arguments = context.find_root().meta.get("prefold.arguments", [])
-    if job.output.begun:  # the old output has been replaced, so --overwrite must not be given again
+    if job.output.begun:  # the old output is already replaced, and --overwrite would delete the new one
         arguments = [a for a in arguments if a != "--overwrite"]
     command = f"prefold {shlex.join(arguments)}"
     if job.source.name == "-":
@@ -81,8 +84,12 @@ def _say_how_to_resume(end: str, spec: JobSpec, job: Any) -> None:
 
 
 def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", in_bytes: bool = False) -> list[str]:
-    """Returns the summary of a job in a few lines: its counts, its costs, and what sharing saved. Where prompts are
-    counted in bytes, and rows in tokens, it does not say what was saved."""
+    """Return the lines of a job's summary: its counts, its costs, and the share that was saved.
+
+    Args:
+        stored: Format of the weights; "": unknown.
+        in_bytes: Whether prompts are counted in bytes. Rows are tokens, so the saved share is then left out.
+    """
     from ..jobs.report.progress import format_seconds
 
     stats, output = summary.stats, spec.output.path or "standard output"
@@ -102,21 +109,23 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
         outputs = " and what was generated" if stats.generation and stats.generation.generated_tokens else ""
         of = f", of the {summary.computed:,} records of this run" if summary.resumed else ""
         name = "bytes " if in_bytes else "tokens"
-        # If all requests fail, no row is computed, and none is saved.
+        # If all requests fail, no row is computed, and nothing is saved.
         saved = f" ({stats.saved:.1%} saved)" if stats.rows_computed and not in_bytes else ""
         lines.append(f"  {name}    {stats.tokens:,} in {_count(stats.requests, 'prompt')}{outputs}{of}")
-        lines[-1] += ", as the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
+        lines[-1] += ", because the model's tokenizer is not here (--tokenizer)" if in_bytes else ""
         rows = f"  rows      {stats.rows_computed:,} computed{saved}"
         rows += f", sharing {summary.sharing}" if summary.sharing else ""  # else no model was loaded
-        if stats.unique_tokens:  # servers and vLLM do not count them
+        if stats.unique_tokens:  # not counted by servers and vLLM
             rows += f"; {stats.unique_tokens:,} unique tokens"
-            rows += f", {summary.excess:,} rows more than those" if summary.excess else ""
+            rows += f", {summary.excess:,} rows more than that" if summary.excess else ""
         lines.append(rows)
         lines += _counter_lines(stats)
         if stats.generation is not None:
             lines += _generation_lines(stats.generation, summary)
         if summary.streams > 1:
-            lines.append(f"  streams   {summary.streams:,}, each sorted for itself: what they share was computed again")
+            lines.append(
+                f"  streams   {summary.streams:,}, each sorted separately: prefixes they share were recomputed"
+            )
         computing = summary.seconds - summary.load_seconds
         parts = f"{summary.load_seconds:.1f} s of them loading the model"
         if compiling := stats.seconds.get("compile"):
@@ -140,11 +149,11 @@ def summary_lines(summary: Any, spec: JobSpec, adapter: Any, stored: str = "", i
     return lines
 
 
-ONE_LABEL_ROWS, ONE_LABEL_SHARE = 50, 0.95  # from which on one label of nearly all rows is suspicious
+ONE_LABEL_ROWS, ONE_LABEL_SHARE = 50, 0.95  # at least so many texts, and so large a share of one label: warn
 
 
 def _label_lines(labels: Counter[str]) -> list[str]:
-    """Return the warning about a job in which nearly every text got the same label."""
+    """Return a warning if nearly all texts got the same label."""
     total = labels.total()
     ((label, count),) = labels.most_common(1) or [("", 0)]
     if total < ONE_LABEL_ROWS or count < ONE_LABEL_SHARE * total:
@@ -156,7 +165,7 @@ def _label_lines(labels: Counter[str]) -> list[str]:
 
 
 def _counter_lines(stats: Stats | GenerationStats) -> list[str]:
-    """Returns the lines of the counters of features."""
+    """Return the lines of the features' counters."""
     return [f"  {counter.title:9} {counter.text(count)}" for counter, count in shown(stats) if count]
 
 
@@ -170,29 +179,29 @@ def _generation_lines(generation: Any, summary: Any) -> list[str]:
     seconds = max(summary.seconds - summary.load_seconds, 1e-9)
     generated = generation.generated_tokens
     lines = [f"  generated {generated:,} tokens, {generated / seconds:,.0f} a second"]
-    if generation.steps:  # servers and vLLM do not tell of theirs, nor of K/V
+    if generation.steps:  # servers and vLLM report no steps and no K/V
         lines[0] += f", in {_count(generation.steps, 'step')} of up to {_count(generation.running_peak, 'sequence')}"
-    if not generated:  # the K/V held prompts that were only read
+    if not generated:  # only prompts were read
         lines = []
     if generation.kv_bytes_peak:
         held, unshared = format_bytes(generation.kv_bytes_peak), format_bytes(generation.kv_bytes_unshared_peak)
         lines.append(f"  K/V       {held} at peak; without sharing {unshared}")
     lines += _counter_lines(generation)
     if generation.preemptions:
-        again = f"{generation.recomputed_rows:,} rows were computed again"
-        lines.append(f"  memory    was short {generation.preemptions:,} times: {again} (--kv-memory gives more)")
+        again = f"{generation.recomputed_rows:,} rows were recomputed"
+        lines.append(f"  memory    was full {generation.preemptions:,} times: {again} (increase --kv-memory)")
     return lines
 
 
 def _failure(line: dict[str, Any]) -> str:
-    """Returns the error in a failed record's line as a message. line: of a table, or of a batch"""
+    """Return the error message in the output line of a failed record, of a table or a batch."""
     error = line.get("error") or line["response"]["body"]["error"]
     name = f"record {line['record']}" if "record" in line else line["custom_id"]
     return (f"{name}: " if name else "") + f"{error['message']}" + (f"; {error['remedy']}" if "remedy" in error else "")
 
 
 def report(summary: Any, input: Input) -> None:
-    """Writes the page of --report."""
+    """Write the page of --report."""
     from ..jobs.report import Report, write_report
     from ..jobs.report.progress import format_seconds
     from ..text.prompts import readable
@@ -221,9 +230,9 @@ def report(summary: Any, input: Input) -> None:
     settings |= spec.shown()
     settings |= {"weights stored as": stored_as(checkpoint), "computed in": str(summary.dtype)}
     settings |= {"sharing used": str(summary.sharing), "steps": f"{stats.steps:,}"}
-    settings |= {"most path rows held between steps": f"{stats.path_rows_peak:,}"} | parts
+    settings |= {"maximum of path rows held between steps": f"{stats.path_rows_peak:,}"} | parts
     note = "" if summary.sharing == "full" else (
-        f"With sharing {summary.sharing} every prompt went through attention by itself; this is what could be shared."
+        f"With sharing {summary.sharing} every prompt had its own attention; this shows what could be shared."
     )  # fmt: skip
     page = Report(
         title=f"{spec.task or 'batch'}: {Path(source.name).name} with {checkpoint.name}",
@@ -246,22 +255,22 @@ def report(summary: Any, input: Input) -> None:
 
 
 def _generation_table(generation: Any) -> list[tuple[str, str]]:
-    """Returns all counters of generation, as rows of the report."""
+    """Return all counters of generation, as rows of the report."""
     from ..jobs.report.progress import format_bytes
 
     numbers = [
         ("tokens generated", generation.generated_tokens),
         ("rows of prompts", generation.prefill_rows),
         ("rows of running sequences", generation.decode_rows),
-        ("rows computed again after a preemption", generation.recomputed_rows),
-        ("rows of sequences that had ended before", generation.discarded_rows),
+        ("rows recomputed after a preemption", generation.recomputed_rows),
+        ("rows of sequences that had already ended", generation.discarded_rows),
         *((counter.row, count) for counter, count in shown(generation) if counter.row),
-        ("tokens of prompts that were there on admission", generation.first_admission_hits),
-        ("tokens of prompts shared within a step", generation.in_step_hits),
-        ("tokens of prompts found from earlier windows", generation.cross_window_hits),
+        ("prompt tokens in the cache on admission", generation.first_admission_hits),
+        ("prompt tokens shared within a step", generation.in_step_hits),
+        ("prompt tokens found from earlier windows", generation.cross_window_hits),
         ("preemptions", generation.preemptions),
         ("steps", generation.steps),
-        ("most sequences in a step", generation.running_peak),
+        ("maximum of sequences in a step", generation.running_peak),
     ]
     kv = [
         ("K/V held now", generation.kv_bytes_now),

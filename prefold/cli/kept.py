@@ -1,4 +1,4 @@
-"""Runs `prefold answers`, which lists, prunes and verifies what --answers keeps."""
+"""`prefold answers`: list, prune and verify the answers that --answers keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ import click
 
 from ..errors import JobError
 from ..spec.job import JobSpec
-from .options import BYTES, adapter_option, engine_options, generation_options, json_option, model_options, number
+from .options import (
+    BYTES,
+    adapter_option,
+    command,
+    engine_options,
+    generation_options,
+    json_option,
+    model_options,
+    number,
+)
 from .process import notice
 from .specs import takes_job
 
@@ -22,23 +31,23 @@ if TYPE_CHECKING:
     from ..tasks.kept_file import AnswersFile
 
 
-@click.command(short_help="List, prune and verify kept answers (--answers DIR).")
+@command(short_help="List, prune and verify kept answers (--answers DIR).")
 @click.argument("folder", metavar="DIR")
 @click.option(
     "--keep-bytes",
     type=BYTES,
     metavar="BYTES",
-    help="Delete the answers not used for longest until the rest has this size.",
+    help="Delete the least recently used answers until the rest has this size.",
 )
-@number("--unused-days", "Delete answers that were not used for so many days.")
-@number("--verify", "Check the whole file, and compute so many answers again with --model.")
+@number("--unused-days", "Delete answers that were not used for N days.")
+@number("--verify", "Check the whole file, and recompute N answers with --model.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     default=0.01,
     show_default=True,
     metavar="X",
-    help="With --verify: fail (status 1) if a number differs by more than X, or a text differs.",
+    help="With --verify: fail (status 1) if a value differs by more, or any text.",
 )
 @model_options
 @engine_options
@@ -55,10 +64,10 @@ def answers(
     tolerance: float,
     as_json: bool,
 ) -> None:
-    """List the answers that jobs have kept in a folder, by model; delete some; or compute a sample again.
+    """List the answers that jobs have kept in a folder, by model; delete answers; or recompute a sample.
 
     --verify needs the model and the options of the job. One answer in 16 is kept with its prompt, and can be
-    computed again; answers about images cannot.
+    recomputed, except answers about images.
 
     \b
     prefold answers kept
@@ -68,7 +77,7 @@ def answers(
     from ..tasks.kept_file import NAME, AnswersFile
 
     if not (Path(folder) / NAME).is_file():
-        raise JobError(f"{folder} holds no answers; name the folder of a job's --answers")
+        raise JobError(f"{folder} contains no answers; give the folder of a job's --answers")
     file = AnswersFile(Path(folder), 1 << 62, notice)
     if verify is not None:
         from ..jobs.verify import recompute
@@ -106,7 +115,7 @@ def _list(file: AnswersFile, *, as_json: bool) -> None:
 
 
 def _verified(found: Recomputed) -> list[str]:
-    lines = [f"the file: {line}" for line in found.wrong] or ["the file is whole"]
+    lines = [f"the file: {line}" for line in found.wrong] or ["the file is intact"]
     changed = f"; {found.texts_changed:,} texts differ" if found.texts_changed else ""
-    again = f"{found.computed:,} answers computed again: numbers differ by at most {found.difference:.3g}"
+    again = f"{found.computed:,} answers recomputed: values differ by at most {found.difference:.3g}"
     return [*lines, again + changed]

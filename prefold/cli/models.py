@@ -1,16 +1,16 @@
-"""Runs `prefold models`, which lists what runs here."""
+"""`prefold models`: list supported models and formats."""
 
 from __future__ import annotations
 
 import click
 
-from .options import plugin_option
+from .options import command, plugin_option
 
 
-@click.command(short_help="What runs here.")
+@command(short_help="List supported models and formats.")
 @plugin_option
 def models() -> None:
-    """List what runs here: built-in models, families, RoPE types, formats, and the compiled kernels."""
+    """List built-in models, supported architectures, RoPE types and formats, and the compiled kernels."""
     for name, lines in sections():
         click.echo(click.style(name, bold=True))
         for line in lines:
@@ -18,7 +18,7 @@ def models() -> None:
 
 
 def sections() -> list[tuple[str, list[str]]]:
-    """Returns (heading, lines) of each section of `prefold models`."""
+    """Return (heading, lines) of each section."""
     from ..checkpoint import BUILT_IN, GEOMETRIES
     from ..kernels import foreseen
     from ..model import fallbacks, supported_architectures
@@ -35,7 +35,7 @@ def sections() -> list[tuple[str, list[str]]]:
         ("RoPE types", [", ".join(ROPE_KINDS)]),
         ("Formats", formats),
         (
-            "Shapes for --load-format dummy, besides any model (they have no tokenizer: token ids alone, no texts)",
+            "Shapes for --load-format dummy, besides any model (without a tokenizer: they accept only token ids)",
             [", ".join(GEOMETRIES)],
         ),
         ("CPU kernels", [foreseen()]),

@@ -1,4 +1,4 @@
-"""Runs `prefold plan`, which says what a job would share and cost."""
+"""`prefold plan`: estimate what a job would share and cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..spec.job import TASKS, JobSpec
-from .options import machine_options, number, sample_options
+from .options import command, machine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
@@ -26,23 +26,23 @@ _COUNTS = ("records", "errors", "requests", "tokens", "rows", "rows_mlp", "longe
            "output_tokens")  # fmt: skip
 
 
-@click.command(short_help="What a job would share and cost.")
+@command(short_help="Estimate what a job would share and cost.")
 @sample_options(
-    number("--max-batch-rows", "Rows of a step, which is as far as sharing mlp reaches.", 4096),
+    number("--max-batch-rows", "Maximum number of rows in a step; sharing mlp shares within a step.", 4096),
     click.option("--gflops", type=click.FloatRange(min=0, min_open=True), metavar="X",
-                 help="Reckon the time at X GFLOP/s.  [default: the speed of a step of this job, measured here]"),
-    number("--replicas", "Cut the job into segments for N equal replicas: rows, rows computed twice, seconds."),
-    click.option("--report", metavar="FILE", help="Write an HTML page with the trie."),
+                 help="Estimate the time at X GFLOP/s (default: the measured speed of a step of this job)."),
+    number("--replicas", "Show the segments of N equal replicas: rows, rows computed twice, seconds."),
+    click.option("--report", metavar="FILE", help="Write an HTML report with the trie."),
     tasks=TASKS,
 )  # fmt: skip
 @machine_options
 @takes_job()
 def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: bool) -> None:
-    """Say what a job would share and what it would cost; compute no results.
+    """Estimate what a job would share and what it would cost, without computing results.
 
-    Takes those options of `prefold run` that say what is read and what is done with it, tokenises and sorts the whole
-    input, and counts. Then runs one step of the job to measure the machine's speed (not with --json or --gflops).
-    The step has random weights, unless the model is a small GGUF file. Weights of a hub id are never downloaded.
+    The options for the input and the tasks are the options of `prefold run`. The whole input is tokenised, sorted
+    and counted. Then one step of the job runs, to measure the machine's speed (not with --json or --gflops). The
+    step has random weights, unless the model is a small GGUF file. Weights of a hub id are never downloaded.
 
     \b
     prefold plan pairs.jsonl --task rerank -m Qwen/Qwen3-Reranker-0.6B
@@ -101,9 +101,9 @@ def plan(spec: JobSpec, gflops: float | None, replicas: int | None, as_json: boo
 
 
 def _plan_other_order(input: Input, rows: int) -> tuple[str, JobPlan] | None:
-    """Return (what stands first in the other order of state and question, the plan of the decisions in that order).
+    """Plan decisions with the other order of state and question. Return (the part that is then first, the plan).
 
-    None: the prompt is a template of its own, or the input cannot be read again.
+    Return None if the prompt is the user's template, or if the input cannot be read twice.
     """
     from ..jobs import plan_job
 
@@ -146,7 +146,7 @@ def _lines(job_plan: Any, costs: Any, row_bytes: int, seconds: float, decode: An
     lines.append(f"at {speed.flops / 1e9:,.0f} GFLOP/s, {speed.words}; counted in {format_seconds(seconds)}")
     if job_plan.outputs:
         lines += _generation_lines(job_plan, row_bytes)
-    lines.append("\nThe trie (width: prompts, depth: tokens; the darker, the more prompts share it)")
+    lines.append("\nThe trie (width: prompts, depth: tokens; darker: shared by more prompts)")
     lines += [f"  {line}" for line in trie_picture(job_plan.shape)]
     shared = shared_most(job_plan.shape, decode)
     if shared:
@@ -165,7 +165,7 @@ def _layerwise_line(layerwise: LayerwisePlan) -> str:
     if layerwise.rate is None:
         return line
     about = format_seconds(layerwise.total / layerwise.rate)
-    return f"{line}; about {about} at the {format_bytes(layerwise.rate)}/s at which the file is read now"
+    return f"{line}; about {about} at {format_bytes(layerwise.rate)}/s, the measured speed of the file"
 
 
 def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:
@@ -174,16 +174,17 @@ def _generation_lines(job_plan: Any, row_bytes: int) -> list[str]:
     shared, unshared = format_bytes(job_plan.rows * row_bytes), format_bytes(job_plan.tokens * row_bytes)
     tails = format_bytes(job_plan.output_tokens * row_bytes)
     return [
-        f"\nThe prompts only; then {job_plan.outputs:,} outputs of up to {job_plan.output_tokens:,} tokens together.",
-        f"K/V, {format_bytes(row_bytes)} a row: {shared} for all prompts at once ({unshared} unshared), and up to "
-        f"{tails} for all outputs. Only those that run are held.",
+        f"\nPrompts only; then {job_plan.outputs:,} outputs of up to {job_plan.output_tokens:,} tokens in all.",
+        f"K/V, {format_bytes(row_bytes)} per row: {shared} for all prompts at once ({unshared} unshared), and up to "
+        f"{tails} for all outputs. Only running sequences are held.",
     ]
 
 
 def _fleet(segments: list[Any], rate: float | None) -> dict[str, Any]:
-    """Return what replicas do together: their rows, the rows computed twice, and the seconds of the costliest segment.
+    """Return the rows of all replicas, the rows computed twice, and the seconds of the costliest segment.
 
-    rate: operations a second of a replica; None: the seconds are left out
+    Args:
+        rate: Operations per second of a replica; None: leave the seconds out.
     """
     rows, twice = sum(segment.rows for segment in segments), sum(segment.again for segment in segments)
     seconds = {} if rate is None else {"seconds": max(segment.flops for segment in segments) / rate}
@@ -191,7 +192,7 @@ def _fleet(segments: list[Any], rate: float | None) -> dict[str, Any]:
 
 
 def _segment_lines(job_plan: Any, segments: list[Any], rate: float) -> list[str]:
-    """Return the segments as a table if they are few, their balance, and the seconds of all replicas together."""
+    """Return a table of the segments if they are few, their balance, and the seconds of the whole fleet."""
     from ..jobs.report.progress import format_seconds
 
     if not segments:

@@ -1,4 +1,4 @@
-"""Handles the environment of a command: closed or full standard streams, signals, and errors of the system."""
+"""The process of a command: closed or full standard streams, signals, and system errors."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ import click
 
 
 class StoppedBySignal(SystemExit):
-    """A StoppedBySignal ends the process after a signal; its code is 128 plus the signal's number."""
+    """Exit after a signal, with the status 128 plus the signal's number."""
 
 
-ENDING_SECONDS = 1.0  # so long after a signal, or after a command, another signal changes nothing
+ENDING_SECONDS = 1.0  # after a signal or the end of a command, further signals are ignored for this long
 _NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
-_status: int | None = None  # with which the process ends
+_status: int | None = None  # exit status of the process
 
 
 def _leave() -> None:
-    """End the process at once if other threads still run, such as one that loads a model.
+    """End the process at once if other threads still run, such as a thread that loads a model.
 
-    Python ends a thread that comes back from C++ after the interpreter has gone, and C++ aborts the process then.
+    If a thread returns from C++ after the interpreter has shut down, C++ would abort the process.
     """
     if _status is None:
         return
     if threading.active_count() > 1:
         os._exit(_status)
-    for number in _NUMBERS:  # Python puts the system's handlers back next, and they end a process with other statuses
+    for number in _NUMBERS:  # Python next restores the default handlers, which exit with another status
         signal.signal(number, signal.SIG_IGN)
 
 
-atexit.register(_leave)  # as early as possible: what is registered later runs before
+atexit.register(_leave)  # registered early, so that it runs after functions that are registered later
 
 
 @contextmanager
 def guarded(*, ends_process: bool = False) -> Iterator[None]:
-    """Runs a command so that an error of the system is one message and status 1, and signals end it in order.
+    """Run a command. A system error becomes one message and exit status 1; a signal ends the command cleanly.
 
-    ends_process: whether the process ends with the command
+    Args:
+        ends_process: Whether the process ends with the command.
     """
     global _status
     _open_missing()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # letters that a terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
     with _Signals() as signals:
         try:
             yield
-        except BrokenPipeError:  # the reader of our output has gone, so no message would be read
+        except BrokenPipeError:  # the reader of our output has exited, so a message would be lost
             sys.exit(1)
         except OSError as error:
             say(f"prefold: {_describe(error)}")
@@ -71,25 +72,25 @@ def guarded(*, ends_process: bool = False) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Writes a line to standard error, or drops it if that is closed or full."""
+    """Print a line to standard error, or drop it if the stream is closed or full."""
     with contextlib.suppress(OSError):
         click.echo(text, err=True)
 
 
 def notice(line: str) -> None:
-    """Writes a line to standard error, such as that a model is downloaded."""
+    """Print a line to standard error, for example that a model is being downloaded."""
     click.echo(line, err=True)
 
 
 def _describe(error: OSError) -> str:
     reason = error.strerror or str(error)
-    return f"cannot use {error.filename}: {reason}" if error.filename else f"the system says: {reason}"
+    return f"cannot use {error.filename}: {reason}" if error.filename else f"system error: {reason}"
 
 
 def _open_missing() -> None:
-    """Opens replacements for standard streams that are missing.
+    """Open replacements for missing standard streams.
 
-    Otherwise the next files that are opened would get the descriptors of the streams, and whatever is printed.
+    Otherwise the next opened files would get the streams' descriptors, and the printed text.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
@@ -101,7 +102,7 @@ def _open_missing() -> None:
 
 
 class _ClosedStream:
-    """Stands for a standard output that was closed before the process began."""
+    """A replacement for standard output that was closed before the process started."""
 
     closed = True
     encoding, errors = "utf-8", "strict"
@@ -117,17 +118,18 @@ class _ClosedStream:
 
 
 def ending(status: int) -> None:
-    """Say that the command ends with this status because of a signal, so that signals right after it change nothing."""
+    """Note that the command ends with this status because of a signal; ignore signals right after it."""
     if _Signals.current is not None:
         _Signals.current.begin(status)
 
 
 class _Signals:
-    """Lets Ctrl-C, SIGTERM and SIGHUP end the process by SystemExit, so that temporary folders are removed.
+    """Signal handlers that end the process by SystemExit on Ctrl-C, SIGTERM and SIGHUP, after its cleanup.
 
-    A second signal is often an echo of the first one: a terminal sends it, and a program between passes it on. Within a
-    second of the first signal it changes nothing, because its exception would interrupt the cleanup. A signal that is
-    ignored stays ignored. A KeyboardInterrupt before a command runs would become status 1 in click.
+    A second signal is often an echo of the first: the terminal sends the signal to prefold and to its parent, which
+    forwards it. It is ignored for a second, because its exception would interrupt the cleanup. Signals that were
+    ignored before stay ignored. The handlers are installed before click runs, because click would turn a
+    KeyboardInterrupt into status 1.
     """
 
     current: _Signals | None = None
@@ -135,9 +137,9 @@ class _Signals:
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._outer: _Signals | None = None
-        self._status: int | None = None  # of a command that ends because of a signal
+        self._status: int | None = None  # exit status, once a signal ends the command
         self._since = 0.0
-        self._is_over = False  # whether the command has ended, and the process is leaving
+        self._is_over = False  # whether the command has ended and the process is exiting
 
     def __enter__(self) -> _Signals:
         if threading.current_thread() is threading.main_thread():
@@ -154,11 +156,11 @@ class _Signals:
             _Signals.current = self._outer
 
     def begin(self, status: int) -> None:
-        """Ignore signals for a second, as the command ends with this status."""
+        """Ignore signals for a second, because the command is ending with this status."""
         self._status, self._since = status, time.monotonic()
 
     def stay(self, status: int) -> None:
-        """Keep the handlers while the process leaves with this status."""
+        """Keep the handlers while the process exits with this status."""
         self.begin(status)
         self._is_over = True
 
@@ -173,7 +175,7 @@ class _Signals:
 
 
 def _settle() -> None:
-    """Flushes the standard streams. What cannot be written is dropped, so that the interpreter's own flush succeeds."""
+    """Flush the standard streams. Drop output that cannot be written, so that the interpreter's own flush succeeds."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""The command `prefold serve`."""
+"""`prefold serve`: answer HTTP requests with a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..spec.fields import near
 from ..spec.files import read_toml
 from ..spec.job import JobSpec
 from ..spec.server import ServerSpec
-from .options import all_of, declared, generation_options, media_options, model_group, model_options
+from .options import Option, all_of, command, declared, generation_options, media_options, model_group, model_options
 from .process import notice
 from .specs import server_spec, takes_job
 
@@ -34,7 +34,7 @@ def read_settings(ctx: click.Context, param: click.Parameter, path: str | None) 
     for name, value in (read_toml(path) if path else {}).items():
         if name not in options:
             close = near(name, options)
-            raise JobError(f"{path}: there is no option {name!r}; {close}prefold serve --help lists the options")
+            raise JobError(f"{path}: there is no option {name!r}; {close}prefold serve --help-all lists the options")
         listed = not options[name].multiple or isinstance(value, list)
         defaults[str(options[name].name)] = value if listed else [value]
         _check(ctx, options[name], f"{path}: {name} = ")
@@ -59,27 +59,27 @@ def _check(ctx: click.Context, option: click.Parameter, place: str) -> None:
 
 _OPTIONS = {option.name: option for option in fields(ServerSpec) if option.metadata["cli"] != (None,)}
 _SERVER = all_of(
-    click.option("--config", metavar="FILE", is_eager=True, expose_value=False, callback=read_settings,
-                 help="TOML file with options under their names here, such as port = 8000. Variables such as"
-                 " PREFOLD_SERVE_PORT override the file, and the command line overrides both."),
+    click.option("--config", cls=Option, group="Server", metavar="FILE", is_eager=True, expose_value=False,
+                 callback=read_settings,
+                 help="TOML file of options, such as port = 8000; PREFOLD_SERVE_* variables override it."),
     model_options,
     *(declared(name, option) for name, option in _OPTIONS.items()),
-    click.option("--adapter", metavar="NAME=FOLDER", multiple=True,
-                 help="A LoRA adapter (PEFT), which requests ask for by its name as the model. May be repeated."),
+    click.option("--adapter", cls=Option, group="Model", metavar="NAME=FOLDER", multiple=True,
+                 help="LoRA adapter (PEFT); requests select it by NAME as their model."),
     model_group("serve", "machine", "engine", "answers"),
     media_options,
     generation_options,
 )  # fmt: skip
 
 
-@click.command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
+@command(short_help="Answer HTTP requests: the APIs of OpenAI, vLLM and others.")
 @_SERVER
 @takes_job(own=_OPTIONS)
 def serve(spec: JobSpec, **options: Any) -> None:
-    """Answer HTTP requests with a model until told to end.
+    """Answer HTTP requests with a model, until Ctrl-C or SIGTERM.
 
-    The address is bound before the model is loaded; /health answers 503 until it is. SIGTERM takes no more requests,
-    lets those that run end, and exits with status 0.
+    The server listens before the model is loaded; /health answers 503 until then. After SIGTERM, running requests
+    finish, new requests are refused, and the exit status is 0.
 
     \b
     prefold serve -m HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
@@ -89,12 +89,12 @@ def serve(spec: JobSpec, **options: Any) -> None:
     from ..jobs.models import find_model, image_reading, load_llm
     from ..text import tokenizer_or_none
 
-    if spec.model_name not in BUILT_IN:  # whose file may have to be downloaded, while the server answers that it loads
+    if spec.model_name not in BUILT_IN:  # a built-in model may be downloaded later, while the server already answers
         find_model(spec.model_name, spec.model, notice, weights=False)
     from ..serve import serve as run
 
     if spec.model.layerwise == "on":
-        raise JobError("--layerwise on is for jobs of read-outs; a server needs all weights in memory")
+        raise JobError("--layerwise on is for jobs that generate no text; a server needs all weights in memory")
     model = replace(spec.model, layerwise="off")
 
     def load() -> Any:

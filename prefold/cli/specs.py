@@ -1,4 +1,4 @@
-"""Turn a parsed command into a JobSpec: the only reader of the options of jobs on the command line."""
+"""Convert a parsed command to a JobSpec. No other file reads the command-line options of jobs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from ..spec.server import ServerSpec
 from ..spec.task import OPTIONS, ConversationOptions, TaskSpec, cli_names, options_of
 
 T = TypeVar("T")
-Values = Mapping[str, Any]  # {parameter of the command line: value}; only a spec leaves this file
-# At most one of these parameters says what form generated text has.
+Values = Mapping[str, Any]  # {command-line parameter: value}; other files get only specs
+# Parameters for the form of generated text; at most one may be given.
 FORMATS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _TEMPLATES = ("prompt", "state", "query", "document", "continuation")
 
 
 def takes_job(task: str | None = None, *, own: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that calls a function with a JobSpec in place of the options of a command.
+    """Return a decorator that calls a function with a JobSpec instead of the options of a command.
 
-    task  the task of the command; None: --task names it, if the command has that option
-    own   parameters that the function takes itself, in addition to those in its signature
+    Args:
+        task: The task of the command; None: --task names it, if the command has that option.
+        own: Parameters to pass to the function unchanged, in addition to the parameters in its signature.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,10 +57,12 @@ def takes_job(task: str | None = None, *, own: Collection[str] = ()) -> Callable
 
 
 def job_spec(values: Values, given: Collection[str] | None = None, task: str | None = None) -> JobSpec:
-    """Return the spec of a job. Files that options name are read now.
+    """Return the spec of a job. Read the files that options name.
 
-    values  {parameter of the command line: value}; a missing parameter has its default
-    given   the parameters that were given (default: all in `values`)
+    Args:
+        values: {command-line parameter: value}; a missing parameter has its default.
+        given: The parameters that the user gave (default: all in `values`).
+        task: The task; None: `values["task"]`.
     """
     read = _Reader()
     named = values.get("task")
@@ -87,27 +90,31 @@ def job_spec(values: Values, given: Collection[str] | None = None, task: str | N
 
 
 def server_spec(values: Values) -> ServerSpec:
-    """Return the spec of a server."""
+    """Return the spec of a server, from the options of `prefold serve`."""
     names = [name for name in ServerSpec.__dataclass_fields__ if name in values]
     return ServerSpec(**{name: values[name] for name in names})
 
 
 def _part(kind: type[T], values: Values, **own: Any) -> T:
-    """Return a dataclass with the values of its parameters. `own` replaces some of them."""
+    """Return a dataclass with the values of its parameters; `own` overrides them."""
     declared = [entry for entry in fields(cast(Any, kind)) if entry.metadata]
     taken = {entry.name: values.get(parameter_of(entry)) for entry in declared}
     return kind(**{name: value for name, value in taken.items() if value is not None} | own)
 
 
 class _Reader:
-    """Reads the files that options name. files: (flag, path) of each"""
+    """A reader of the files that options name.
+
+    Attributes:
+        files: (flag, path) of each file.
+    """
 
     def __init__(self) -> None:
         self.files: list[tuple[str, str]] = []
-        self._texts: dict[str, str] = {}  # by what was written: a pipe can be read once
+        self._texts: dict[str, str] = {}  # {value of an option: its text}, because a pipe can be read only once
 
     def __call__(self, name: str, text: str) -> str:
-        """Return the text of an option; for @FILE the text of the file without its last newline."""
+        """Return the value of a text option. @FILE means the text of the file, without its last newline."""
         if text not in self._texts:
             self._texts[text] = read_argument(text)
             if text.startswith("@"):
@@ -115,7 +122,7 @@ class _Reader:
         return self._texts[text]
 
     def note(self, name: str, path: str) -> str:
-        """Note a file that an option names, and returns its path."""
+        """Add a file that an option names to `files`. Return its path."""
         self.files.append((f"--{name.replace('_', '-')}", path))
         return path
 
@@ -124,7 +131,7 @@ class _Reader:
 
 
 def model_spec(values: Values, read: _Reader | None = None, *, texts_alone: bool = False) -> ModelSpec:
-    """Return the spec of a model. texts_alone: whether records hold images only if an option names their column"""
+    """Return the spec of a model. `texts_alone`: load no vision tower unless an option names a column with images."""
     read = read or _Reader()
     keywords: dict[str, Any] = {}
     for name, option in model_fields(ModelSpec, *GROUPS.values()).items():
@@ -137,7 +144,7 @@ def model_spec(values: Values, read: _Reader | None = None, *, texts_alone: bool
         keywords["tower"] = False
     options = {option.name: values[name] for name, option in model_fields(CacheOptions).items() if name in values}
     settings = {name: value for name, value in options.items() if value is not None}
-    # A sorted job never comes back to a prefix that it has left; a stream may.
+    # A sorted job never returns to a finished prefix, but a stream may.
     policy: Any = values.get("cache") or ("lru" if settings or values.get("stream") else "off")
     if "shifted" in settings:
         read.note("cache_reuse_shifted", settings["shifted"])
@@ -169,7 +176,7 @@ def _only_adapter(model: ModelSpec, values: Values) -> str | None:
 
 
 def _task_spec(task: str, values: Values, read: _Reader, adapter: str | None) -> TaskSpec:
-    """Return the options of a task from the parameters of the command line."""
+    """Return the options of a task from the command-line parameters."""
     settings: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
     for option in fields(OPTIONS[task]):
         parameters = cli_names(task)[option.name]
@@ -187,8 +194,10 @@ def _conversations(values: Values, read: _Reader) -> ConversationOptions:
 
 
 def _plain(options: Sequence[Any], values: Values, read: _Reader) -> dict[str, Any]:
-    """Return {option: value} of options that need no conversion except @FILE. An empty text for a conversation is not
-    taken."""
+    """Return {option: value} of options that need no conversion except @FILE.
+
+    Empty texts of conversation options are left out.
+    """
     found = {}
     for option in options:
         value = values.get(option.name)
@@ -237,7 +246,7 @@ def _bias(text: str) -> tuple[int, float]:
     try:
         return int(token), float(bias)
     except ValueError:
-        message = f"--logit-bias {text!r} is not a token id and a number, such as 42=-5"
+        message = f"--logit-bias {text!r} is not TOKEN_ID=NUMBER, such as 42=-5"
         raise SpecError(message, field="logit_bias") from None
 
 
@@ -254,7 +263,7 @@ def _labels(given: Values, read: _Reader) -> dict[str, Any]:
         return {"labels": _json_option(text, name)}
     labels = [line.strip() for line in text.split("\n") if line.strip()]
     if not labels:
-        raise JobError(f"{name} holds no labels; write one a line")
+        raise JobError(f"{name} contains no labels; write one per line")
     return {"labels": labels}
 
 
@@ -274,7 +283,9 @@ def _examples(given: Values, read: _Reader) -> dict[str, Any]:
         except InputError as error:
             raise JobError(f"example {row.number} of {name}: {error}") from None
     if not out:
-        raise JobError(f"{name} holds no examples; write rows with the columns text and label, or leave --examples out")
+        raise JobError(
+            f"{name} contains no examples; write rows with the columns text and label, or leave --examples out"
+        )
     return {"examples": out}
 
 
@@ -282,7 +293,7 @@ def _questions(given: Values, read: _Reader) -> dict[str, Any]:
     if not (text := given.get("questions")):
         return {}
     name = "--questions"
-    if text.lstrip()[:1] not in ("{", "["):  # a file, with or without the @
+    if text.lstrip()[:1] not in ("{", "["):  # a file; the @ is optional
         name = read.note("questions", text.removeprefix("@"))
         text = read_text(name)
     import yaml
@@ -297,7 +308,7 @@ def _questions(given: Values, read: _Reader) -> dict[str, Any]:
 def _calibration(given: Values, read: _Reader) -> dict[str, Any]:
     if not (name := given.get("calibration")):
         return {}
-    # As JSON, since the journal names what differs in it.
+    # As JSON, because the journal compares its fields.
     return {"calibration": Calibration.load(read.note("calibration", name.removeprefix("@"))).to_dict()}
 
 
@@ -320,7 +331,7 @@ def _grammar(given: Values, read: _Reader) -> dict[str, Any]:
     return {"grammar": {"regex" if kind == "regex" else "lark": read(kind, value)}}
 
 
-# Options with a syntax of their own: functions from the given parameters of the option to {option: value}.
+# {option with its own syntax: function from its given parameters to {option: value}}.
 _CONVERTED: dict[str, Callable[[Values, _Reader], dict[str, Any]]] = {
     "max_tokens": _max_tokens, "truncate": _truncate, "tools": _tools, "words": _words, "labels": _labels,
     "examples": _examples, "questions": _questions, "stop": _stop, "stop_ids": _stop_ids, "logit_bias": _logit_bias,

@@ -1,5 +1,7 @@
-"""Measures how fast this machine computes a job: some of the job's prompts run through the job's model. Random weights
-take the place of a checkpoint's, but not of a GGUF file's blocks, which other kernels multiply."""
+"""Measure how fast this machine computes a job, by running some of its prompts through its model.
+
+Random weights replace a checkpoint's weights. A GGUF file keeps its blocks, because other kernels multiply them.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,16 @@ import numpy as np
 from ..errors import JobError
 from ..spec.model import ModelSpec
 
-MOST_BYTES = 2 << 30  # of random weights; of a larger model, a few layers are measured
-MOST_LAYERS = 8  # of a model that is measured in part
-WARM_ROWS = 256  # of the steps that warm up, and say how many rows the measured step may have
-SECONDS = 2.0  # that the measured step may take, about
+MOST_BYTES = 2 << 30  # of weights; only some layers of a larger model are measured
+MOST_LAYERS = 8  # to measure of a larger model
+WARM_ROWS = 256  # rows of the warm-up steps, whose speed determines the rows of the measured step
+SECONDS = 2.0  # target duration of the measured step
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # names in config.json
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations a second, counted as `jobs.plan.cost_of` does, and what was measured, in words."""
+    """Operations per second, counted as in `jobs.plan.cost_of`, and a description of the measurement."""
 
     flops: float
     words: str
@@ -31,8 +33,8 @@ class Speed:
 def measure_speed(input: Any, job_plan: Any) -> Speed:
     """Return the speed of one step of a job. Raise JobError if the model cannot be measured here.
 
-    Prompts, read-outs, dtype, kernels, device, threads and rows of a step are the job's. No time depends on the values
-    of weights, so no weights are downloaded, and only a small GGUF file's weights are read.
+    Prompts, read-outs, dtype, kernels, device, threads and rows of a step are the job's. The time does not depend on
+    the values of weights, so no weights are downloaded. Only the weights of a small GGUF file are read.
     """
     from ..model import config_from
 
@@ -49,12 +51,12 @@ def measure_speed(input: Any, job_plan: Any) -> Speed:
         layers_only = seconds - shallow.seconds(sample)
         counted, few = _flops(sample, deepest.config), _flops(sample, shallow.config)
         seconds += max(0.0, layers_only) * (flops - counted) / (counted - few)
-        what += f"; reckoned from {depths[0]} and {depths[-1]} of {config.layers} layers"
+        what += f"; extrapolated from {depths[0]} and {depths[-1]} of {config.layers} layers"
     return Speed(flops / seconds, f"measured: {_rows(sample)[-1]:,} rows of this job, {what}")
 
 
 def _depths(checkpoint: Any, config: Any, model: ModelSpec) -> tuple[int, ...]:
-    """Return how many layers to measure: all, or two numbers of them if memory is too small for all."""
+    """Return the number of layers to measure: all, or two smaller numbers if memory is too small."""
     from ..model.machine import DTYPES, available_memory, choose_device, choose_dtype
 
     device = choose_device(model.device)
@@ -65,11 +67,11 @@ def _depths(checkpoint: Any, config: Any, model: ModelSpec) -> tuple[int, ...]:
     for depth in range(min(MOST_LAYERS, config.layers), 1, -1):
         if _config_of(_shallow(checkpoint, config.layers, depth)).num_parameters * size <= most:
             return depth // 2, depth
-    raise JobError("the speed cannot be measured, as two layers of the model do not fit in memory; give --gflops X")
+    raise JobError("the speed cannot be measured: two layers of the model do not fit in memory; give --gflops X")
 
 
 def _shallow(checkpoint: Any, layers: int, depth: int) -> Any:
-    """Return the checkpoint to measure, with the first `depth` layers of another one. layers: how many that one has"""
+    """Return a checkpoint with the first `depth` of the `layers` layers of `checkpoint`, for measuring."""
     from ..checkpoint import Checkpoint
 
     config = checkpoint.config
@@ -99,7 +101,9 @@ class _Probe:
         checkpoint = _shallow(input.checkpoint, layers, depth)
         self.config = _config_of(checkpoint)
         if self.config.layers != depth:
-            raise JobError(f"the speed of {input.checkpoint.name} cannot be measured in part; give --gflops X")
+            raise JobError(
+                f"the speed of {input.checkpoint.name} cannot be measured with fewer layers; give --gflops X"
+            )
         model = input.spec.model
         whole = {"adapters": None, "load_format": "auto", "layerwise": "off"}
         model = replace(model, **whole, images=replace(model.images, mmproj=None))
@@ -110,15 +114,15 @@ class _Probe:
         self.words = f"{weights}{dtype} on {self._llm.device}; {self._llm.passes}"
 
     def warm_up(self, requests: Sequence[Any], most_rows: int) -> int:
-        """Run a few requests, and return how many of all a step of about SECONDS may have."""
+        """Run a few requests. Return how many of all requests fit in a step of about SECONDS."""
         rows = _rows(requests)
         few = _count(rows, WARM_ROWS)
-        self.seconds(requests[:few])  # what is made once: kernels, buffers
+        self.seconds(requests[:few])  # untimed: compiles kernels and allocates buffers
         speed = rows[few - 1] / self.seconds(requests[:few])
         return _count(rows, max(WARM_ROWS, min(most_rows, int(SECONDS * speed))))
 
     def seconds(self, requests: Sequence[Any]) -> float:
-        """Return the seconds that requests take."""
+        """Run requests and return the seconds."""
         from ..tasks.base import Work
         from ..tasks.run import checked, run_works
 
@@ -129,7 +133,7 @@ class _Probe:
 
 
 def _alone(request: Any, vocab_size: int) -> Any:
-    """Return a request as it is measured: only its prompt, by the model itself, and with ids that the model has."""
+    """Return a request for measuring: only its prompt, without an adapter, and with ids in the vocabulary."""
     sampling = None if request.sampling is None else replace(request.sampling, max_tokens=1, min_tokens=0, n=1)
     tokens = request.tokens % vocab_size  # rows of images have larger ids
     base = request.namespace._replace(adapter="")
@@ -145,13 +149,13 @@ def _shape(requests: Sequence[Any]) -> Any:
 
 
 def _rows(requests: Sequence[Any]) -> np.ndarray:
-    """Return the rows of the first request, the first two, and so on. The requests are in the order of the stream."""
+    """Return the rows of the first request, of the first two, and so on, for requests in stream order."""
     lengths, shared = _shape(requests).arrays()
     return np.cumsum(lengths.astype(np.int64) - shared)
 
 
 def _count(rows: np.ndarray, most: int) -> int:
-    """Return how many requests have at most so many rows, at least one."""
+    """Return how many requests have at most `most` rows together, at least one."""
     return max(1, int(np.searchsorted(rows, most, "right")))
 
 

@@ -1,4 +1,4 @@
-"""Holds the commands that run a task, and `run`. Given a file they run a job, given texts they answer them."""
+"""The commands of the tasks, and `run`. With a file they run a job; with texts they print the answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import click
 
 from ..spec.files import is_stream
 from ..spec.job import TASKS, JobSpec
-from .options import Decorator, all_of, job_options, json_option
+from .options import Decorator, all_of, command, job_options, json_option
 from .specs import takes_job
 
 
 def is_input(arguments: tuple[str, ...]) -> bool:
-    """Returns whether the arguments name a job's input, rather than being texts themselves."""
+    """Return whether the arguments name a job's input; otherwise they are texts."""
     from ..jobs.source import holds_records
 
     if len(arguments) != 1:
@@ -25,23 +25,25 @@ def is_input(arguments: tuple[str, ...]) -> bool:
     return name == "-" or holds_records(name) or (len(name) < 4096 and os.path.isfile(name)) or is_stream(name)
 
 
-@click.command(short_help="Run a job: OpenAI batch lines, or a table.")
+@command(short_help="Run a job: OpenAI batch lines, or a table.")
 @click.argument("input", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--task", type=click.Choice(TASKS), help="What to do with a table. OpenAI batch lines say it themselves.")
+@click.option("--task", type=click.Choice(TASKS), help="Task to run on a table; OpenAI batch lines name theirs.")
 @job_options(*TASKS)
 @takes_job()
 def run(spec: JobSpec) -> None:
-    """Run a job: INPUT is a file of OpenAI batch lines, or a table (.jsonl, .csv, .tsv, .parquet, .gz, or -).
+    """Run a job. INPUT is a file of OpenAI batch lines, or a table (.jsonl, .csv, .tsv, .parquet, also .gz).
 
-    Several files, patterns ('data/*.parquet') and folders are read one after the other, as one input.
+    More than one file, patterns ('data/*.parquet') and folders are read one after the other, as one input. -
+    is standard input.
 
     \b
     prefold run batch.jsonl -o out.jsonl -m Qwen/Qwen3-Embedding-0.6B
     prefold run reviews.csv --task classify --prompt '{title}: {body}' --labels good,bad -o out.csv
 
-    Batch lines may ask for /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/score and /rerank.
-    A record that cannot be processed becomes an error line and the job goes on. Killed, it goes on where
-    it was when the same command is given again.
+    Batch lines may request /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/score and /rerank.
+    A record that cannot be processed becomes an error line, and the job continues. To resume a job that
+    was killed, run the same command again. The options of one task are in the help of its command, such
+    as prefold rerank --help.
     """
     from .job import run_command
 
@@ -49,19 +51,19 @@ def run(spec: JobSpec) -> None:
 
 
 def _command(task: str, metavar: str, short_help: str, *decorators: Decorator) -> Callable[..., click.Command]:
-    """Returns a decorator that makes the command of a task. decorators: options that it has of its own."""
+    """Return a decorator that makes a function the command of a task, with `decorators` as additional options."""
     argument = click.argument("input", metavar=metavar, nargs=-1, required=task != "generate")
     options = all_of(argument, *decorators, job_options(task), json_option)
-    return lambda function: click.command(short_help=short_help)(options(takes_job(task)(function)))
+    return lambda function: command(short_help=short_help)(options(takes_job(task)(function)))
 
 
-@_command("rerank", "INPUT | QUERY DOCUMENT...", "How well documents answer a query.")
+@_command("rerank", "INPUT | QUERY DOCUMENT...", "Score how well documents answer a query.")
 def rerank(spec: JobSpec, as_json: bool) -> None:
     """Score how well documents answer a query.
 
     \b
     prefold rerank "why is the sky blue" "Light scatters ..." "Bread rises ..."
-    prefold rerank "why is the sky blue" @documents.txt       (a document a line; - is standard input)
+    prefold rerank "why is the sky blue" @documents.txt       (one document per line; -: standard input)
     prefold rerank pairs.jsonl --query question --document '{title}: {text}' -o scores.jsonl
     """
     names = spec.input.names
@@ -70,9 +72,9 @@ def rerank(spec: JobSpec, as_json: bool) -> None:
     _start(spec, as_json)
 
 
-@_command("embed", "INPUT | TEXT...", "Embeddings of texts.")
+@_command("embed", "INPUT | TEXT...", "Compute embeddings of texts.")
 def embed(spec: JobSpec, as_json: bool) -> None:
-    """Make embeddings of texts.
+    """Compute embeddings of texts.
 
     \b
     prefold embed "a text" "another" -m Qwen/Qwen3-Embedding-0.6B
@@ -81,9 +83,9 @@ def embed(spec: JobSpec, as_json: bool) -> None:
     _start(spec, as_json)
 
 
-@_command("classify", "INPUT | TEXT...", "The label that fits a text best.")
+@_command("classify", "INPUT | TEXT...", "Find the best label for each text.")
 def classify(spec: JobSpec, as_json: bool) -> None:
-    """Find the label that fits a text best, by label likelihoods or by the model's classification head.
+    """Find the best label for each text, by label likelihoods or by the model's classification head.
 
     \b
     prefold classify "what a film" --labels positive,negative --instructions "Is the review positive?"
@@ -92,23 +94,24 @@ def classify(spec: JobSpec, as_json: bool) -> None:
     _start(spec, as_json)
 
 
-@_command("decide", "INPUT | STATE...", "Typed questions about a state, answered with probabilities.")
+@_command("decide", "INPUT | STATE...", "Answer typed questions about states, with probabilities.")
 def decide(spec: JobSpec, as_json: bool) -> None:
-    """Answer typed questions about states. Nothing is generated: the probabilities are read at one row.
+    """Answer typed questions about states, with probabilities. No text is generated.
 
     \b
     prefold decide "I was charged twice." --questions questions.yaml
     prefold decide tickets.csv --state '{subject}\\n{body}' --questions questions.yaml -o out.csv
 
-    A file of questions has NAME: {type: noul, instructions: "..."}, or type: choice with criteria {option: meaning}, or
-    type: score with criteria [lowest level, ..., highest level].
+    A file of questions contains NAME: {type: noul, instructions: "..."} for each question. A noul is a yes/no
+    question. type: choice also has criteria {option: meaning}; type: score has criteria [lowest level, ...,
+    highest level].
     """
     _start(spec, as_json)
 
 
-@_command("score", "INPUT | TEXT | PROMPT CONTINUATION...", "Log-probabilities of continuations, or of texts.")
+@_command("score", "INPUT | TEXT | PROMPT CONTINUATION...", "Compute log-probabilities of continuations or texts.")
 def score(spec: JobSpec, as_json: bool) -> None:
-    """Compute the log-probability of continuations after a prompt, or of a whole text.
+    """Compute the log-probability of continuations after a prompt, or of whole texts.
 
     \b
     prefold score "The capital of France is" " Paris" " Rome"
@@ -119,13 +122,13 @@ def score(spec: JobSpec, as_json: bool) -> None:
 
 _PROMPT_FILE = click.option(
     "-f", "--prompt-file", metavar="FILE", multiple=True,
-    help="A prompt that is the whole of a file (- is standard input). May be repeated.",
+    help="File whose whole text is one prompt (-: standard input).",
 )  # fmt: skip
 
 
-@_command("generate", "INPUT | PROMPT...", "Text that follows a prompt, or answers a message.", _PROMPT_FILE)
+@_command("generate", "INPUT | PROMPT...", "Generate text: continue prompts or answer messages.", _PROMPT_FILE)
 def generate(spec: JobSpec, as_json: bool, prompt_file: tuple[str, ...]) -> None:
-    """Generate text. A model with a chat template answers the prompt as a user's message (--raw: continues it).
+    """Generate text. A model with a chat template answers the prompt as a user's message; --raw continues the prompt.
 
     \b
     prefold generate "Why is the sky blue?"
@@ -136,7 +139,7 @@ def generate(spec: JobSpec, as_json: bool, prompt_file: tuple[str, ...]) -> None
     """
     names = spec.input.names
     if prompt_file and names and is_input(names):
-        raise click.UsageError(f"--prompt-file is for prompts; for the records of {names[0]} give --prompt @FILE")
+        raise click.UsageError(f"--prompt-file is a prompt itself; for the records of {names[0]} give --prompt @FILE")
     if prompt_file:
         from .answers import answer
 
@@ -147,7 +150,7 @@ def generate(spec: JobSpec, as_json: bool, prompt_file: tuple[str, ...]) -> None
 
 
 def _start(spec: JobSpec, as_json: bool) -> None:
-    """Runs a job if the arguments of a task's command name its input; else answers them as texts."""
+    """Run a job if the arguments of a task's command name an input; otherwise answer them as texts."""
     from .answers import answer, job_flags
 
     names, piped, task = spec.input.names, None, spec.task or ""
@@ -163,7 +166,7 @@ def _start(spec: JobSpec, as_json: bool) -> None:
 
 
 def _peek(name: str) -> tuple[Iterator[bytes], bool]:
-    """Returns (the lines of standard input or of a pipe, whether they are JSON objects rather than texts)."""
+    """Return (lines of standard input or of a pipe, whether they are JSON objects, so that this is a job)."""
     from ..jobs.source import lines_of, open_stream
 
     lines = lines_of(open_stream(name))

@@ -1,4 +1,4 @@
-"""Runs `prefold verify`, which measures how far sharing and a lower precision move the results."""
+"""`prefold verify`: measure how much sharing and lower precision change results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..spec.job import JobSpec
 from ..spec.plugins import MEASUREMENTS
 from ..spec.task import DecideOptions
-from .options import all_of, engine_options, number, sample_options
+from .options import all_of, command, engine_options, number, sample_options
 from .process import notice
 from .specs import takes_job
 
@@ -31,34 +31,34 @@ if TYPE_CHECKING:
 _OPTIONS = {name: import_module(f"{package}.options") for name, package in MEASUREMENTS.items()}
 
 
-@click.command(short_help="Measure what sharing and precision do to results.")
+@command(short_help="Measure how sharing and precision change results.")
 @sample_options(
-    number("--sample", "Records to run, drawn evenly over the input in groups of neighbours.", 64),
-    click.option("--seed", type=int, default=0, show_default=True, help="Of the draw."),
+    number("--sample", "Number of records to run, in groups of neighbours spread over the input.", 64),
+    click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed for sampling records."),
     click.option("--tolerance", type=click.FloatRange(min=0), metavar="X",
-                 help="Fail (status 1) if sharing, or reuse, moves a value by more than X."),
+                 help="Fail (status 1) if sharing, or reuse, changes a value by more than X."),
 )  # fmt: skip
 @engine_options
-@click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse, in place of sharing.")
+@click.option("--reuse", type=click.Choice(list(MEASUREMENTS)), help="Measure this kind of reuse instead of sharing.")
 @all_of(*(option for measurement in _OPTIONS.values() for option in measurement.command_options()))
 @takes_job(own=(*(name for measurement in _OPTIONS.values() for name in measurement.names),))
 def verify(
     spec: JobSpec, sample: int, seed: int, tolerance: float | None, reuse: str | None, as_json: bool, **measured: Any
 ) -> None:
-    """Run a sample of a job shared and unshared, and in float32, and print how far the results are apart.
+    """Run a sample of a job with and without sharing, and in float32, and print how much the results differ.
 
-    Three comparisons: sharing alone (the given --sharing against off, same dtype), precision alone
-    (the given --dtype against float32, both off), and the two together. In float32 there is only the
-    first. With --arithmetic int8 there is one more, of int8 alone (against the dtype's arithmetic, both
-    off), and int8 is part of what is compared together. Of --task generate the texts are compared: how
-    many changed, and at which token first. Of --task decide it is counted how many answers changed.
+    There are three comparisons: sharing alone (--sharing against off, same dtype), precision alone (--dtype
+    against float32, both without sharing), and both together. In float32 there is only the first. --arithmetic
+    int8 adds a comparison of int8 alone (against float, without sharing), and is part of the last one. For
+    --task generate, the number of changed texts and the first changed token are printed; for --task decide, the
+    number of changed answers.
 
-    With --first state or --first question the decisions are also compared with those in the other order of state and
-    question: how many answers change, and by how much a probability changes at most. Orders are different prompts.
+    With --first state or --first question, decisions are also compared with the other order of state and question:
+    the number of changed answers, and the largest change of a probability. The two orders are different prompts.
 
-    With --reuse shifted the prompts of --task generate are run one after the other, with exact rows and with chunks of
-    text reused at other positions (see docs/serving.md), and what likely first tokens changed by is compared with the
-    bound: --tolerance, --max-changed.
+    With --reuse shifted, the prompts of --task generate run one after the other. They run once with exact rows, and
+    once with chunks of text reused at other positions (see docs/serving.md). The change of likely first tokens is
+    compared with the bounds --tolerance and --max-changed.
 
     \b
     prefold verify pairs.jsonl --task rerank --dtype bfloat16 --sample 200
@@ -80,27 +80,33 @@ def verify(
         return run(input, rows, count=sample, seed=seed, tolerance=tolerance, as_json=as_json, **measured)
     drawn = draw(input, rows, sample, seed)
     if "generate" in drawn.works and tolerance is not None:
-        raise click.UsageError("--tolerance bounds numbers, and texts have none; leave it out")
+        raise click.UsageError("--tolerance bounds values, but --task generate compares texts; leave it out")
     count = sum(map(len, drawn.works.values()))
     differences = _compare(drawn, input)
     if as_json:
         click.echo(json.dumps(plain(differences)))
     else:
-        left_out = f"{drawn.left_out:,} records left out as unusable"
+        left_out = f"{drawn.left_out:,} unusable records left out"
         click.echo(f"{count:,} items of {input.source.name}, {left_out}; {spec.model_name}\n")
         for line in _lines(differences):
             click.echo(line)
     moved = [f["values"] for f in differences if "values" in f and f["comparison"].startswith("sharing")]
-    # What is no number is not within the tolerance, and compares as neither more nor less.
+    # `not <=` also finds NaN, which is never within the tolerance.
     beyond = [] if tolerance is None else [by for by in moved if not by <= tolerance]
     if tolerance is not None and beyond:
         most = next(filter(isnan, beyond), max(beyond))
-        click.echo(f"\nsharing moved a value by {most:.3g}, not by {tolerance:.3g} at most", err=True)
+        click.echo(f"\nsharing changed a value by {most:.3g}, more than the tolerance {tolerance:.3g}", err=True)
         sys.exit(1)
 
 
+# Options of a rare measurement, so only --help-all shows them.
+for _option in verify.params:
+    if any(_option.name in measurement.names for measurement in _OPTIONS.values()):
+        vars(_option).update(group="Advanced", common=False)
+
+
 def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
-    """Returns a dict for each comparison and task: its name, the task, and the numbers of a Difference."""
+    """Return a dict for each comparison and task: its name, the task, and the fields of a Difference."""
     from ..jobs.verify import compare, compare_texts
 
     model, window = input.spec.model, input.spec.input.window
@@ -113,7 +119,7 @@ def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
     order = _compare_orders(llm.engine, sample, input, shared, sharing)
 
     def alone(**reference: Any) -> Any:
-        """Returns the runs of the model with other options, once the one before is gone."""
+        """Close the model, load it with other options, and return its runs without sharing."""
         nonlocal llm
         llm.close()
         llm = None
@@ -145,9 +151,10 @@ def _compare(sample: Any, input: Any) -> list[dict[str, Any]]:
 def _compare_orders(
     engine: Engine, sample: Sample, input: Input, shared: Mapping[str, Run], sharing: str
 ) -> list[dict[str, object]]:
-    """Return the comparison of decisions with those in the other order of state and question, if --first is given.
+    """Compare decisions with the other order of state and question. Return no comparison without --first.
 
-    shared: the runs of the sample in the order of --first
+    Args:
+        shared: The runs of the sample in the order of --first.
     """
     from ..jobs.verify import Run, compare
 
@@ -157,7 +164,7 @@ def _compare_orders(
         return []
     task, items, works = input.tasks["decide"].swapped(), sample.items["decide"], sample.works["decide"]
     others = task.prepare(items)
-    # A prompt may be too long in one of the orders.
+    # A prompt may be too long in only one of the orders.
     both = [i for i, (a, b) in enumerate(zip(works, others, strict=True)) if len(a.requests) == _num_requests(b)]
     chosen = [others[i] for i in both]
     found = _run(engine, {"decide": task}, {"decide": chosen}, spec.input.window, sharing)["decide"]
@@ -172,11 +179,11 @@ def _num_requests(work: Work | InputError) -> int:
 
 
 def _run(engine: Any, tasks: Any, works: dict[str, list[Any]], window: int, sharing: str) -> dict[str, Any]:
-    """Returns the Run of each task. A task that is to be calibrated is so with what this run makes of the model."""
+    """Return the Run of each task. Tasks with `calibrate` are calibrated with the same sharing."""
     from ..jobs.verify import Run
     from ..tasks.run import calibrated, checked, run_works
 
-    # Batch lines may sample: with one seed for all runs only what the runs compute differs.
+    # Batch lines may sample, so all runs have the same seed.
     options: dict[str, Any] = {"window": window, "sharing": sharing, "seed": 0}
     calibrated_tasks = {name: calibrated(engine, tasks[name], **options) for name in works}
     return {
@@ -192,10 +199,10 @@ def _lines(differences: list[dict[str, Any]]) -> list[str]:
         if f["task"] == "generate":
             lines.append(f"  texts               {len(f['first_changed']):,} of {f['texts']:,} changed")
             if first := sorted(f["first_changed"]):
-                places = f"{first[0]:,} at the earliest, {first[len(first) // 2]:,} in the middle"
+                places = f"{first[0]:,} at the earliest, {first[len(first) // 2]:,} in the median"
                 lines.append(f"  first other token   number {places} of these texts")
             continue
-        largest = f"{f['values']:.3g} in what the model gave, {f['results']:.3g} in the results"
+        largest = f"{f['values']:.3g} in the model's values, {f['results']:.3g} in the results"
         lines.append(f"  largest difference  {largest}")
         if f["task"] == "decide":
             lines.append(f"  answers             {f['first']:,} of {f['groups']:,} changed")

@@ -1,7 +1,7 @@
-"""The calibration of decisions: for each question a temperature and a threshold, in a JSON file.
+"""The calibration of decisions: a temperature and a threshold for each question, in a JSON file.
 
-`prefold.tasks.calibration` fits them. The file says what they were fitted to, so that they are not applied to another
-model, prompt or question.
+`prefold.tasks.calibration` fits them. The file also identifies the model, prompt and questions, so that a calibration
+is never applied to others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _REMEDY = "give a file that --save-calibration or Calibration.save wrote"
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionCalibration:
-    """How the probabilities of one question are corrected, and from which probability on its answer is decided.
+    """The temperature and the threshold of one question.
 
     Attributes:
-        digest: of the question's type, instructions, options and descriptions
-        type: "noul", "choice" or "score"
-        options: the options, in the order of the prompt
-        temperature: what the log-probabilities of the options are divided by, before they are normalised again
-        threshold: an answer is doubtful if the calibrated probability of its most likely option is below this; None: no
-            threshold reached the precision, so each answer is doubtful
-        figures: what was measured, for people: see `prefold.tasks.calibration.Judgement`
+        digest: Digest of the question's type, instructions, options and descriptions.
+        type: "noul", "choice" or "score".
+        options: The options, in the order of the prompt.
+        temperature: Divisor of the options' log-probabilities, which are then normalised again.
+        threshold: An answer is doubtful if the calibrated probability of its most likely option is below this. None:
+            no threshold reached the precision, so every answer is doubtful.
+        figures: Measurements for people to read; see `prefold.tasks.calibration.Judgement`.
     """
 
     digest: str
@@ -47,17 +47,20 @@ class QuestionCalibration:
 class Calibration:
     """The calibration of the questions of a `decide` job or call.
 
-    `llm.calibrate` and --save-calibration of `prefold decide` make it. `llm.decide(..., calibration=...)` and
+    `llm.calibrate` and `prefold decide --save-calibration` make it. `llm.decide(..., calibration=...)` and
     --calibration apply it: p' = softmax(log p / temperature), over the options of a question (temperature scaling,
     Guo et al. 2017). The most likely option stays the same.
 
     Attributes:
-        questions: {name of a question: its QuestionCalibration}
-        model: the model's name, for people
-        model_digest: of the model's files
-        prompt: digest of how a question and a state become a prompt, with the temperatures of the types of questions
-        adapter: name of the LoRA adapter that answered; None: the model itself
-        precision: the share of decided answers that has to be right
+        questions: {name of a question: its QuestionCalibration}.
+        model: The model's name, for people to read.
+        model_digest: Digest of the model's files.
+        prompt: Digest of the prompt format, with the temperatures of the types of questions.
+        adapter: Name of the LoRA adapter that answered; None: the base model.
+        precision: Share of right answers that the threshold must reach.
+
+    Example:
+        >>> Calibration.load("calibration.json").questions["refund"].threshold
     """
 
     questions: Mapping[str, QuestionCalibration]
@@ -72,14 +75,17 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path | str) -> Calibration:
-        """Return the calibration in a file.
+        """Read a calibration from a file.
 
         Args:
-            path: A JSON file that `save` or --save-calibration wrote.
+            path: JSON file that `save` or --save-calibration wrote.
 
         Raises:
             JobError: The file cannot be read.
-            InputError: The file does not hold a calibration; the error names the field.
+            InputError: The file does not contain a calibration. The message names the field.
+
+        Example:
+            >>> calibration = Calibration.load("calibration.json")
         """
         text = read_text(path)
         try:
@@ -90,19 +96,19 @@ class Calibration:
 
     @classmethod
     def of(cls, value: object) -> Calibration:
-        """Return a calibration as it is, or the calibration of such a file's JSON object.
+        """Return a Calibration unchanged, or make one from the JSON object that `to_dict` returns.
 
         Args:
             value: A Calibration, or a mapping as `to_dict` returns it.
 
         Raises:
-            InputError: The value is neither; the error names the field.
+            InputError: The value is neither. The message names the field.
         """
         if isinstance(value, cls):
             return value
         version = value.get("prefold_calibration") if isinstance(value, Mapping) else None
         if not isinstance(value, Mapping) or version != _VERSION:
-            found = f"has the version {version!r:.40}" if version is not None else "is no calibration of decisions"
+            found = f"has the version {version!r:.40}" if version is not None else "is not a calibration of decisions"
             raise InputError(f"calibration {found}", field="calibration", remedy=_REMEDY, code="wrong_type")
         own = _taken(cls, {name: one for name, one in value.items() if name != "prefold_calibration"}, "")
         questions = _of_kind(own["questions"], dict, "questions")
@@ -120,13 +126,16 @@ class Calibration:
         return value
 
     def save(self, path: Path | str) -> None:
-        """Write the calibration to a JSON file, which appears when it is whole.
+        """Write the calibration to a JSON file, atomically.
 
         Args:
-            path: The file; an older file is replaced.
+            path: The file. An existing file is replaced.
 
         Raises:
             JobError: The file cannot be written.
+
+        Example:
+            >>> llm.calibrate(states, questions, gold).save("calibration.json")
         """
         with writing(f"the calibration {path}"), replacing(Path(path)) as temporary:
             temporary.write_text(self._text() + "\n", encoding="utf-8")
@@ -134,23 +143,23 @@ class Calibration:
     def check_source(self, model: str, model_digest: str, prompt: str, adapter: str | None) -> None:
         """Raise InputError unless the calibration was made with this model, adapter and prompt."""
         if self.model_digest != model_digest:
-            raise _mismatch(f"was made with another model ({self.model}, and this is {model} with other files)")
+            raise _mismatch(f"was made with another model ({self.model}; this model is {model}, with other files)")
         if self.adapter != adapter:
             used = [f"the adapter {name!r}" if name else "no adapter" for name in (self.adapter, adapter)]
-            raise _mismatch(f"was made with {used[0]}, and this job has {used[1]}")
+            raise _mismatch(f"was made with {used[0]}, but this job has {used[1]}")
         if self.prompt != prompt:
             parts = "template, --prompt-style, --first, labels and temperatures"
             raise _mismatch("was made with another prompt", remedy=f"give the same {parts}, or fit it again")
 
     def check_names(self, asked: Iterable[str]) -> None:
-        """Raise InputError if a calibrated question is not among the names of the questions that are asked."""
+        """Raise InputError if a calibrated question is not among the asked questions."""
         names = [*asked]
         for name in self.questions:
             if name not in names:
-                raise _mismatch(f"names the question {name!r}, and the questions are {', '.join(map(repr, names))}")
+                raise _mismatch(f"contains the question {name!r}, but the questions are {', '.join(map(repr, names))}")
 
     def of_question(self, name: str, digest: str, options: tuple[str | bool, ...]) -> QuestionCalibration | None:
-        """Return the calibration of a question; None: it has none. Raise InputError if it is of another question."""
+        """Return the calibration of a question, or None. Raise InputError if it was made for another question."""
         own = self.questions.get(name)
         if own is not None and own.digest != digest:
             what = "other instructions or descriptions"
@@ -173,7 +182,7 @@ def _question(value: object, where: str) -> QuestionCalibration:
         _of_kind(own[name], str, f"{where}.{name}")
     options = own["options"]
     if not isinstance(options, (list, tuple)) or not all(isinstance(option, (str, bool)) for option in options):
-        raise _wrong(f"{where}.options", "is no list of texts and booleans")
+        raise _wrong(f"{where}.options", "is not a list of texts and booleans")
     temperature = _number(own.get("temperature", 1.0), f"{where}.temperature")
     threshold = own.get("threshold")
     if threshold is not None and threshold != 0:
@@ -183,7 +192,7 @@ def _question(value: object, where: str) -> QuestionCalibration:
 
 
 def _taken(kind: type, value: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return the fields of a dataclass in a mapping. Raise InputError for a field that is missing or unknown."""
+    """Return a mapping of the fields of `kind` as a dict. Raise InputError if one is missing or unknown."""
     declared = {one.name: one for one in fields(kind)}
     required = {"digest", "type", "options", "questions", "model", "model_digest", "prompt"}
     for name in value:

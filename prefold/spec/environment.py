@@ -1,15 +1,15 @@
-"""The environment variables that prefold reads. No other file reads one of them.
+"""The environment variables of prefold. Only this file reads them.
 
 PREFOLD_CACHE         folder for the built-in model and compiled kernels (default: ~/.cache/prefold)
-PREFOLD_KERNELS       0: run, or install, without compiled kernels; native: compile them even if a wheel holds some
-PREFOLD_COMPILER      zig: compile the kernels by the package ziglang, and at installation fetch it for that
-PREFOLD_ISA           the instruction set of the kernels, a name in `kernels.compile.VARIANTS`
-PREFOLD_TRITON        0: run without Triton's kernels on a GPU
+PREFOLD_KERNELS       0: run or install without compiled kernels; native: compile them even if the wheel has kernels
+PREFOLD_COMPILER      zig: compile the kernels with the package ziglang; an installation then fetches the package
+PREFOLD_ISA           instruction set of the kernels, a name in `kernels.compile.VARIANTS`
+PREFOLD_TRITON        0: do not use Triton kernels on a GPU
 PREFOLD_TRANSFORMERS  all: run every model through the modules of transformers
-PREFOLD_PLUGINS       modules and .py files to import, with the separator of PATH; `--plugin` adds to it
-PREFOLD_API_KEY       the key that is sent to servers (`--url`)
+PREFOLD_PLUGINS       modules and .py files to import, separated as in PATH; `--plugin` adds to it
+PREFOLD_API_KEY       API key that is sent to servers (`--url`)
 PREFOLD_SERVE_OPTION  an option of `prefold serve`, such as PREFOLD_SERVE_MAX_BODY_BYTES for --max-body-bytes
-PREFOLD_WHEEL         1, when prefold is installed: compile the kernels for every CPU of this kind, not for this one
+PREFOLD_WHEEL         1, at installation: compile the kernels for every CPU of this architecture, not only for this CPU
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ SERVE = "PREFOLD_SERVE_"
 
 
 def cache_folder() -> Path:
-    """Return the folder in which prefold keeps what it made or downloaded."""
+    """Return the folder for compiled kernels and downloads."""
     return Path(os.environ.get("PREFOLD_CACHE") or "~/.cache/prefold").expanduser()
 
 
 def kernels() -> str:
-    """Return the value of PREFOLD_KERNELS; "1" if it is not set."""
+    """Return PREFOLD_KERNELS (default: "1")."""
     return os.environ.get("PREFOLD_KERNELS", "1")
 
 
 def compiler() -> str | None:
-    """Return the value of PREFOLD_COMPILER; None if it is not set or empty."""
+    """Return PREFOLD_COMPILER, or None if it is unset or empty."""
     return os.environ.get("PREFOLD_COMPILER") or None
 
 
 def makes_wheel() -> bool:
-    """Return whether an installation compiles the kernels for every CPU of this kind."""
+    """Return whether an installation compiles the kernels for every CPU of this architecture."""
     return os.environ.get("PREFOLD_WHEEL") == "1"
 
 
 def instruction_set() -> str | None:
-    """Return the value of PREFOLD_ISA; None if it is not set or empty."""
+    """Return PREFOLD_ISA, or None if it is unset or empty."""
     return os.environ.get("PREFOLD_ISA") or None
 
 
 def allows_triton() -> bool:
-    """Return whether Triton's kernels may run."""
+    """Return whether Triton kernels may run."""
     return os.environ.get("PREFOLD_TRITON") != "0"
 
 
 def wants_transformers() -> bool:
-    """Return whether every model runs through the modules of transformers."""
+    """Return whether every model must run through the modules of transformers."""
     return os.environ.get(TRANSFORMERS) == "all"
 
 
 def plugins() -> list[str]:
-    """Return the plugins of this process, and of the processes that it starts."""
+    """Return the plugins of this process and of the processes that it starts."""
     return [name for name in os.environ.get(PLUGINS, "").split(os.pathsep) if name]
 
 
 def add_plugins(names: Sequence[str]) -> None:
-    """Make these plugins of this process, and of the processes that it starts from now on."""
+    """Add plugins to this process and to the processes that it starts from now on."""
     os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys((*plugins(), *names)))
 
 
 def api_key() -> str:
-    """Return the key that is sent to servers; "" without one."""
+    """Return the API key for servers, or ""."""
     return os.environ.get(API_KEY, "")
 
 

@@ -1,7 +1,6 @@
 """How the fields of specs are declared, and how their values are checked.
 
-The metadata of a field say what it means (`doc`), which values it may have, and under which names it can be given; see
-`option`.
+The metadata of a field hold its help text, its allowed values, and the names under which it can be given; see `option`.
 """
 
 from __future__ import annotations
@@ -13,15 +12,24 @@ from difflib import get_close_matches
 from math import isfinite
 from numbers import Real
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..errors import InputError
+
+HelpGroup = Literal[
+    "Server", "Input", "Prompt", "Task", "Sampling", "Output", "Model", "Performance", "Replicas", "Limits",
+    "Calibration", "Images", "Looped models", "Advanced",
+]  # fmt: skip
+HELP_GROUPS: tuple[HelpGroup, ...] = get_args(HelpGroup)  # in the order of --help and of the reference pages
 
 
 def option(
     default: Any,
     doc: str,
     *cli: str | None,
+    details: str = "",
+    group: HelpGroup = "Advanced",
+    common: bool = False,
     one_of: tuple[Any, ...] = (),
     least: float | None = None,
     most: float | None = None,
@@ -36,24 +44,30 @@ def option(
 ) -> Any:
     """Return a field of a spec.
 
-    cli          the parameters of the command line that it is made of: by default one of the field's own name; None:
-                 none
-    one_of       the allowed values; None: all
-    least, most  the bounds of a number
-    above        whether the number has to be above `least`, which itself is not allowed
-    journal      whether a job with another value is another job: by default of a task's options, not of a model's
-    on           of a model's options: the commands of the command line that have it, by the group in `cli.options`;
-                 None: it is set in Python only
-    http         the parameters of an HTTP request that set it, separated by blanks; "": the parameter with the field's
-                 own name; None: none
-    sent         how a request to another server for text sets it. "openai": it is a parameter of OpenAI's API,
-                 and always sent, as a server may take what a body leaves out from its checkpoint's files; "vllm": it is
-                 none of OpenAI's, but most servers know it, so it is always sent to those that do; "set": it is sent
-                 where it is not the default; "own": bodies have a form of their own for it. None: no request
-                 to another server can set it, so that one which should is refused
-    draws        what it is to the sampler, which gets one column of numbers for each filter and each penalty
-    metavar      what the help of the command line writes in place of a value; None: as its type says
-    flags        the flags of the command line, separated by blanks; "": made from the parameter's name
+    Args:
+        default: The default value.
+        doc: The help text, one sentence that fits one line. A default that is not a value ends it in words, as in
+            "... (default: from the checkpoint)."; a default that is a value is added by the pages that show it.
+        cli: The command-line parameters that set the option (default: one parameter with the field's name). None: the
+            command line has no such parameter.
+        details: Further sentences for the reference pages and for Python's help.
+        group: The group of the option in --help and on the reference page.
+        common: Whether --help shows the option; --help-all shows every option.
+        one_of: The allowed values; empty: any value.
+        least: The lower bound of a number.
+        most: The upper bound of a number.
+        above: Whether `least` itself is forbidden.
+        journal: Whether a job with another value is another job (default: yes for task options, no for model options).
+        on: For model options: the commands that have the option, as a group of `cli.options`. None: Python only.
+        http: The HTTP parameters that set the option, separated by blanks. "": one parameter with the field's name.
+            None: requests cannot set the option.
+        sent: How a request to another server sets the option. "openai": always sent, as a parameter of OpenAI's API,
+            because a server may take a missing parameter from the checkpoint's files. "vllm": always sent to servers
+            that know it; most servers do, although OpenAI's API lacks it. "set": sent if it differs from the default.
+            "own": each body writes it in its own way. None: cannot be sent, so a request that sets it is refused.
+        draws: The sampler column that the option fills; the sampler has one column per filter and per penalty.
+        metavar: The placeholder of the value in --help (default: from the type).
+        flags: The command-line flags, separated by blanks (default: made from the parameter's name).
     """
     metadata = dict(locals())
     del metadata["default"]
@@ -61,17 +75,33 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+def explained(option: Field[Any]) -> str:
+    """Return the help text of an option, with its details."""
+    return f"{option.metadata['doc']} {option.metadata['details']}".rstrip()
+
+
+def with_notes(doc: str, *notes: str) -> str:
+    """Return a help text with notes in parentheses before its last full stop: "Port to listen on (default: 8000)."
+
+    Notes join the parentheses that already end the text. A text without notes is returned unchanged.
+    """
+    text, joined = doc.removesuffix("."), "; ".join(filter(None, notes))
+    if not joined:
+        return doc
+    return f"{text[:-1]}; {joined})." if text.endswith(")") else f"{text} ({joined})."
+
+
 class SpecError(InputError):
-    """Options that exclude each other, or that a command does not take. The command line exits with status 2."""
+    """Options that exclude each other, or that a command does not have. The command line exits with status 2."""
 
 
 def parameter_of(option: Field[Any]) -> str:
-    """Return the parameter of the command line of an option that has one."""
+    """Return the first command-line parameter of an option."""
     return (option.metadata["cli"] or (option.name,))[0]
 
 
 def flags_of(option: Field[Any], parameter: str) -> tuple[str, ...]:
-    """Return the flags of an option of the command line. A flag that is on by default has a form that turns it off."""
+    """Return the command-line flags of an option. A flag that is not off by default also has a --no-... form."""
     if option.metadata["flags"]:
         return tuple(option.metadata["flags"].split())
     flag = parameter.replace("_", "-")
@@ -80,13 +110,13 @@ def flags_of(option: Field[Any], parameter: str) -> tuple[str, ...]:
 
 
 def kind_of(option: Field[Any]) -> type | None:
-    """Returns the type of an option's values, besides None: bool, int, float or str; None for any other type."""
+    """Return bool, int, float or str if this is the type of the option's values (None aside); else return None."""
     simple = re.fullmatch(r"(bool|int|float|str)( \| None)?", str(option.type))
     return {"bool": bool, "int": int, "float": float, "str": str}[simple[1]] if simple else None
 
 
 def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
-    """Raises InputError for a value of one of these options that its declaration does not allow."""
+    """Check the values of these options against their declarations, and convert them. Raise InputError."""
     for entry in declared:
         value, kind = getattr(options, entry.name), kind_of(entry)
         allowed = entry.metadata["one_of"]
@@ -99,7 +129,7 @@ def check_values(options: object, declared: Iterable[Field[Any]]) -> None:
 
 
 def wrong_value(name: str, value: object, remedy: str, code: str = "invalid_input") -> InputError:
-    """Returns the error of an option with a value that it may not have."""
+    """Return the error for an option with a forbidden value."""
     return InputError(f"{name} is {value!r:.80}", field=name, remedy=remedy, code=code)
 
 
@@ -116,28 +146,33 @@ def checked(
     above: bool = False,
     quoted: bool = True,
 ) -> Any:
-    """Returns a value as a bool, str, int or float, `kind`. Raises InputError for a value of another type, or out of
-    bounds.
+    """Return a value converted to `kind`, which is bool, str, int or float.
 
-    A whole number may come as 5.0, as out of a table, and numbers may be NumPy's. above: `least` itself is not allowed.
-    quoted: whether the message quotes the field, which may then be renamed.
+    An int may come as 5.0, because tables have such values. NumPy numbers are accepted.
+
+    Args:
+        above: Whether `least` itself is forbidden.
+        quoted: Whether the error message quotes the field; `InputError.renamed` can then replace it.
+
+    Raises:
+        InputError: The value has another type or is out of bounds.
     """
-    # Nearly all values are of this kind, and within no bounds or these.
+    # The usual case: nothing to convert and no bounds to check.
     if type(value) is kind and kind is not float and least is None and most is None:
         return value
     expected = "give " + _WORDS[kind]
     if least is not None:
         expected += f", more than {least}" if above else f", {least} or more"
     expected += "" if most is None else f", at most {most}"
-    name, is_bool = repr(field) if quoted else field, type(value).__name__ in ("bool", "bool_")  # NumPy's too
+    name, is_bool = repr(field) if quoted else field, type(value).__name__ in ("bool", "bool_")  # np.bool_ too
     if kind is str or kind is bool:
         fits = isinstance(value, str) if kind is str else is_bool
     else:
         fits = isinstance(value, Real) and not is_bool and (kind is float or value == value // 1)
     if not fits:
         raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="wrong_type")
-    value = value if kind is str else kind(value)  # a text may be more than a str
-    # What is no number is within no bounds.
+    value = value if kind is str else kind(value)  # a text may be of a subclass of str
+    # A NaN fails every comparison, so it is out of bounds.
     low = least is None or (value > least if above else value >= least)
     if not low or not (most is None or value <= most) or (kind is float and not isfinite(value)):
         raise InputError(f"{name} is {value!r:.200}", field=field, remedy=expected, code="out_of_range")
@@ -147,10 +182,13 @@ def checked(
 def check_options(
     owner: str, names: Iterable[str], valid: Sequence[str], wholes: Mapping[str, Field[Any]] | None = None
 ) -> None:
-    """Raise InputError for an unknown option, naming the nearest known name.
+    """Raise InputError for an unknown option; the message suggests the nearest known name.
 
-    owner   the task or class, for the message
-    wholes  {parameter of the command line: the option that it is a part of}
+    Args:
+        owner: The task or class, for the message.
+        names: The names that were given.
+        valid: The known names.
+        wholes: {command-line parameter: the option that it is a part of}.
     """
     for name in names:
         if name not in valid:
@@ -161,11 +199,17 @@ def check_options(
 
 
 def near(name: str, candidates: Iterable[str], then: str = " ") -> str:
-    """Returns "did you mean NAME?" and `then` for a name that is not known: the nearest known one; "" for none."""
+    """Return "did you mean NAME?" plus `then`, with the candidate nearest to `name`; "" if none is near."""
     return "".join(f"did you mean {close}?{then}" for close in get_close_matches(name, [*candidates], n=1))
 
 
 def described(*kinds: type) -> str:
-    """Returns the options of dataclasses with what they mean, as lines of a docstring."""
-    lines = [f"    {entry.name:<18} {entry.metadata['doc']}" for kind in kinds for entry in fields(kind)]
+    """Return the options of dataclasses with their help texts, as the body of a docstring block."""
+    lines = [f"    {entry.name:<18} {explained(entry)}{_default(entry)}" for kind in kinds for entry in fields(kind)]
     return "\n".join(fill(line, 116, subsequent_indent=" " * 23) for line in lines)
+
+
+def _default(option: Field[object]) -> str:
+    """Return a sentence with the default, unless the help text contains it or the default is no plain value."""
+    is_plain = isinstance(option.default, (bool, int, float, str)) and option.default != ""
+    return f" Default: {option.default!r}." if is_plain and "default" not in option.metadata["doc"] else ""

@@ -1,5 +1,7 @@
-"""Read side files, write files so that a full or read-only disk leaves no torn file and gives one error, and tell files
-apart by their content."""
+"""Read the files that options name, write files atomically, and digest files.
+
+If a disk is full or read-only, a write raises one clear error and leaves no partial file.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ _BLOCK = 1 << 16
 
 
 def is_stream(name: str) -> bool:
-    """Return whether a name is a path that can be read but is no regular file: a named pipe, /dev/stdin, or the
-    /dev/fd/N that a shell makes of <(COMMAND)."""
+    """Return whether a path exists but is neither a file nor a folder.
+
+    Examples are a named pipe, /dev/stdin, and the /dev/fd/N that a shell makes for <(COMMAND).
+    """
     return os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)
 
 
 def same_file(a: Path | str, b: Path | str) -> bool:
-    """Return whether two paths name one file: the same path, a symbolic link, or a hard link."""
+    """Return whether two paths name the same file, also through a symbolic link or a hard link."""
     if os.path.realpath(a) == os.path.realpath(b):
         return True
     try:
@@ -33,7 +37,7 @@ def same_file(a: Path | str, b: Path | str) -> bool:
         return False
 
 
-_piped: dict[str, bytes] = {}  # what was read from pipes, by path: a pipe can be read once
+_piped: dict[str, bytes] = {}  # content of each pipe by path, because a pipe can be read only once
 
 
 def read_bytes(path: Path | str) -> bytes:
@@ -51,8 +55,7 @@ def read_bytes(path: Path | str) -> bytes:
 
 
 def read_text(path: Path | str) -> str:
-    """Return the text of a side file: labels, a template, a schema, tools, TOML, a prompt, documents. Every option that
-    names such a file reads it here; see `text_of`."""
+    """Return the text of a file that an option names, such as labels, a template, a schema or TOML; see `text_of`."""
     return text_of(read_bytes(path), str(path))
 
 
@@ -65,11 +68,15 @@ def read_toml(path: Path | str) -> dict[str, object]:
 
 
 def text_of(data: bytes, name: str) -> str:
-    """Return the text of UTF-8 bytes without a byte order mark, with lines that end in a line feed.
+    """Decode UTF-8. Remove a byte order mark, and change line ends to "\\n".
 
-    Raise JobError for UTF-16, for bytes that are no UTF-8, and for nothing but line ends. name: the file's, for errors
+    Args:
+        name: The file's name, for errors.
+
+    Raises:
+        JobError: The bytes are UTF-16, are not UTF-8, or contain only line ends.
     """
-    # Without a byte order mark, the first letter in UTF-16 has a zero byte, and no text file in UTF-8 has one.
+    # UTF-16 without a byte order mark: the first ASCII letter has a zero byte, which UTF-8 text does not contain.
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or data[:2].count(0) == 1:
         raise JobError(f"{name} is UTF-16; convert it to UTF-8 first: iconv -f UTF-16 -t UTF-8")
     try:
@@ -82,7 +89,7 @@ def text_of(data: bytes, name: str) -> str:
 
 
 def as_utf8(argument: str) -> str:
-    """Return an argument of the command line whose UTF-8 the locale, such as POSIX, did not decode."""
+    """Decode a command-line argument whose UTF-8 bytes the locale, such as POSIX, did not decode."""
     if not argument.isascii():
         with contextlib.suppress(UnicodeError):
             return argument.encode("ascii", "surrogateescape").decode()
@@ -90,7 +97,7 @@ def as_utf8(argument: str) -> str:
 
 
 def read_argument(text: str) -> str:
-    """Return the value of an option: for @FILE the text of that file without its last newline. Raise JobError."""
+    """Return the value of an option. @FILE means the text of that file, without its last newline. Raise JobError."""
     if not text.startswith("@"):
         return as_utf8(text)
     return read_text(text[1:]).removesuffix("\n")
@@ -98,12 +105,14 @@ def read_argument(text: str) -> str:
 
 @contextmanager
 def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[None]:
-    """Returns a context that turns an OSError into a JobError that says what could not be written.
+    """Turn an OSError in this context into a JobError about `subject`.
 
-    state   what is true all the same ("what is written is kept")
-    remedy  what to do when there is room, or whatever else it was is mended
+    A BrokenPipeError is not converted: the reader of a pipe has closed it, and this machine did not fail.
 
-    A BrokenPipeError passes: the reader of a pipe has gone, which is no failure of this machine.
+    Args:
+        subject: The file or stream that is written.
+        state: What remains valid after the error, such as "what is written is kept".
+        remedy: What to do after the cause is removed.
     """
     try:
         yield
@@ -115,14 +124,13 @@ def writing(subject: Path | str, state: str = "", remedy: str = "") -> Iterator[
             message += f"; {state}"
         if remedy:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            message += f": {'make room' if full else 'mend that'} and {remedy}"
+            message += f": {'free disk space' if full else 'fix that'} and {remedy}"
         raise JobError(message) from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Returns a context with a name beside `path` to write to. At its end the new file takes the place of `path`; after
-    an exception it is removed."""
+    """Yield a temporary path to write to. On success the new file replaces `path`; after an exception it is deleted."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -135,8 +143,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sampled_digest(path: Path, size: int, blocks: int, whole: int) -> str:
-    """Returns BLAKE2b, in hex, of the first `size` bytes of a file: of all of them where they are at most `whole`, else
-    of so many blocks of 64 KiB at equal distances from the first to the last."""
+    """Return a BLAKE2b hex digest of the first `size` bytes of a file.
+
+    If `size` is more than `whole`, digest only `blocks` blocks of 64 KiB, evenly spaced from the first to the last.
+    """
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if size <= whole:

@@ -1,9 +1,9 @@
-"""Import what adds to prefold's tables, in every process that loads models: prefold's own features, and plugins.
+"""Import prefold's features and the user's plugins, in every process that loads models.
 
-The module `attach` of a feature enters it in the tables of the core, and the core names it nowhere else. A plugin is a
-module of the user, for instance with a model family. PREFOLD_PLUGINS lists the plugins, each the path of a .py file or
-the name of a module, with the separator of PATH. Processes that a process starts have its environment, so that one
-option of the command line is enough for all of them.
+The module `attach` of a feature registers it in the tables of the core. The core names features nowhere else. A plugin
+is a module of the user, with a model family for example. PREFOLD_PLUGINS lists the plugins, separated as in PATH; each
+is the path of a .py file or the name of a module. Child processes inherit the variable, so one `--plugin` is enough for
+all of them.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ..errors import CheckpointError
 from . import environment
 
 FEATURES = ("heads", "hf", "hybrid", "images", "layerwise", "looped", "shifted")
-# {NAME of `prefold verify --reuse NAME`: a package whose module `options` has the options of the command line and their
-# `names`, and whose module `verify` runs it}. Help is printed without importing a feature, so the table is here.
+# {NAME of `prefold verify --reuse NAME`: package}. The package's module `options` has the command-line options and
+# their `names`; its module `verify` runs the measurement. The table is here so that --help need not import the feature.
 MEASUREMENTS = {"shifted": "prefold.features.shifted"}
-loaded: set[str] = set()
+loaded: set[str] = set()  # plugins that this process has imported
 _lock = RLock()  # a plugin may load a model itself
 
 
 def add_plugins(names: Sequence[str]) -> None:
-    """Add these plugins to those of this process and of the processes it starts, and import them."""
+    """Add plugins to this process and to the processes that it starts, and import them."""
     added = [os.path.abspath(name) if name.endswith(".py") else name for name in names]
     environment.add_plugins(added)
     load_plugins()
 
 
 def load_plugins() -> None:
-    """Import the features, and the plugins of this process that are not imported yet.
+    """Import the features, and the plugins that this process has not imported yet.
 
     Raises:
-        CheckpointError: a plugin cannot be imported; the message names it.
+        CheckpointError: A plugin cannot be imported. The message names it.
     """
     with _lock:
         for feature in FEATURES:
@@ -58,7 +58,7 @@ def load_plugins() -> None:
 
 
 def named_class(name: str) -> Any:
-    """Import and return the class that a table names as "module:Class"."""
+    """Import and return the class "module:Class"."""
     module, _, kind = name.partition(":")
     return getattr(import_module(module), kind)
 

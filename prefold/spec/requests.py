@@ -19,17 +19,17 @@ D = TypeVar("D")
 
 
 class Jsonable:
-    """Jsonable is the base of what a user is given: `to_dict` makes plain values of its fields."""
+    """Base of results and counters: `to_dict` converts the fields to plain values."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Returns {name of a field: its value as JSON knows it}: arrays and tuples become lists, errors their text."""
+        """Return {field: JSON value}. Arrays and tuples become lists; an error becomes its text."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
 
 
 def _plain(value: object) -> object:
-    if callable(tolist := getattr(value, "tolist", None)):  # a value of NumPy
+    if callable(tolist := getattr(value, "tolist", None)):  # an array or a number of NumPy
         return tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
@@ -42,28 +42,26 @@ def _plain(value: object) -> object:
 
 @dataclass(slots=True)
 class GenerationStats(Jsonable):
-    """A GenerationStats counts what generation did, beside what `Stats` counts.
+    """Counters of generation, in addition to the counters of `Stats`.
 
-    generated_tokens        tokens of all outputs
-    prefill_rows            rows of prompts, those computed again included
-    decode_rows             rows of running sequences: one for each sequence and step
-    recomputed_rows         rows computed again, after a preemption or because a state of a hybrid was not there
-    copied_rows             rows of prompts whose K/V was copied from other positions, in place of being computed
-    discarded_rows          rows of sequences that had ended already, which showed only while they ran
-    first_admission_hits    tokens of prompts that were there when the request was first admitted
-    in_step_hits            tokens of prompts shared with a prompt admitted in the same step
-    cross_window_hits       tokens of prompts found in the cache, from an earlier window or call
-    preemptions             sequences taken out because memory was full
-    kv_bytes_now            bytes of K/V held
-    kv_bytes_peak           most bytes of K/V held at once
-    kv_bytes_unshared_peak  most bytes of K/V held at once, had every sequence K/V of its own
-    steps                   forward passes
-    running_peak            most sequences running in one step
-
-    of a looped model:
-
-    block_calls             rows that went through a block, summed over visits
-    block_calls_saved       visits that rows did not make because they had left
+    Attributes:
+        generated_tokens: Tokens of all outputs.
+        prefill_rows: Prompt rows computed, including recomputed rows.
+        decode_rows: Rows of running sequences: one per sequence and step.
+        recomputed_rows: Rows computed again, after a preemption or because a hybrid model's state was missing.
+        discarded_rows: Rows of sequences that had already ended, which was known only after the rows had run.
+        copied_rows: Prompt rows whose K/V was copied from other positions instead of computed.
+        first_admission_hits: Prompt tokens that were in the KV store when the request was first admitted.
+        in_step_hits: Prompt tokens shared with a prompt admitted in the same step.
+        cross_window_hits: Prompt tokens found in the cache, from an earlier window or call.
+        preemptions: Sequences preempted because memory was full.
+        kv_bytes_now: Bytes of K/V held.
+        kv_bytes_peak: Maximum bytes of K/V held at once.
+        kv_bytes_unshared_peak: The same maximum if every sequence had its own K/V.
+        steps: Forward passes.
+        running_peak: Maximum number of sequences in a step.
+        block_calls: Looped models: rows that went through a block, summed over visits.
+        block_calls_saved: Looped models: visits skipped by rows that had exited.
     """
 
     generated_tokens: int = 0
@@ -85,30 +83,35 @@ class GenerationStats(Jsonable):
     block_calls_saved: int = 0
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
-        """Returns the counts of both: the larger one of each peak, the sum of all else."""
+        """Return the sum of all counters, except that peaks are the larger of the two."""
         return GenerationStats(**{field.name: _added(self, other, field.name) for field in fields(self)})
 
 
 @dataclass(slots=True)
 class Stats(Jsonable):
-    """A Stats counts the tokens of requests and the rows that were computed, and says where the time went.
+    """Counters of requested tokens, computed rows and time: `LLM.stats`.
 
-    tokens          tokens of all prompts, as the user sees them: what sharing "off" computes. A prompt that is read
-                    more than once (for labels of one token) counts once. Where text is generated, the tokens of each
-                    sample's prompt and output, but for the last token, which needs no row
-    unique_tokens   rows of the job's stream: its unique tokens, were each computed exactly once
-    rows_computed   rows that went through the model's position-wise layers
-    requests        prompts
-    steps           forward passes
-    path_rows_peak  most rows whose K/V was held between two steps
-    state_bytes_peak  most bytes of states that were held between two steps, of a model with layers of states
-    weight_reads    windows that went through the model layer by layer, each of which read all weights once
-    weight_bytes    bytes of weights that these windows read
-    tower_runs      images that were encoded
-    repeats         prompts that were not run, as they got the answer of an equal prompt
-    kept            prompts that were not run, as an earlier run had kept their answers
-    seconds         by part: "plan" (host), "model" (device), "compile" (of kernels for a GPU), ...; parts may overlap
-    generation      what generation did, None without any
+    Attributes:
+        tokens: Tokens of all prompts, as the user sees them; sharing "off" computes them all. A prompt that is read
+            more than once (for labels of one token) counts once. With generation, the tokens of each sample's prompt
+            and output, except the last token, which needs no row.
+        unique_tokens: Rows of the job's stream: the number of rows if each unique token is computed exactly once.
+        rows_computed: Rows that went through the model's position-wise layers.
+        requests: Prompts.
+        steps: Forward passes.
+        path_rows_peak: Maximum number of rows whose K/V was held between two steps.
+        state_bytes_peak: Hybrid models: maximum bytes of states held between two steps.
+        weight_reads: Windows that ran layer by layer. Each of them read all weights once.
+        weight_bytes: Bytes of weights that these windows read.
+        tower_runs: Images encoded.
+        repeats: Prompts not run, because an equal prompt was.
+        kept: Prompts not run, because an earlier run had kept their answers.
+        seconds: {part: seconds}, for "plan" (host), "model" (device), "compile" (GPU kernels) and others. Parts may
+            overlap.
+        generation: Counters of generation; None if no text was generated.
+
+    Example:
+        >>> print(f"{llm.stats.saved:.0%} of {llm.stats.tokens:,} tokens were not computed")
     """
 
     tokens: int = 0
@@ -127,7 +130,7 @@ class Stats(Jsonable):
     generation: GenerationStats | None = None
 
     def __add__(self, other: Stats) -> Stats:
-        """Returns the counts of both, as of two runs or replicas: the larger one of each peak, the sum of all else."""
+        """Add the counters of two runs or replicas; peaks are the larger of the two."""
         counts = {field.name: _added(self, other, field.name) for field in fields(self)[:-2]}
         seconds = {
             part: self.seconds.get(part, 0.0) + other.seconds.get(part, 0.0)
@@ -137,12 +140,12 @@ class Stats(Jsonable):
         return Stats(**counts, seconds=seconds, generation=sum(generations, GenerationStats()) if generations else None)
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        """Adds to the seconds of a part."""
+        """Add seconds to a part."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     @property
     def saved(self) -> float:
-        """Returns the share of the tokens that was not computed, below 1."""
+        """The share of the tokens that was not computed, below 1."""
         return 1.0 - self.rows_computed / self.tokens if self.tokens else 0.0
 
     def __str__(self) -> str:
@@ -158,44 +161,36 @@ class Stats(Jsonable):
 
 
 def _added(first: object, second: object, name: str) -> int:
-    """Returns two counters of this name as one."""
+    """Return the larger of two peaks, or the sum of two other counters."""
     counts = getattr(first, name), getattr(second, name)
     return max(counts) if name.endswith("_peak") else sum(counts)
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureCounter:
-    """How a counter of a feature is shown.
+    """How a feature's counter appears in summaries, reports and metrics."""
 
-    name      of the field of Stats or GenerationStats
-    title     of its line in the summary of a job, which has the line if the count is not 0
-    text      returns the text of this line, for a count
-    is_brief  whether the text is part of a Stats as a text, too
-    row       its name in the table of generation of a report; "": it has no row there
-    metric    what /metrics says that it counts; "": it is no metric
-    """
-
-    name: str
-    title: str
-    text: Callable[[int], str]
-    is_brief: bool = False
-    row: str = ""
-    metric: str = ""
+    name: str  # field of Stats or GenerationStats
+    title: str  # of its line in a job's summary; a count of 0 has no line
+    text: Callable[[int], str]  # returns the text of this line for a count
+    is_brief: bool = False  # whether `str(stats)` contains the text too
+    row: str = ""  # name in a report's table of generation; "": no row
+    metric: str = ""  # description in /metrics; "": no metric
 
 
 _COUNTERS: dict[str, FeatureCounter] = {}
 
 
 def _repeats(count: int) -> str:
-    return f"{count:,} prompts repeat another one, which was computed once for all of them"
+    return f"{count:,} prompts repeat another prompt, and were not computed again"
 
 
 def _kept(count: int) -> str:
-    return f"{count:,} prompts were not run, as an earlier run had kept their answers"
+    return f"{count:,} prompts were not run, because an earlier run had kept their answers"
 
 
 def add_counter(counter: FeatureCounter) -> None:
-    """Has summaries, reports and metrics show a counter of a feature."""
+    """Show a feature's counter in summaries, reports and metrics."""
     _COUNTERS[counter.name] = counter
 
 
@@ -204,33 +199,34 @@ add_counter(FeatureCounter("kept", "kept", _kept))
 
 
 def shown(stats: Stats | GenerationStats) -> list[tuple[FeatureCounter, int]]:
-    """Returns the counters of features that are fields of these statistics, each with its count."""
-    load_plugins()  # a process that only adds up what others counted has loaded none
+    """Return (counter, count) of each feature counter that these statistics have."""
+    load_plugins()  # a process that only sums the counts of others has loaded no plugins
     return [(counter, getattr(stats, name)) for name, counter in _COUNTERS.items() if hasattr(stats, name)]
 
 
 Sharing = Literal["full", "mlp", "off"]
 SHARING_MODES: tuple[Sharing, ...] = ("full", "mlp", "off")
-# Fields of Exits that options are called by too; to the others' names they put "exit_".
+# Fields of Exits whose options have the same names. The other options have the prefix "exit_".
 _SAME_NAMES = ("min_visits", "max_visits", "route")
 
 
 @dataclass(frozen=True, slots=True)
 class Exits:
-    """An Exits says which blocks a looped model's rows visit, and after which visit they are read, or leave.
+    """The blocks that a looped model's rows visit, and the visit after which a row exits.
 
-    threshold   of a model with a gate: a row is read after the first visit at which its probability of having left is
-                at least this, in (0, 1]; 1: after its last visit; None: the checkpoint's own
-    min_visits  no row is read after fewer visits
-    max_visits  no row is read after more visits; None: it may make all of the model's
+    By default an exit means that the row is read, although it makes all visits. With `LoopedSettings.exits` "save" or
+    "project" the row makes no further visits; only these two use `change`, `prompts` and `visits`.
 
-    where rows leave for good (`GenerateOptions.exits`):
-
-    change      a row leaves after the first visit that changes its state by at most this part of it (the norm of the
-                difference over that of the state before); None: however little it changes
-    prompts     whether rows of prompts leave by these rules too; otherwise they make all visits
-    route       the blocks visited, from 0; None: as the model's order or its router says
-    visits      after how many visits the row of each generated token leaves, as far as it goes, whatever else is said
+    Attributes:
+        threshold: For models with an exit gate: exit after the first visit at which the exit probability is at least
+            this, in (0, 1]. 1: after the last visit. None: the checkpoint's threshold.
+        min_visits: Minimum number of visits before an exit.
+        max_visits: Maximum number of visits; None: all.
+        change: Exit after the first visit with norm(change of the state) <= change * norm(state before). None: no such
+            rule.
+        prompts: Whether prompt rows exit too. Otherwise they make all visits.
+        route: Blocks to visit, numbered from 0. None: by the model's order or its router.
+        visits: Number of visits of each generated token; overrides the other rules. These apply to tokens past its end.
     """
 
     threshold: float | None = None
@@ -243,14 +239,14 @@ class Exits:
 
     @classmethod
     def of(cls, o: LoopedOptions, visits: tuple[int, ...] = ()) -> Exits | None:
-        """Returns what these options ask for; None: nothing but the checkpoint's own."""
+        """Return the exits that these options set, or None if all are the checkpoint's defaults."""
         route = None if o.route is None else tuple(o.route)
         exits = cls(o.exit_threshold, o.min_visits, o.max_visits, o.exit_change, o.exit_prompts, route, visits)
         return None if exits == _NO_EXITS else exits
 
     @property
     def given(self) -> dict[str, object]:
-        """Returns the values that differ from their defaults, by the names of the options (those of Sampling)."""
+        """Values that differ from their defaults, as {name of the option in Sampling: value}."""
         changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
         return {name if name in _SAME_NAMES else f"exit_{name}": getattr(self, name) for name in changed}
 
@@ -259,68 +255,59 @@ _NO_EXITS = Exits()
 
 
 def refuse_exits(exits: Exits) -> None:
-    """Raise InputError if any exits are given. The model is not looped."""
+    """Raise InputError for the first option of `exits`, because the model is not looped."""
     for name in exits.given:
-        message = f"{name} is given, and the model is not looped"
+        message = f"{name} is given, but the model is not looped"
         raise InputError(message, field=name, remedy="leave it out", code="not_looped")
 
 
 @dataclass(frozen=True, slots=True)
 class Readout:
-    """A Readout says what a run reads from the model; a run has one kind.
+    """The read-out of a run: the result of each request, and the rows that it is read from. A run has one kind.
 
-    kind        result of a request                                   read at
-    "last"      hidden state after the final norm, [hidden]           its last row
-    "mean"      the float32 mean of these hidden states, [hidden]     all its rows
-    "head"      the checkpoint's classification head, [num_labels]    its last row
-    "logits"    logits of the vocabulary ids `ids`, [len(ids)];       its last row
-                with `sums` also the log-sum-exp of all logits, and
-                the id of the largest: [len(ids) + 2]
-    "every"     these hidden states, [tokens, hidden]                 all its rows; in the slots of a KV store alone
-    "logprobs"  log-probability of each target, [len(targets)],       its last len(targets) rows
-                and whether the target is the arg-max
-    "tokens"    what is generated after it: list[Generated], one      its last row, and each row
-                a sample                                              that is generated
-
-    top         of "logprobs": how many of the most likely tokens are read beside each target; the result of a target is
-                then a row of its log-probability, its rank (1 and the number of tokens that are more likely), the
-                log-probabilities of the most likely tokens, and their ids; None: its log-probability alone
-    exits       after which visit of a looped model rows are read; None: as the checkpoint, of "tokens" Sampling, says
-    sums        of "logits": whether all logits of the row are looked at
-    keeps       of "logprobs" in the slots: whether prompts of one target, too, are among rows whose states are kept
+    kind        result                                                   rows
+    "last"      hidden state after the final norm, [hidden]              last row
+    "mean"      float32 mean of the hidden states, [hidden]              all rows
+    "every"     hidden states, [tokens, hidden]; only in a KV store      all rows
+    "head"      output of the classification head, [num_labels]          last row
+    "logits"    logits of the tokens `ids`, [len(ids)]; with `sums`      last row
+                [len(ids) + 2], the last two: log-sum-exp of all
+                logits, and the id of the largest logit
+    "logprobs"  log-probability of each target, [len(targets)], and      last len(targets) rows
+                whether the target is the arg-max
+    "tokens"    generated text: list[Generated], one per sample          last row, and each generated row
     """
 
     kind: Literal["last", "mean", "every", "head", "logits", "logprobs", "tokens"]
     ids: tuple[int, ...] = ()
-    exits: Exits | None = None
+    exits: Exits | None = None  # of looped models; None: the checkpoint's exits, or with "tokens" the exits in Sampling
+    # "logprobs": number of most likely tokens to read beside each target. The result is then [len(targets), 2 + 2 *
+    # top]: the target's log-probability and rank (1: most likely), the top log-probabilities, and the top ids.
     top: int | None = None
-    sums: bool = False
-    keeps: bool = False
+    sums: bool = False  # "logits": read all logits of the row too
+    keeps: bool = False  # "logprobs" in a KV store: keep the states of prompts with one target too
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a read-out gave.
+    """The result of a request whose read-out is not "tokens"."""
 
-    Attributes:
-        values: float32
-        greedy: of "logprobs", bool, one for each target
-        cached_tokens: tokens of the prompt that were in the KV store when the request began; None: not known
-    """
-
-    values: np.ndarray
-    greedy: np.ndarray | None = None
-    cached_tokens: int | None = None
+    values: np.ndarray  # float32, with the shape in `Readout`
+    greedy: np.ndarray | None = None  # "logprobs": bool [len(targets)], whether each target is the arg-max
+    cached_tokens: int | None = None  # prompt tokens that were in the KV store at the start; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(LoopedOptions, SamplerOptions):
-    """A Sampling says how the tokens of a request are chosen, and when they end.
+    """Checked sampling options of one request.
 
-    Its fields are the options that `prefold.spec.task` declares, after they have been checked: max_tokens is no longer
-    "auto", and mappings and lists are tuples. seed None: it is made of the seed of the list or job. The noise of a draw
-    depends on seed, sample, position and token alone, on a CPU or a GPU; rounding of the logits changes a draw only
-    where two tokens are that close.
+    The fields are the sampling options of `LLM.generate` after checking: `max_tokens` is a number or None (until the
+    context is full), and mappings and lists are tuples. If `seed` is None, the seed of the list or job determines it.
+    The noise of a draw depends only on seed, sample, position and token, and is equal on CPUs and GPUs. A rounding
+    difference in the logits therefore changes a draw only if two tokens are that close.
+
+    Example:
+        >>> Sampling(max_tokens=16, temperature=0.7, seed=1)
     """
 
     max_tokens: int | None = None
@@ -333,41 +320,38 @@ class Sampling(LoopedOptions, SamplerOptions):
 
     @cached_property
     def exits(self) -> Exits | None:
-        """Returns after which visits rows are read; None: as the checkpoint says."""
+        """The exits that these options set; None: the checkpoint's defaults."""
         return Exits.of(self, self.exit_visits)
 
 
-# What is wanted of a prompt beside its tokens: it is continued, or numbers are read. Features find their options in it.
+# What to do with a prompt: continue it, or read values from it. Features find their options in it.
 Asked = Sampling | Readout
 
 
 class Namespace(NamedTuple):
-    """What separates rows beside their tokens: requests share rows only within one namespace. Tries, caches and slots
-    compare namespaces as a whole.
+    """A key that separates rows with equal tokens: requests share rows only within one namespace.
 
-    adapter  the LoRA adapter that computes the rows; "": the base model
-    salt     a text that keeps requests from sharing rows with the requests of other customers
-    parts    what an engine and its features add, such as the route of a looped model: at most one value of each class
+    Tries, caches and slots compare whole namespaces.
     """
 
-    adapter: str = ""
-    salt: str = ""
-    parts: tuple[Hashable, ...] = ()
+    adapter: str = ""  # LoRA adapter that computes the rows; "": the base model
+    salt: str = ""  # separates the requests of customers who must not share rows
+    parts: tuple[Hashable, ...] = ()  # added by features, such as a looped model's route; at most one of each class
 
     def part(self, kind: type[P], default: D) -> P | D:
-        """Returns the part of this class; the default if there is none."""
+        """Return the part of this class, or the default."""
         for part in self.parts:
             if isinstance(part, kind):
                 return part
         return default
 
     def with_part(self, part: Hashable) -> Namespace:
-        """Returns the namespace with this part, in place of a part of the same class."""
+        """Return the namespace with this part, which replaces a part of the same class."""
         others = (other for other in self.parts if type(other) is not type(part))
         return self._replace(parts=(*others, part))
 
     def within(self, salt_prefix: str) -> Namespace:
-        """Returns the namespace with a prefix before its salt, outside of which nothing is shared; "" is no limit."""
+        """Return the namespace with a prefix before its salt; see the function `within`."""
         return self._replace(salt=within(salt_prefix, self.salt))
 
 
@@ -376,34 +360,28 @@ NO_NAMESPACE = Namespace()
 
 @dataclass(frozen=True, eq=False)
 class Medium:
-    """A Medium is an image in prompts. Its rows have ids of their own, above the vocabulary, as long as it is held
-    (`images.table` gives them).
+    """An image in prompts. While it is held, its rows have their own ids, above the vocabulary, from `images.table`."""
 
-    key   what tells it from other images: a digest of its pixels and of all that is done to them
-    salt  of the requests that may share its rows
-    ids   int32 [rows]: in prompts they stand for the image, in this order; between them there may be tokens
-    load  returns its tiles as the tower reads them, float32 [tiles, 3, height, width]
-    """
-
-    key: bytes
-    salt: str
-    ids: np.ndarray
-    load: Callable[[], np.ndarray]
+    key: bytes  # digest of the image's pixels and of their preprocessing
+    salt: str  # salt of the requests that may share its rows
+    ids: np.ndarray  # int32 [rows]: the image's ids in prompts, in this order; tokens may stand between them
+    load: Callable[[], np.ndarray]  # returns the tower's input, float32 [tiles, 3, height, width]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A Request is one prompt, as token ids, and what is wanted of it.
+    """One prompt as token ids, and what to do with it.
 
-    tokens    int32 [n], n >= 1: the rows of the prompt; those from MEDIA_BASE on are rows of images
-    targets   int32 [m], m <= n, for readout "logprobs" only: targets[t] is the token whose log-probability is wanted
-              at the row of position n - m + t. A continuation's last token is a target and no row: score(P, C) is
-              tokens = P + C[:-1], targets = C
-    sampling  how the tokens that continue the prompt are chosen; None: the prompt is not continued, and numbers are
-              read as the run's Readout says
-    namespace requests share a prefix only within one namespace; it names the LoRA adapter too
-    priority  what a request of larger priority computed is kept longer, in a cache with the "priority" policy
-    media     the images that have rows among `tokens`, of the namespace's salt
+    Attributes:
+        tokens: int32 [n], n >= 1, the prompt. Ids from MEDIA_BASE on are rows of images.
+        targets: int32 [m], m <= n, only for readout "logprobs". The log-probability of targets[t] is read at position
+            n - m + t. The last token of a continuation is a target but no row: score(P, C) has tokens = P + C[:-1] and
+            targets = C.
+        sampling: How to choose the tokens of the continuation. None: do not continue the prompt; read the values that
+            the run's Readout names.
+        namespace: Requests share a prefix only within one namespace. It also names the LoRA adapter.
+        priority: In a cache with the "priority" policy, rows with a higher priority are kept longer.
+        media: The images with rows among `tokens`; their salt is the namespace's.
     """
 
     tokens: np.ndarray
@@ -416,36 +394,31 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """An Owner says for whom a request is run.
+    """The tenant and the class of a request."""
 
-    tenant    the engine is shared among tenants; None: the request has none
-    is_batch  whether it may wait until no other request waits
-    """
-
-    tenant: Hashable = None
-    is_batch: bool = False
+    tenant: Hashable = None  # tenants share the engine; None: no tenant
+    is_batch: bool = False  # whether the request may wait until no other request waits
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A Share says how much of an engine a tenant gets.
+    """A tenant's share of an engine. None: no limit except memory."""
 
-    weight         its part, relative to those of the other tenants that have requests at that time
-    max_running    the most sequences that run at once; None: as many as there is room for
-    max_kept_rows  the most rows that are kept for it after its requests have ended; None: as many as there is room for
-    """
-
-    weight: float = 1.0
-    max_running: int | None = None
-    max_kept_rows: int | None = None
+    weight: float = 1.0  # relative to the weights of the other tenants that have requests at that time
+    max_running: int | None = None  # maximum number of sequences that run at once
+    max_kept_rows: int | None = None  # maximum number of rows kept after the tenant's requests have ended
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A TokenLogprobs holds one generated token's log-probability, and the most likely (id, log-probability) at its
-    place, best first.
+    """Log-probabilities at the position of one generated token, before temperature, penalties and filters.
 
-    They are those of the model's own distribution: before temperature, penalties and filters.
+    Attributes:
+        logprob: Log-probability of the generated token.
+        top: (id, log-probability) of the most likely tokens, best first.
+
+    Example:
+        >>> llm.generate("The sky is", logprobs=3).logprobs[0].top
     """
 
     logprob: float
@@ -454,16 +427,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Generated(Jsonable):
-    """A Generated is one sample of a request.
+    """One generated answer.
 
-    tokens         the ids, without what ended them
-    text           the decoded text, None without a tokenizer
-    finish_reason  "stop" (end of text, a stop text or id, the grammar's end), "length", "cancelled"
-    stop           the text or id that ended it, None for the end of text and for "length"
-    cached_tokens  tokens of the prompt that were not computed for this request; None: the server does not say
-    logprobs       one for each token, if asked for
-    approximate_tokens   tokens of the prompt whose K/V was computed at other positions, behind other tokens, and copied
-                   for this request; 0: the result is exact
+    Attributes:
+        tokens: The token ids, without the stop text or stop id.
+        text: The decoded text; None without a tokenizer.
+        finish_reason: "stop" (end of text, a stop text or id, or the end of the grammar), "length" or "cancelled".
+        stop: The stop text or id that ended the answer. None for the end of text, and for "length".
+        cached_tokens: Prompt tokens that were not computed for this request; None: the server does not report it.
+        logprobs: One entry per token, if `logprobs` was set.
+        approximate_tokens: Prompt tokens whose K/V was computed at other positions, after other tokens, and copied.
+            0: the result is exact.
+
+    Example:
+        >>> llm.generate("The capital of France is", max_tokens=3).text
     """
 
     tokens: tuple[int, ...]
@@ -481,5 +458,5 @@ class Generated(Jsonable):
 
 
 def within(salt_prefix: str, salt: str) -> str:
-    """Returns a salt with a prefix, outside of which nothing is shared; "" is no limit."""
+    """Return a salt with a prefix, so that requests share rows only with requests of the same prefix. "" adds none."""
     return f"{salt_prefix}/{salt}" if salt_prefix else salt

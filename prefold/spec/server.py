@@ -1,4 +1,4 @@
-"""The options of a server: its address, its names, its limits. The LLM has the options of the engine."""
+"""The options of a server: its address, names and limits. The engine's options belong to the LLM."""
 
 from __future__ import annotations
 
@@ -12,105 +12,117 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """The options of a server. A field whose parameter of the command line is None is set in Python only."""
+    """The options of a server. An option with the command-line parameter None is set in Python only."""
 
-    host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
-    port: int = option(8000, "Port to listen on; 0: one that is free.", least=0, most=65535)
+    host: str = option("127.0.0.1", "Address to listen on.", group="Server", common=True, metavar="ADDRESS")
+    port: int = option(
+        8000, "Port to listen on (0: any free port).", group="Server", common=True, least=0, most=65535
+    )  # fmt: skip
     served_names: tuple[str, ...] = option(
-        (), "A name that requests may ask for; the first stands in responses; by default the checkpoint's own."
-        " May be repeated.", flags="--served-model-name",
-        metavar="NAME",
+        (), "Model name that requests may use (default: the checkpoint's name).",
+        details="Responses contain the first name.",
+        group="Server", common=True, flags="--served-model-name", metavar="NAME",
     )  # fmt: skip
     api_keys: str | None = option(
-        None, "Who may ask: keys and their tenants, in TOML. Read again on SIGHUP.", metavar="FILE"
-    )
-    insecure: bool = option(False, "Listen on an address that others reach, without keys, and be asked by any name.")
-    allowed_hosts: tuple[str, ...] = option(
-        (),
-        "Without keys: a name by which the server may be asked, and whose pages may ask it. With --insecure: by no"
-        " other than these and the machine's own. May be repeated.",
-        flags="--allowed-host", metavar="NAME",
+        None, "TOML file with API keys and their tenants; SIGHUP rereads it.",
+        group="Server", common=True, metavar="FILE",
     )  # fmt: skip
-    data_dir: str | None = option(None, "Where files and batches are kept; none without it.", metavar="FOLDER")
-    max_file_bytes: int = option(1 << 30, "Size of a file that is uploaded.")
-    drain_seconds: float = option(30.0, "How long requests may go on after SIGTERM.", least=0)
-    max_waiting_requests: int = option(
-        1024, "Requests that may wait for a free sequence; others are refused with 429.", least=1
+    insecure: bool = option(
+        False, "Allow requests from other machines without API keys, under any host name.", group="Server", common=True
     )
-    max_waiting_tokens: int = option(1 << 22, "Tokens that may wait.", least=1)
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Without keys: host name that requests and web pages may use.",
+        details="With --insecure only these names and the machine's own names are allowed.",
+        group="Server", flags="--allowed-host", metavar="NAME",
+    )  # fmt: skip
+    data_dir: str | None = option(
+        None, "Folder for uploaded files and batches (default: none are accepted).",
+        group="Server", common=True, metavar="FOLDER",
+    )  # fmt: skip
+    max_file_bytes: int = option(1 << 30, "Maximum size of an uploaded file.", group="Limits")
+    drain_seconds: float = option(
+        30.0, "Seconds that running requests may continue after SIGTERM.", group="Limits", least=0
+    )
+    max_waiting_requests: int = option(
+        1024, "Maximum number of waiting requests; further requests get status 429.", group="Limits", least=1
+    )
+    max_waiting_tokens: int = option(1 << 22, "Maximum number of tokens in waiting requests.", group="Limits", least=1)
     step_ms: float | None = option(
-        None,
-        "How long a step should take while live requests are there: rows are adjusted to the measured rate."
-        "  [default: 100 while several tenants have live requests; else a batch lengthens live steps by a quarter, and"
-        " nothing else is bounded]",
-        least=0, above=True, metavar="MS",
+        None, "Target duration of a step while live requests run (default: 100 with several tenants).",
+        details="The number of rows in a step follows the measured speed. By default 100 ms while several tenants have"
+        " live requests. Otherwise a batch may lengthen live steps by a quarter, and no other limit applies.",
+        group="Performance", least=0, above=True, metavar="MS",
     )  # fmt: skip
     batch_share: float = option(
-        0.02, "The part of the time that batches get while live requests never pause.", least=0, most=1, above=True,
-        metavar="SHARE",
+        0.02, "Share of time for batches while live requests never pause.",
+        group="Performance", least=0, most=1, above=True, metavar="SHARE",
     )  # fmt: skip
-    max_body_bytes: int = option(16 << 20, "Size of a request's body.")
-    max_receiving_bytes: int = option(1 << 30, "Size of all bodies that are being received.")
-    max_connections: int = option(4096, "Connections at once.", least=1)
+    max_body_bytes: int = option(16 << 20, "Maximum size of a request body.", group="Limits")
+    max_receiving_bytes: int = option(1 << 30, "Maximum total size of request bodies being received.", group="Limits")
+    max_connections: int = option(4096, "Maximum number of open connections.", group="Limits", least=1)
     max_texts: int = option(
-        4096, "Texts, documents or prompts of one request, and samples of all its prompts.", least=1
+        4096, "Maximum texts, documents, prompts and samples of one request.",
+        details="Samples are counted over all prompts of the request.", group="Limits", least=1,
+    )  # fmt: skip
+    max_n: int = option(128, "Maximum number of samples per prompt.", group="Limits", least=1)
+    max_logprobs: int = option(20, "Maximum number of most likely tokens to return.", group="Limits", least=0)
+    max_grammar_bytes: int = option(
+        256 << 10, "Maximum size of a schema, regular expression or grammar.", group="Limits"
     )
-    max_n: int = option(128, "Samples of a prompt.", least=1)
-    max_logprobs: int = option(20, "Most likely tokens that are listed.", least=0)
-    max_grammar_bytes: int = option(256 << 10, "Size of a schema, regular expression or grammar.")
-    allow_chat_template: bool = option(False, "Requests may bring a chat template of their own.")
-    escape_special: bool = option(False, "Special tokens in what messages hold stay text.")
+    allow_chat_template: bool = option(False, "Let requests bring their own chat template.", group="Server")
+    escape_special: bool = option(False, "Treat special tokens inside messages as plain text.", group="Server")
     reasoning_parser: str = option(
-        "auto",
-        "Part answers of chats into reasoning, between <think> and </think>, and text. auto: where the model's chat"
-        " template has <think>.",
-        one_of=("auto", "think", "none"),
+        "auto", "Separate reasoning (<think>...</think>) from the text of chat answers.",
+        details="auto: if the model's chat template contains <think>.",
+        group="Server", one_of=("auto", "think", "none"),
     )  # fmt: skip
     calibration: str | None = option(
-        None,
-        "Temperatures and thresholds of decisions, from `prefold decide --save-calibration`: for requests that ask a"
-        " question of this name and content.",
-        metavar="FILE",
-    )
+        None, "File with temperatures and thresholds for decisions, from --save-calibration.",
+        details="`prefold decide` writes it. It applies to requests with a question of the same name and content.",
+        group="Calibration", metavar="FILE",
+    )  # fmt: skip
     access_log: str = option(
-        "off",
-        "Log a line about each request, as text or as a JSON object: never prompts, answers or keys. Without a value:"
-        " text.",
-        one_of=("off", "text", "json"),
-    )
-    access_log_probes: bool = option(
-        False, "Log requests for health and metrics too, which the access log leaves out otherwise."
-    )
-    body_seconds: float = option(60.0, "In which a request's body must have come.", None)
-    header_seconds: float = option(30.0, "In which a request's headers must have come.", None)
-    max_header_bytes: int = option(64 << 10, "Size of a request's headers.", None)
+        "off", "Log a line per request, as text or JSON; without a value: text.",
+        details="The log never contains prompts, answers or keys.",
+        group="Server", one_of=("off", "text", "json"),
+    )  # fmt: skip
+    access_log_probes: bool = option(False, "Also log requests for health and metrics.", group="Server")
+    body_seconds: float = option(60.0, "Seconds in which a request's body must arrive.", None, group="Limits")
+    header_seconds: float = option(30.0, "Seconds in which a request's headers must arrive.", None, group="Limits")
+    max_header_bytes: int = option(64 << 10, "Maximum size of a request's headers.", None, group="Limits")
     ping_seconds: float = option(
-        15.0, "After so long without an event a stream sends a comment, so that proxies keep it open.", None
+        15.0, "Send a comment on a stream after this many seconds without an event.", None,
+        details="Proxies then keep the stream open.", group="Server",
+    )  # fmt: skip
+    send_seconds: float = option(
+        60.0, "Seconds in which a client must accept the data sent to it.", None, group="Limits"
     )
-    send_seconds: float = option(60.0, "In which a client must take what it is sent.", None)
 
     @property
     def is_local(self) -> bool:
-        """Returns whether only this machine reaches the address."""
+        """Whether only this machine can reach the address."""
         return self.host in LOOPBACK
 
     @property
     def most_of_one_tenant(self) -> int:
-        """Returns how many bytes of one tenant's bodies may be received at once: with several tenants, half of all."""
+        """Maximum total bytes of one tenant's bodies being received: with API keys, half of the limit for all."""
         return self.max_receiving_bytes // (1 if self.api_keys is None else 2)
 
     def check(self) -> None:
-        """Raises JobError if other machines could reach the server without an option that allows it, or if a body of
-        the allowed size could never be received."""
+        """Check options that depend on each other.
+
+        Raises:
+            JobError: Other machines could reach the server without keys, or the limits never admit the largest body.
+        """
         if not self.is_local and self.api_keys is None and not self.insecure:
             raise JobError(
-                f"{self.host} can be reached by other machines, and there are no keys; give --api-keys FILE, or"
-                " --insecure to let everybody in"
+                f"{self.host} can be reached by other machines, and there are no API keys; give --api-keys FILE, or"
+                " --insecure to allow all requests"
             )
         if self.max_body_bytes > self.most_of_one_tenant:
             times, owner = (1, "") if self.api_keys is None else (2, " of one tenant")
             raise JobError(
-                f"--max-body-bytes allows a body of {self.max_body_bytes} bytes, --max-receiving-bytes only"
-                f" {self.most_of_one_tenant}{owner} at once; give --max-receiving-bytes"
+                f"--max-body-bytes is {self.max_body_bytes}, but --max-receiving-bytes allows only"
+                f" {self.most_of_one_tenant} bytes{owner} at once; give --max-receiving-bytes"
                 f" {times * self.max_body_bytes} or more, or a smaller --max-body-bytes"
             )

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from ..engine.schedule.generate_step import NO_OWNER
 from ..errors import InputError
-from ..spec.fields import kind_of, near
+from ..spec.fields import explained, kind_of, near
 from ..spec.requests import Owner, Readout
 from ..spec.task import option_of
 from ..tasks.results import Answer
@@ -42,7 +42,7 @@ def doc_of_option(name: str, **schema: Any) -> Meta:
     bounds = {"exclusiveMinimum" if option.metadata["above"] else "minimum": least, "maximum": most}
     kind = {int: "integer", float: "number", bool: "boolean"}.get(kind_of(option) or object)
     limits = {"type": kind, **{name: bound for name, bound in bounds.items() if bound is not None}} if kind else {}
-    return doc(option.metadata["doc"], **(schema or limits))
+    return doc(explained(option), **(schema or limits))
 
 
 IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}

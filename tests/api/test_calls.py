@@ -66,7 +66,7 @@ def test_what_is_no_text_is_said_of_the_item(llm, value):
 
 
 def test_a_list_of_lists_is_no_list_of_texts(llm):
-    with pytest.raises(InputError, match="one text is wanted"):
+    with pytest.raises(InputError, match="a list instead of one text"):
         llm.embed([["a"]])
     with pytest.raises(InputError, match="one text"):
         llm.rerank("yes", "no")

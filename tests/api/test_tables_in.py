@@ -301,7 +301,7 @@ def test_a_relation_can_be_joined_with_others_of_its_connection(llm):
 
 
 def test_equal_names_and_missing_packages(llm, monkeypatch):
-    with pytest.raises(InputError, match="equal names of columns"):
+    with pytest.raises(InputError, match="equal column names"):
         llm.embed(pd.DataFrame([["a", "b"]], columns=["text", "text"]))
     numbers = llm.embed(pd.DataFrame([["yes", "b"]]), text="0")
     assert [*numbers.columns] == [0, 1, "embedding"]

@@ -70,7 +70,7 @@ def test_a_job_on_a_table_with_its_report(prefold, tmp_path, lines, llm, table):
     page = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1])
     counted = dict(map(tuple, data["generation"]))
-    assert counted["tokens generated"] == "180" and int(counted["most sequences in a step"]) > 1
+    assert counted["tokens generated"] == "180" and int(counted["maximum of sequences in a step"]) > 1
     assert max(step[5] for step in data["steps"]) > 1
     csv = prefold("run", "in.jsonl", "--task", "generate", "--raw", "--n", "2", "-o", "out.csv", "--quiet", *SHORT)
     assert csv.exit_code == 0 and "choices" in (tmp_path / "out.csv").read_text().splitlines()[0]
@@ -182,7 +182,7 @@ def test_plan_counts_prompts_and_outputs(prefold, table):
     assert (counts["requests"], counts["outputs"], counts["output_tokens"]) == (30, 30, 270)
     assert counts["rows"] < counts["tokens"] and counts["kv_row_bytes"] == 2 * 3 * 2 * 6 * 4
     text = prefold("plan", "in.jsonl", "--task", "generate", "--max-tokens", "9", "--raw").stdout
-    assert "30 outputs of up to 270 tokens" in text and "K/V, 288 bytes a row" in text
+    assert "30 outputs of up to 270 tokens" in text and "K/V, 288 bytes per row" in text
 
 
 def test_a_job_is_told_by_every_option_that_changes_a_result():
@@ -213,7 +213,7 @@ def test_a_job_is_told_by_every_option_that_changes_a_result():
         (["generate", "x", "--max-tokens", "600"], 1, "max_tokens 600"),
         (["generate", "in.jsonl", "--adapter", "a=.", "--adapter", "b=."], 1, "--adapter-column"),
         (["generate", "in.jsonl", "--prompt", "nothing", "-o", "o.jsonl"], 3, "30 records failed"),
-        (["verify", "batch.jsonl", "--tolerance", "1"], 2, "--tolerance bounds numbers"),
+        (["verify", "batch.jsonl", "--tolerance", "1"], 2, "--tolerance bounds values"),
         (["bench", "in.jsonl", "--task", "embed", "--max-tokens", "3"], 2, "--max-tokens is for generate"),
     ],
 )

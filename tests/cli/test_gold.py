@@ -155,7 +155,7 @@ def test_a_calibration_is_written_and_applied(run):
 def test_a_calibration_of_other_questions_is_refused(run):
     run("in.csv", *GOLD, "--save-calibration", "c.json")
     Path("q.yaml").write_text("tone: {type: choice, criteria: {calm: polite, angry: null}}")
-    assert "names the question 'bad', and the questions are 'tone'" in run(
+    assert "contains the question 'bad', but the questions are 'tone'" in run(
         "in.csv", "--calibration", "c.json", status=1
     )
     Path("q.yaml").write_text(QUESTIONS.replace("angry", "furious"))
@@ -173,7 +173,7 @@ def test_a_calibration_of_other_questions_is_refused(run):
         (("--gold", "lable"), "the input has no column 'lable'; did you mean label", 1),
         (("--save-calibration", "c.json"), "--save-calibration needs true answers; add --gold", 2),
         (("--precision", "0.9"), "--precision needs true answers", 2),
-        (("--review", "r.csv"), "nothing says which answers are doubtful", 2),
+        (("--review", "r.csv"), "needs a rule for doubtful answers", 2),
         (("--gold-file", "q.yaml"), "cannot", 1),
         (("--gold-file", "in.csv"), "has no column record", 1),
         (("--gold-file", "gold.csv"), "has no column tone_gold or bad_gold; it has: record, gold", 1),

@@ -12,7 +12,8 @@ import click
 import pytest
 
 from prefold.cli import main
-from prefold.cli.options import TASKS
+from prefold.cli.options import TASKS, Command, Option, help_line
+from prefold.spec.fields import HELP_GROUPS
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 
@@ -39,7 +40,7 @@ def test_every_command_and_every_option_is_documented(name):
 def test_nothing_is_documented_that_is_not_there():
     known = {option for c in main.commands.values() for p in c.params for option in (*p.opts, *p.secondary_opts)}
     documented = set(re.findall(r"`(--[a-z-]+)`", DOCS.read_text(encoding="utf-8")))
-    assert documented <= known | {"--help", "--version"}
+    assert documented <= known | {"--help", "--help-all", "--version"}
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
@@ -47,6 +48,54 @@ def test_every_option_has_a_help_text_and_every_command_a_summary(name):
     command = main.commands[name]
     assert command.help and command.short_help and len(command.short_help) < 60
     assert all(p.help for p in command.params if isinstance(p, click.Option))
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_help_shows_the_common_options_by_group_and_help_all_shows_every_option(name, prefold):
+    common, everything = prefold(name, "--help").stdout, prefold(name, "--help-all").stdout
+    options = [p for p in main.commands[name].params if isinstance(p, click.Option)]
+    for option in options:
+        flag, is_common = max(option.opts, key=len), getattr(option, "common", True)
+        assert re.search(rf"{flag}\b(?!-)", everything), f"--help-all of {name} lacks {flag}"
+        assert bool(re.search(rf"^  (-\w, )?{flag}\b(?!-)", common, re.M)) == is_common, flag
+    rare = sum(not getattr(option, "common", True) for option in options)
+    assert (f"{rare} more options: " in common) == (rare > 0) and "more options" not in everything
+    for text in (common, everything):
+        headings = re.findall(r"^([A-Z][\w ]+):$", text, re.M)
+        assert headings == [group for group in ("Options", *HELP_GROUPS) if group in headings]
+
+
+def test_commands_without_rare_options_have_no_help_all():
+    assert "--help-all" not in Command("x").get_help(click.Context(Command("x")))
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_the_help_of_an_option_is_one_line_at_120_columns(name):
+    for option in [p for p in main.commands[name].params if isinstance(p, Option)]:
+        line = help_line(option)
+        if line.startswith(tuple(f"{task}: " for task in TASKS)):  # one meaning per task
+            continue
+        assert line.endswith(".") and line.count("(default") <= 1, line
+        assert len(line) <= 88, f"{option.opts}: {len(line)} characters"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_the_terminal(columns):
+    assert main.context_settings["max_content_width"] == 120
+    for name in ("generate", "serve"):
+        context = click.Context(main.commands[name], info_name=name, terminal_width=columns)
+        lines = main.commands[name].get_help(context).partition("Options:")[2].splitlines()
+        assert columns - 20 < max(map(len, lines)) <= columns
+
+
+def test_the_default_of_an_option_is_in_its_help():
+    lines = {p.name: help_line(p) for name in ("generate", "serve") for p in main.commands[name].params[1:]}
+    assert lines["port"] == "Port to listen on (0: any free port; default: 8000)."
+    assert lines["max_body_bytes"] == "Maximum size of a request body (default: 16MiB)."
+    assert lines["top_k"] == "Sample from the K most likely tokens (default 0: all)."
+    assert lines["presence_penalty"].endswith("already generated (default 0: off).")
+    assert lines["stop_id"] == "Token id that ends the answer (repeatable)."
+    assert lines["backend"].endswith("(default: prefold).") and lines["dtype"].count("default") == 1
 
 
 @pytest.mark.parametrize("name", TASKS)

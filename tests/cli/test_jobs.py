@@ -211,7 +211,7 @@ def test_the_report_is_written(prefold, tmp_path):
     assert str(data["totals"]["tokens"]) in done.stderr.replace(",", "")
     page = (tmp_path / "page.html").read_bytes()
     again = prefold("rerank", "in.jsonl", "-o", "out.csv", "--report", "page.html")
-    assert again.exit_code == 0 and "nothing was computed; page.html stays what it is" in again.stderr
+    assert again.exit_code == 0 and "nothing was computed; page.html is unchanged" in again.stderr
     assert (tmp_path / "page.html").read_bytes() == page
     another = prefold("rerank", "in.jsonl", "-o", "out.csv", "--report", "new.html")
     assert another.exit_code == 0 and "nothing was computed; there is no new.html" in another.stderr

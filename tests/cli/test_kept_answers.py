@@ -100,7 +100,7 @@ def test_draws_of_a_job_without_a_seed_are_not_kept(prefold, tmp_path, lines):
 def test_equal_records_are_counted_in_the_summary(prefold, tmp_path):
     write(tmp_path / "a.jsonl")
     said = prefold("embed", "a.jsonl", "--prompt", "text", "-o", "1.jsonl").stderr
-    assert "repeats   14 prompts repeat another one, which was computed once for all of them" in said
+    assert "repeats   14 prompts repeat another prompt, and were not computed again" in said
     assert count(said, r"in ([\d,]+) prompts") == 24
 
 
@@ -113,8 +113,8 @@ def test_answers_are_listed_pruned_and_verified(prefold, tmp_path):
     (row,) = json.loads(prefold("answers", "kept", "--json").stdout)
     assert row["answers"] == 400 and row["identity"]["options"]["weights"] == "'fast'"
     done = prefold("answers", "kept", "--verify", "100")
-    assert done.exit_code == 0 and "the file is whole" in done.stdout
-    assert count(done.stdout, r"(\d+) answers computed again") > 5
+    assert done.exit_code == 0 and "the file is intact" in done.stdout
+    assert count(done.stdout, r"(\d+) answers recomputed") > 5
     none = prefold("answers", "kept", "--verify", "5", "--dtype", "bfloat16")
     assert none.exit_code == 1 and "with these options can be computed again" in none.stderr
     file = AnswersFile(tmp_path / "kept", 1 << 30, pytest.fail)
@@ -125,14 +125,14 @@ def test_answers_are_listed_pruned_and_verified(prefold, tmp_path):
         file.add(model.number, key, answer_bytes(changed))
     file.close()
     false = prefold("answers", "kept", "--verify", "100")
-    assert false.exit_code == 1 and "the file is whole" in false.stdout and "differ by at most 1" in false.stdout
+    assert false.exit_code == 1 and "the file is intact" in false.stdout and "differ by at most 1" in false.stdout
     with sqlite3.connect(tmp_path / "kept" / NAME) as db:  # answers of other requests, with their checksums as wrong
         db.execute("UPDATE answers SET answer = (SELECT answer FROM answers LIMIT 1)")
     wrong = prefold("answers", "kept", "--verify", "100", "--json")
     assert wrong.exit_code == 1 and "399 answers do not match" in wrong.stdout + wrong.stderr
     assert "400 answers deleted" in prefold("answers", "kept", "--keep-bytes", "1").stdout
     missing = prefold("answers", "nowhere")
-    assert missing.exit_code == 1 and "nowhere holds no answers" in missing.stderr
+    assert missing.exit_code == 1 and "nowhere contains no answers" in missing.stderr
 
 
 def test_answers_are_for_one_process(prefold, tmp_path):

@@ -156,7 +156,7 @@ def test_standard_streams_that_are_full_or_closed(model, tmp_path, environment):
 def test_other_commands_into_a_full_or_closed_output(tmp_path, environment, command):
     for where, why in (("> /dev/full", "No space left on device"), (">&-", "standard output is closed")):
         done = shell(f"prefold {command} {where}", tmp_path, environment)
-        assert done.returncode == 1 and done.stderr == f"prefold: the system says: {why}\n"
+        assert done.returncode == 1 and done.stderr == f"prefold: system error: {why}\n"
     assert shell(f"set -o pipefail; prefold {command} | head -c 1", tmp_path, environment).stderr == ""
 
 

@@ -130,7 +130,7 @@ def test_files_that_are_refused(model, file, changes, match):
 def test_other_dtypes_and_settings_are_refused(model, file, tmp_path):
     with pytest.raises(InputError, match="measured with the dtype"):
         LLM(model, dtype="bfloat16", cache=CacheOptions(shifted=file))
-    with pytest.raises(InputError, match="prefixes of 21"):
+    with pytest.raises(InputError, match="min_overlap is 21"):
         LLM(model, dtype="float32", cache=CacheOptions(shifted=file, min_overlap=21))
     with pytest.raises(InputError, match="cannot be read"):
         LLM(model, dtype="float32", cache=CacheOptions(shifted="nowhere.json"))

@@ -329,7 +329,7 @@ def test_nothing_is_compiled_to_say_the_version(fresh, monkeypatch):
     monkeypatch.delenv("PREFOLD_ISA", raising=False)
     loader.process = KernelLoader(libraries=fresh / "none", build=Mock())
     done = CliRunner().invoke(main, ["--version"])
-    executor = f"Executor: native; PyTorch {torch.__version__} for what it lacks"
+    executor = f"Executor: native; PyTorch {torch.__version__} for models that it lacks"
     assert done.stdout.splitlines() == [f"prefold {__version__}", f"CPU kernels: {FIRST_USE}", executor]
     assert not loader.process.build.called
     monkeypatch.setenv("PREFOLD_KERNELS", "0")

@@ -214,7 +214,7 @@ def test_a_calibration_is_of_a_model_a_prompt_and_questions(llm, folder, tmp_pat
             "'tone' was made with the options calm, angry, sad",
         ),
         ({"tone": {**tone, "instructions": "which?"}}, {}, "was made with other instructions"),
-        ({"refund": QUESTIONS["refund"]}, {}, "names the question 'tone', and the questions are 'refund'"),
+        ({"refund": QUESTIONS["refund"]}, {}, "contains the question 'tone', but the questions are 'refund'"),
         ({"tone": tone}, {"first": "question"}, "made with another prompt"),
         ({"tone": tone}, {"temperature": {"choice": 3.0}}, "made with another prompt"),
         ({"tone": tone}, {"prompt_style": "vllm"}, "made with another prompt"),
@@ -258,14 +258,14 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path):
         ({"q": {**own, "temperature": 0}}, r"questions\['q'\].temperature is 0"),
         ({"q": {**own, "temperature": True}}, "temperature is True"),
         ({"q": {**own, "threshold": 1.5}}, "threshold is 1.5"),
-        ({"q": {**own, "options": [1, 2]}}, "options is no list"),
+        ({"q": {**own, "options": [1, 2]}}, "options is not a list"),
         ({"q": {**own, "treshold": 0.5}}, "treshold is unknown"),
         ({"q": {"digest": "d"}}, "is missing"),
         ([], "questions is of type list"),
     ):
         with pytest.raises(InputError, match=says):
             Calibration.of({**good, "questions": bad})
-    with pytest.raises(InputError, match="is no calibration"):
+    with pytest.raises(InputError, match="is not a calibration"):
         Calibration.of({"a": 1})
     with pytest.raises(InputError, match="has the version 7"):
         Calibration.of({**good, "prefold_calibration": 7})

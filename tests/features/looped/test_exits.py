@@ -143,7 +143,7 @@ def test_exits_that_cannot_be(model, tmp_path):
 def test_an_engine_refuses_exits_of_a_model_that_does_not_loop():
     """Also where a request comes with no task that has looked at it."""
     part = engine_part(SimpleNamespace(facts=Facts(depth=1, max_rows=8)), EngineOptions())
-    with pytest.raises(InputError, match="exit_threshold is given, and the model is not looped"):
+    with pytest.raises(InputError, match="exit_threshold is given, but the model is not looped"):
         check_asked([part], Readout("last", exits=Exits(threshold=0.5)))
     check_asked([part], Readout("last", exits=Exits()))
     check_asked([part], Sampling())
