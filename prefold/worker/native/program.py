@@ -303,7 +303,7 @@ class Compiler:
         is_packed = isinstance(table, PackedTable)
         rows, blocks = kernels.matrix_addresses(table.words if isinstance(table, PackedTable) else table)
         learned = None if embed.positions is None else self.address(self.memory.arrays[embed.positions][embed.first :])
-        scale = float(np.array(embed.scale, self.model.dtype))  # rounded as in transformers, where it is a tensor
+        scale = float(np.array(embed.scale, self.model.dtype))  # rounded like transformers' tensor
         self.add(
             Kind.EMBED, out=self.number[embed.out], weight=rows, blocks=blocks, wide=is_packed, bias=learned,
             at=at, columns=columns, keys=embed.table.rows if beside else 0, dim=self.config.vocab_size, eps=scale,

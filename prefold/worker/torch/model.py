@@ -107,7 +107,7 @@ class CausalLM(nn.Module):
             Layer(operations, place, split=self._split, kept=program.kept) for operations in program.layers
         )
         self.end = Layer(program.end, place)
-        # Rounded as in transformers, where it is a tensor.
+        # Rounded like transformers, which stores the scale in a tensor.
         self.embedding_scale = torch.tensor(program.embed.scale, dtype=dtype, device="cpu").item()
         self.lm_head = None if head is None or head == program.embed.table else place.empty(head)
         self.lm_head_bias = None if program.head_bias is None else place.empty(program.head_bias)

@@ -62,7 +62,7 @@ class Ops:
             cos_sin: float32 [rows, turned]: cosines, then sines of the row's turned/2 angles, multiplied by the
                 attention factor of the RoPE variant. The first `turned` values of each head are rotated; 0: none.
             norm_weight: [dim], an RMS norm over dim before the rotation (Qwen3's q/k norm). None: no norm.
-            eps: Of the norm.
+            eps: Epsilon of the norm.
         """
         if norm_weight is not None:
             _, x = Ops.add_rms_norm(self, x, None, norm_weight, eps)
