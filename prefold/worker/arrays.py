@@ -149,7 +149,6 @@ class Arrays(ABC, Generic[Array]):
         largest logit is not finite.
 
         Args:
-            logits: The logits.
             rows: int64 [n].
             filters: float64 [n, FILTERS]. The temperature, in column 0, is above 0.
             keys: uint64 [n], for the noise (`engine.sampling.make_key`).

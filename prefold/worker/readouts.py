@@ -26,7 +26,6 @@ class PooledBatch(Protocol[Array]):
     """The part of a prepared stream step that mean pooling needs.
 
     Attributes:
-        step: The step.
         scatter: For a folded step, int64: the row of each new row of the stream. Otherwise None.
         keep_path: int64, the rows of the carried path that stay.
         keep_new: int64, the new rows of the stream that join the path.
@@ -69,9 +68,6 @@ def read_stream(
     On a rank other than 0, values that need the whole vocabulary are undefined.
 
     Args:
-        arrays: The array operations.
-        model: The model.
-        batch: The prepared step.
         above: float32 [path, hidden], the hidden states of the path above this step. None: there is no path, or no
             mean pooling.
         hidden: [read rows, hidden].
@@ -221,9 +217,6 @@ def values_of(
     its row. Reads of one row compute it once.
 
     Args:
-        arrays: The array operations.
-        model: The model.
-        readout: The kind of values.
         hidden: [n, hidden].
         rows: int64 [reads], the row of `hidden` of each read.
         targets: int32 [reads], for "logprobs": the tokens to look up.
@@ -278,8 +271,6 @@ def logprobs_of(
     The log-sum-exp of a row is computed once for all its targets. On a rank other than 0 the values are undefined.
 
     Args:
-        arrays: The array operations.
-        model: The model.
         hidden: [n, hidden].
         rows: int64 [n], ascending: the row of `hidden` of each id.
         ids: int64 [n].

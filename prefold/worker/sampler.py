@@ -159,7 +159,6 @@ def choose(
     device only if log-probabilities are requested, or on a GPU without Triton.
 
     Args:
-        arrays: The array operations.
         logits: float32 [r, vocab]; not modified.
         rows: int64 [p]: the row of each read. Several reads may share a row.
         drawing: Sampling options for some of the reads. The other reads get the most likely token.

@@ -63,8 +63,6 @@ class MemoryRanks(OneRank[np.ndarray]):
     """This process's rank of a model that is split over processes of one machine.
 
     Args:
-        rank: This rank.
-        size: Number of ranks.
         file: From `memory_file`; may be closed afterwards.
         pipes: Descriptors of pipes to other ranks. One of them hangs up if its rank ends.
         patience: Seconds to wait for another rank.

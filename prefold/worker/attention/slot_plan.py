@@ -68,8 +68,6 @@ def plan_slots(
     Every query must see a key: its own row is a run of one key, visible from its own query on. No tensor is needed.
 
     Args:
-        runs: The keys.
-        num_queries: Number of rows of the step.
         query_positions: int64 [queries]. Needed only with a sliding window.
         window: See SlotPlan.
         group: Query heads per KV head. A hint for speed: any number gives a correct plan.

@@ -45,7 +45,6 @@ def check_int8(config: ModelConfig, dtype: str, device: str, *, weights: str, ra
     """Raise InputError if a model cannot run in int8.
 
     Args:
-        config: The model's config.
         dtype: Name of the dtype.
         device: Name of the device.
         weights: The option of this name.
@@ -120,7 +119,7 @@ class Report:
 
 
 class Probe:
-    """Runs the probe text through a model's layers while they are loaded.
+    """The run of the probe text through a model's layers, while they are loaded.
 
     Attributes:
         batch: The rows of the text.

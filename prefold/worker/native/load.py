@@ -43,8 +43,8 @@ SPARSE = 8
 PACKED = 1.03
 EXPERT_ACTIVATIONS = ("silu", "gelu_tanh", "relu2", "clamped")  # the activations that have kernels
 # Layerwise execution: the maximum number of rows at once, the share of free memory for their hidden states, and the
-# bytes of a row in plans. Hidden states never go to disk: moving 6 * hidden rows costs half the bytes of a layer with
-# 12 * hidden**2 weights. So fewer rows and more reads of the weights always move fewer bytes.
+# bytes of a row in plans. Hidden states never go to disk: the hidden states of 6 * hidden rows are half as
+# large as a layer with 12 * hidden**2 weights. So fewer rows and more reads of the weights always move fewer bytes.
 MOST_ROWS, STATES_SHARE, PLAN_BYTES = 1 << 16, 0.4, 256
 REMEDY = "use a smaller model, or more memory"
 
@@ -109,8 +109,6 @@ def load_native(
     """Load the model of a checkpoint.
 
     Args:
-        checkpoint: The checkpoint.
-        config: Its config.
         dtype: "float32" or "bfloat16", for all weights that are not wide (always float32).
         seed: Seed of random weights.
         keep: Which matrices stay as the checkpoint stores them; see `kept_as_stored`.
@@ -214,12 +212,12 @@ def kept_as_stored(wish: str, model: NativeModel, source: StoredSource) -> dict[
 
     Args:
         wish: "dtype": none. "file": every matrix whose type has kernels. "auto" and "fast": the same, with exceptions.
-        model: The model.
-        source: The checkpoint's tensors.
 
-    If memory is plenty, "auto" keeps none in two cases, because the dtype is faster: in bfloat16 on a CPU without
-    bfloat16 multiplication, and for a batch-invariant model, which multiplies few rows like many. In bfloat16 it still
-    keeps the experts of a sparse mixture. "fast" keeps none in bfloat16 if memory is plenty. A split model keeps none.
+    A split model keeps none. If memory is plenty, "auto" and "fast" also keep none if the dtype is faster:
+
+    - a batch-invariant model, because it multiplies few rows like many
+    - "auto" in bfloat16 on a CPU without bfloat16 multiplication, except for the experts of a sparse mixture
+    - "fast" in bfloat16
 
     Time of a step relative to weights in the dtype, measured with SmolLM2-135M as Q4_1 (docs/cpus.md):
 
@@ -343,7 +341,7 @@ def settle_threads(threads: int | None) -> None:
 
 
 class Loader(PartLoader):
-    """Fills the memory of a model: with all weights, or with one part of the weights at a time."""
+    """The loader of a model's memory: all weights at once, or one part of the weights at a time."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Memory:
 
 
 class PartLoader(Protocol):
-    """Loads one part of a model's weights at a time, each in place of the last one, as often as needed.
+    """A loader of one part of a model's weights at a time, each in place of the last one, as often as needed.
 
     Attributes:
         bytes_read: Bytes of weights read so far, as stored in files. A weight that is read twice counts twice.

@@ -158,7 +158,7 @@ class PreparedStep:
 
 
 class Compiler:
-    """Converts operations to the kernels' operations (`kernels/src/interface.h`).
+    """The conversion of operations to the kernels' operations (`kernels/src/interface.h`).
 
     Attributes:
         number: The number of each buffer.
@@ -533,7 +533,7 @@ COMPILE: dict[type[Operation], Callable[[Compiler, Any], None]] = {
 
 
 class NativeProgram:
-    """Runs the layers and the final norm of one model, or a part of a pass.
+    """The compiled layers and final norm of one model, or a part of a pass.
 
     Attributes:
         memory: The memory of the buffers, reused by every step.
@@ -550,7 +550,6 @@ class NativeProgram:
         """Compile the program.
 
         Args:
-            model: The model.
             adapters: LoRA adapters, in the order by which steps number them.
             part: The part of a pass to run. None: a whole pass.
             workspace: Memory shared by several programs. None: the program has its own memory.
@@ -616,8 +615,6 @@ class NativeProgram:
         The K/V of the step is then in the store.
 
         Args:
-            batch: The step.
-            store: The KV store.
             x: The input of the first layer; it is overwritten. None: the embeddings.
             fields: Extra fields of the call. Passing the same mapping object as in the last step says that the values
                 have not changed.
@@ -703,7 +700,6 @@ class NativeProgram:
 
         Args:
             x: The residual stream before the part; it is overwritten. None: the part starts with the embedding.
-            batch: The step.
             memory: The K/V.
             first: The plane of the first visit.
             fields: Extra fields of the call. They must stay equal for one batch and its memory.
@@ -861,7 +857,7 @@ def before_attention(operations: Sequence[Operation]) -> tuple[Operation, ...]:
 
 
 class ProgramParts:
-    """Runs parts of a program, one at a time, over rows that the caller holds. A part has no attention and no states.
+    """Parts of a program, which run one at a time over rows of the caller. A part has no attention and no states.
 
     If a part ends with a sum and the next part starts with the norm of the sum, the next part does the addition.
     It then needs both buffers.

@@ -158,7 +158,7 @@ def runs_triton(device: torch.device) -> bool:
 
 
 class CompileClock:
-    """Adds up the seconds that Triton's compiler reports. Kernels cached on disk count almost nothing."""
+    """The sum of the seconds that Triton's compiler reports. Kernels cached on disk count almost nothing."""
 
     def __init__(self) -> None:
         from triton import knobs

@@ -17,7 +17,7 @@ from .ops import Ops
 
 
 class Layer(nn.Module):
-    """Runs rows through the operations of one layer.
+    """The operations of one layer, with their weights.
 
     Each operation that has weights is a submodule, named by `name_of`. Operations of one kind with the same weights
     share a submodule.

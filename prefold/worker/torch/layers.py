@@ -16,7 +16,7 @@ from .products import Product, pack
 
 
 class Norm(nn.Module):
-    """Returns x + delta [rows, size], and the norm of the sum. kind: as in `program.Norm`"""
+    """The sum x + delta [rows, size], and the norm of the sum. kind: as in `program.Norm`"""
 
     def __init__(
         self,

@@ -72,9 +72,7 @@ def load_model(
     """Load the model of a checkpoint, in evaluation mode.
 
     Args:
-        checkpoint: The checkpoint.
         dtype: Dtype of all weights; the classification head stays float32.
-        device: The device.
         pack: Pack linears for the CPU if that is faster; a packed model has no gradients. The LM head is packed as a
             copy when full logits are first read, if there is memory for it.
         seed: Seed of random weights.

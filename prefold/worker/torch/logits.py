@@ -12,7 +12,7 @@ from ...model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class LogitShape:
-    """Turns products x of an LM head into logits: scale * x, or cap * tanh(scale * x / cap).
+    """The step from products x of an LM head to logits: scale * x, or cap * tanh(scale * x / cap).
 
     scale, cap: `logit_scale` and `logit_cap` of ModelConfig
     """

@@ -32,10 +32,9 @@ from .rotary_tables import RotaryTables
 
 
 class Attend(Protocol):
-    """Computes attention over one plane.
+    """A function that computes attention over one plane.
 
     Args:
-        plane: The plane.
         q: [rows, heads, dim], maybe strided. From the layer that drops unread rows on, only the read rows:
             `len(q) < len(k)`.
         k: [rows, kv_heads, dim], maybe strided. None: the keys of an earlier call for the plane.
@@ -75,7 +74,7 @@ class Pass:
 
 
 class CausalLM(nn.Module):
-    """Executes the program of a config.
+    """A model that executes the program of a config.
 
     It is differentiable unless its linears are packed. New weights are uninitialised: see `load_model`.
 
@@ -177,7 +176,6 @@ class CausalLM(nn.Module):
         Args:
             tokens: int64 [rows].
             positions: int64 [rows].
-            attend: Computes attention.
             read_rows: int64 [r], ascending and distinct: the rows whose result is read. None: all. The last plane's
                 layer computes queries only for these rows, and keys and values for all rows.
             adapters: The LoRA adapter of each row; it must have the same read rows.

@@ -57,8 +57,6 @@ class Panels(Product):
     """A copy of a weight [outputs, inputs] in the layout of the compiled kernels (`Kernels.pack_words`). No gradients.
 
     Args:
-        weight: The weight.
-        compiled: The compiled kernels.
         pool: Allocates the memory.
     """
 

@@ -26,7 +26,7 @@ _HERE = "127.0.0.1"  # all ranks are on this machine, whose host name may resolv
 
 
 class MemoryTensors(Ranks):
-    """Exchanges CPU tensors through the shared memory of `MemoryRanks`."""
+    """A rank that exchanges CPU tensors through the shared memory of `MemoryRanks`."""
 
     def __init__(self, memory: MemoryRanks):
         self.rank, self.size, self.view = memory.rank, memory.size, memory.view

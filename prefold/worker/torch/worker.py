@@ -83,7 +83,6 @@ class TorchWorker(Worker):
     are used.
 
     Args:
-        model: The model.
         adapters: LoRA adapters by name.
         depth: `depth` of `Facts`. None: 2 on a GPU, which then always has a step to run while the host reads results.
         parts: The parts of features. None: the parts that need no checkpoint.

@@ -206,8 +206,6 @@ class RowAttention:
             q: [queries, heads, dim].
             k: [rows, kv_heads, dim].
             v: [rows, kv_heads, value dim].
-            plan: The plan of the step.
-            scale: The factor of scores.
             path_k: [path, kv_heads, dim], the carried keys, which come before k.
             path_v: [path, kv_heads, value dim], the carried values.
             sinks: [heads], an extra score of each head in the softmax, without a value.

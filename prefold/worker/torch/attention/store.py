@@ -44,8 +44,6 @@ def attend_slots(
     Args:
         q: [queries, heads, dim].
         read: Returns the keys and values of slots int64 [n], [n, kv_heads, dim] each.
-        plan: The plan of the step.
-        scale: The factor of scores.
         cap: As in Heads.
         sinks: As in `RowAttention.attend`.
     """
