@@ -363,7 +363,7 @@ def test_a_slot_that_is_not_there_is_an_error(tmp_path):
             return super().greedy(batch, *given)
 
     use(llm.engine.worker, Wrong)
-    with pytest.raises(ValueError, match="a slot is outside the KV store"):
+    with pytest.raises(ValueError, match="a slot that is not there"):
         llm.generate(["some text"], max_tokens=2)
 
 
