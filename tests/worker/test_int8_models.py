@@ -184,7 +184,7 @@ def test_weights_that_are_quantised_already(tmp_path):
     config = config_of(tiny_checkpoint(tmp_path, "llama"))
     with pytest.raises(InputError, match="quantised already") as error:
         int8.check_int8(config, "float32", "cpu", weights="int8", ranks=1, is_quantised=True)
-    assert "its blocks are used as they are" in str(error.value)
+    assert "the blocks are used directly" in str(error.value)
 
 
 @needs_int8
