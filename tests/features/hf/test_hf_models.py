@@ -323,5 +323,5 @@ def test_a_split_model_is_refused(tmp_path, forced):
 
 def test_weights_that_are_to_stay_as_stored_are_refused(tmp_path, forced):
     folder = checkpoint_of(tmp_path, "olmo2", {})
-    with pytest.raises(InputError, match=r"keeps no weights as the checkpoint stores them.*leave --weights out"):
+    with pytest.raises(InputError, match=r"cannot use weights as the checkpoint stores them.*leave --weights out"):
         model_of(folder, weights="file")
