@@ -19,7 +19,7 @@ from .specs import server_spec, takes_job
 
 
 def read_settings(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
-    """Make the values of the TOML file, and above them those of PREFOLD_SERVE_* variables, the defaults of the options.
+    """Make the TOML file and the PREFOLD_SERVE_* variables, which override it, the defaults of the options.
 
     Raise JobError for an unknown option and for a value that the option refuses. The message names the file or the
     variable.

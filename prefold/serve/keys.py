@@ -74,7 +74,7 @@ class _Key(Body, kw_only=True):
         return bytes.fromhex(self.sha256) if self.key is None else hashlib.sha256(self.key.strip().encode()).digest()
 
 
-ANYBODY = Tenant(None, admin=True)
+ANONYMOUS = Tenant(None, admin=True)
 
 
 class Keys:
@@ -143,7 +143,7 @@ class Keys:
         """Return the tenant of the key in a request's headers (Authorization: Bearer KEY, or x-api-key: KEY), or
         None."""
         if self._path is None:
-            return ANYBODY
+            return ANONYMOUS
         scheme, _, key = header.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = header.get("x-api-key", "")

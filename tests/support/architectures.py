@@ -287,9 +287,9 @@ FORCED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({}, "its attention is in both directions"),
     "roberta": ({}, "its attention is in both directions"),
-    "bloom": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
-    "mpt": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
-    "mamba": ({}, "its modules take no position_ids, so rows cannot say where they stand"),
+    "bloom": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
+    "mpt": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
+    "mamba": ({}, "its modules take no position_ids, so rows cannot have their own positions"),
     "openai-gpt": ({}, "its attention does not go through transformers' attention interface"),
     "xglm": ({}, "its attention does not go through transformers' attention interface"),
     "doge": ({}, "it makes masks of its own"),

@@ -99,7 +99,7 @@ def expected_of(model: TransformersLM) -> tuple[ExpectedOutputs, float]:
     """
     whole, config = model.whole, model.config
     if "position_ids" not in inspect.signature(type(model.decoder).forward).parameters:
-        raise refused(config, "its modules take no position_ids, so rows cannot say where they stand")
+        raise refused(config, "its modules take no position_ids, so rows cannot have their own positions")
     for key, reason in HIDDEN.items():
         if getattr(whole.config, key, None):
             raise refused(config, f"{reason} ({key})")
