@@ -134,13 +134,13 @@ def table() -> str:
     sources = compiled_files()
     compiled = sum(compiled_lines(path.read_text(encoding="utf-8")) for path in sources)
     head = (
-        f"A greedy step of {SEQUENCES} sequences on a CPU runs {sum(map(len, files.values()))} Python functions "
-        f"({run} lines of code) in {len(files)} files, and the C++ of the program ({len(sources)} files, {compiled} "
-        "lines of code) when this was written:"
+        f"When this table was written, a greedy step of {SEQUENCES} sequences on a CPU ran "
+        f"{sum(map(len, files.values()))} Python functions ({run} lines of code) in {len(files)} files. In C++, it could "
+        f"run {len(sources)} files ({compiled} lines of code)."
     )
     listed = ", ".join(f"`{path.name}`" for path in sources)
-    lines = [head, "", "| file | functions run | their lines | lines of the file |", "|---|---|---|---|", *rows, ""]
-    return "\n".join([*lines, f"The C++, in `kernels/src/`: {listed}.", ""])
+    lines = [head, "", "| file | functions run | lines of these functions | lines of the file |", "|---|---|---|---|", *rows, ""]
+    return "\n".join([*lines, f"The C++ files, in `kernels/src/`: {listed}.", ""])
 
 
 def _layers() -> list[str]:
