@@ -146,7 +146,7 @@ def test_other_dtypes_and_settings_are_refused(model, file, tmp_path):
         (("verify", "in.jsonl", "--task", "embed", "--cache-reuse-window", "9"), 2, "--cache-reuse-window is for"),
         ((*NUMBERS, "--reuse", "shifted", "--tolerance", "1"), 1, "only generation"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "in.jsonl", "--cache", "off"), 2, "leave out --cache off"),
-        ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "x", "--url", "http://a"), 2, "for one process"),
+        ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "x", "--url", "http://a"), 2, "works only in one process"),
         ((*RUN, "-o", "o.jsonl", "--cache-reuse-shifted", "nowhere"), 1, "cannot read nowhere"),
     ],
 )
